@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
-    from normswap.exporting.settings import Int8Settings as Int8Settings
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.layers.known_norms import register_norm as register_norm
@@ -46,7 +45,6 @@ __all__ = [
     "Diagnosis",
     "Exported",
     "Finding",
-    "Int8Settings",
     "Network",
     "NormswapError",
     "Plan",
@@ -77,7 +75,6 @@ _HOMES = {
     "Exported": "exporting.exporter",
     "Finding": "diagnosis.findings",
     "Network": "surgery.network",
-    "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",

@@ -110,8 +110,9 @@ def make_loader(
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
     network_input.require_seed(seed)
     record = image_record(model) if isinstance(model, nn.Module) else model
-    values = {name: record[name] for name in _TRANSFORM if name in record}
-    transform = create_transform(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    transform = create_transform(**values)
     dataset: Any = open_images(record, data, split, transform, labelled=labelled)
     notes = getattr(dataset, "notes", ())
     count = samples

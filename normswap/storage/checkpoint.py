@@ -85,7 +85,7 @@ def save(
         The directory.
 
     Raises:
-        OutputError: the place is taken, cannot be written, or is being written by another process.
+        OutputError: the place is taken, or cannot be written.
         SourceError: the network's weights are broken: NaN, infinite, or without values.
     """
     place = Path(directory)
@@ -99,12 +99,11 @@ def save(
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
-    with network_folder.one_writer(place):
+    # of a link, the directory that it points to is replaced
+    with atomic_write.writing(place.resolve()) as aside:
+        aside.mkdir()
+        _write(aside, model, record, report)
         network_folder.check_writable(place, force=force)  # somebody may have written it since
-        # of a link, the directory that it points to is replaced
-        with atomic_write.writing(place.resolve()) as aside:
-            aside.mkdir()
-            _write(aside, model, record, report)
     return place
 
 

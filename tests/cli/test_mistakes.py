@@ -142,7 +142,6 @@ EARLY: list[Mistake] = [
     ("int8 of nothing", None, ("export", "demo", "-o", "x.onnx", "--precision", "int8"), ("needs --calibrate",)),
     ("a report into a network", network, ("report", "net", "-o", "net/r.html"), ("lies in", "place beside it")),
     ("a report of another ending", empty, ("report", "empty", "-o", "r.txt"), ("r.txt has another ending", "r.html")),
-    ("negative decay", None, ("decay", "demo", "--weight-decay", "-1"), ("--weight-decay -1",)),
     ("picture of no kind", None, ("spp", "demo", "-o", "a.xyz"), ("'xyz'", "svg")),
 ]  # fmt: skip
 LATE: list[Mistake] = [

@@ -58,7 +58,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "notes": [],
         "renames": [],
     }
-    conversion_table._print_step("demo", step, dry=dry)
+    conversion_table.print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 

@@ -81,7 +81,8 @@ def test_a_directory_that_is_an_exported_file(tmp_path: Path) -> None:
     assert main(["bench", str(place)]) == 2
 
 
-def test_force_replaces_a_package_and_no_other_directory(tmp_path: Path) -> None:
+def test_force_replaces_a_package_and_no_other_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "require_packages", lambda *_: None)
     place, mine = package(tmp_path / "net.mlpackage"), tmp_path / "mine.mlpackage"
     mine.mkdir()
     formats.check(place, FileSettings(force=True))

@@ -262,7 +262,7 @@ def test_accuracy_of_two_arguments_and_what_has_none() -> None:
 
 
 def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a factory of the user's; it is saved, opened again, verified, unfolded and told about."""
+    """From a factory of the user's; it is saved, opened again, verified and unfolded; the report refuses it."""
     code = "import input_forms\n\n\ndef make():\n    return input_forms.Unpacked(input_forms.Trunk())\n"
     (tmp_path / "two.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -275,10 +275,6 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
     assert reverification.again(Network(source, inputs), again).passed
     back = normswap.convert(again, "unfold", inputs=inputs)
     assert back.report.passed
-    facts = report.collect(folder, inputs=inputs, trust_factory=True)
-    assert facts.signal_inputs == "given inputs"
-    (before,), (after,) = facts.signal["before"], facts.signal["after"]
-    assert before.variance == pytest.approx(after.variance, rel=1e-4)
     with pytest.raises(NormswapError, match="takes more than images"):
         report.collect(folder, trust_factory=True)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli.options import Json
-from normswap.cli.tables import line, show, table
+from normswap.cli.tables import show, table
 from normswap.plan import Body
 
 KEYS = (
@@ -50,7 +50,7 @@ def run(context: typer.Context, json: Json = False) -> int | None:
 
 def _print(rows: Sequence[Body]) -> None:
     table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
-    line("normswap recipes show NAME prints one; with > FILE behind it it is yours: `normswap finetune --recipe FILE`")
+    print("normswap recipes show NAME prints one; with > FILE behind it it is yours: `normswap finetune --recipe FILE`")
 
 
 @GROUP.command("show")

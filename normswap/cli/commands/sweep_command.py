@@ -11,7 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, Opening, Weights
-from normswap.cli.tables import line, next_step, show, table, written
+from normswap.cli.tables import next_step, show, table, written
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -124,11 +124,11 @@ def _print(body: Body) -> None:
     rows = [(f"{rate.lr:g}", rate.text, rate.counted, rate.runs, rate.lost or None,
              "best" if rate.best else "good" if rate.good else None)
             for rate in (Line(**line) for line in body["lines"])]  # fmt: skip
-    line(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
+    print(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
-        line(note)
+        print(note)
     written(body["files"])
     if best := [rate["lr"] for rate in body["lines"] if rate["best"]]:
         next_step("finetune", "--recipe", body["recipe"], f"optim.lr={best[0]:g}")
