@@ -165,9 +165,9 @@ def test_like_another_architecture_is_refused() -> None:
     net, x = fused()
     wider = skeleton("resnet18", channels=(8, 16, 24, 48))
     ask: dict[str, Any] = {"inputs": x, "calibrate": [x]}
-    with pytest.raises(RefusedError, match="has a weight of"):
+    with pytest.raises(RefusedError, match="it has no layer4"):
         normswap.convert(net, "batchnorm", like=wider, **ask)
-    with pytest.raises(RefusedError, match="linear layers"):
+    with pytest.raises(RefusedError, match="it has no"):
         normswap.convert(net, "batchnorm", like=skeleton("resnet26d"), **ask)
     twisted = skeleton("resnet18")
     twisted.get_submodule("layer1.0").drop_path = nn.SiLU()
