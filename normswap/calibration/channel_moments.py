@@ -97,17 +97,17 @@ def measure(
     total, images = operator.length_hint(batches), 0
     handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
     with evaluating(model), hooked(handles):
-        for done, example in enumerate(checked(model, batches), 1):
+        for number, example in enumerate(checked(model, batches), 1):
             run(model, example)
             images += example.count
             if progress is not None:
-                progress(done, total)
+                progress(number, total)
     if not images:
         raise SourceError("0 calibration images", "at least 1 is needed")
-    for path, seen in moments.items():
-        if seen.count < 2:
+    for path, moment in moments.items():
+        if moment.count < 2:
             raise SourceError(f"{path} sees one value per channel", "its variance is not defined", "Give more images")
-        if not bool(torch.isfinite(seen.mean).all() and torch.isfinite(seen.square).all()):
+        if not bool(torch.isfinite(moment.mean).all() and torch.isfinite(moment.square).all()):
             raise VerificationError(f"what reaches {path} is not finite on these images")
     return Measured(moments, images)
 

@@ -44,7 +44,7 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
         _check_images(example, i)
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
-            shown = [one[0] if one and len(one) == 1 else one for one in (sizes, size)]
+            shown = [each[0] if each and len(each) == 1 else each for each in (sizes, size)]
             raise SourceError(f"calibration batch {i} has images of size {shown[0]}", f"not {shown[1]}")
         size = sizes
         yield example.like(model)

@@ -9,7 +9,7 @@ import copy
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -100,51 +100,50 @@ def _filled(value: object, values: Values) -> Any:
     return value
 
 
-def interpreters(batches: Iterable[object], *models: nn.Module) -> tuple[list[Interpreter], Iterable[Example]]:
-    """An interpreter for each network, recorded on the first of the batches, and all the batches again, as calls.
-
-    Raises:
-        SourceError: there is no batch, or the images do not fit the networks.
-    """
-    examples = checked(models[0], batches)
-    first = next(examples, None)
-    if first is None:
-        raise SourceError("0 calibration images", "at least 2 are needed")
-    try:
-        recorded = [Interpreter(model, first) for model in models]
-    except TraceError as error:
-        raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
-    return recorded, itertools.chain([first], examples)
-
-
 class Lockstep:
-    """The values of each batch in each network, as far as the networks have come.
+    """Networks, recorded on the first batch, and the values of each batch in each of them, as far as they have come.
 
     Args:
-        interpreters: the networks, in eval mode.
-        batches: calls, on the networks' device; read once.
+        models: the networks, in eval mode.
+        batches: what they take (`Example.read`); read once.
+        mirrored: so many images, the first ones, are followed by their mirror images.
 
     Raises:
-        SourceError: the batches are unusable, or there are fewer than two images.
+        SourceError: the batches do not fit the networks, or there are fewer than two images.
     """
 
     @torch.no_grad()
-    def __init__(self, interpreters: list[Interpreter], batches: Iterable[Example]) -> None:
-        self.interpreters = interpreters
+    def __init__(self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0) -> None:
         self.batches: list[list[Values]] = []
-        self.images = 0
-        self.reached = [0] * len(interpreters)
-        for example in (part for batch in batches for part in parts(batch, batch.images.device)):
-            if not self.images:
-                for interpreter in interpreters:
-                    run(interpreter.traced.modules[""], example.first(1).map(torch.clone))
-            self.images += example.count
-            # Each network gets a copy: the first layer may write in place.
-            starts = [interpreter.start(example.map(torch.clone)) for interpreter in interpreters]
-            self.batches.append([_stored(values, {}) for values in starts])
-            self.device = example.images.device
+        # Images, and rows of the stored batches: mirror images count here.
+        self.images = self.rows = 0
+        examples = checked(models[0], batches)
+        first = next(examples, None)
+        if first is None:
+            raise SourceError("0 calibration images", "at least 2 are needed")
+        self.first = first
+        try:
+            self.interpreters = [Interpreter(model, first) for model in models]
+        except TraceError as error:
+            raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
+        for model in models:
+            run(model, first.first(1).map(torch.clone))
+        self.device = first.images.device
+        self.reached = [0] * len(models)
+        for batch in itertools.chain([first], examples):
+            for example in parts(batch, self.device):
+                self._store(example)
+                if self.images < mirrored and example.mirrors:
+                    self._store(example.map(lambda images: images.flip(-1)))
+                self.images += example.count
         if self.images < 2:
             raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
+
+    def _store(self, example: Example) -> None:
+        self.rows += example.count
+        # Each network gets a copy: the first layer may write in place.
+        starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
+        self.batches.append([_stored(values, {}) for values in starts])
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:

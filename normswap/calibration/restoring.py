@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.calibration.channel_moments import ChannelMoments
-from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
+from normswap.calibration.lockstep import Interpreter, Lockstep
 from normswap.calibration.sampling import fits
 from normswap.errors import RefusedError, SourceError
 from normswap.graph.tracing import inputs
@@ -68,21 +68,19 @@ def restore(
         SourceError: unusable or too few images.
     """
     with evaluating(model, *references):
-        recorded, examples = interpreters(batches, *references, model)
-        places = list(_places(recorded))
+        lockstep = Lockstep([*references, model], batches)
+        places = list(_places(lockstep.interpreters))
         if not places:
             why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
             raise RefusedError("the reference has no layer of the network's", why)
-        first, *others = examples
-        _check_recorded(recorded[-1], first.first(2))
-        lockstep = Lockstep(recorded, [first, *others])
-        for done, place in enumerate(places, 1):
+        _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
+        for number, place in enumerate(places, 1):
             *targets, current = _moments(lockstep, place)
             if current.count < 2:
                 raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
             _set(place.layer, current, targets, means_only=means_only)
             if progress is not None:
-                progress(done, len(places))
+                progress(number, len(places))
     moments = "mean" if means_only else "mean and variance"
     note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
     without_bias = sum(place.layer.bias is None for place in places)

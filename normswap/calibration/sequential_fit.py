@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,14 @@ from torch import Tensor, fx, nn
 
 from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.least_squares import Folds, naming, regress
-from normswap.calibration.lockstep import Interpreter, Lockstep, Values, interpreters
+from normswap.calibration.lockstep import Interpreter, Lockstep, Values
 from normswap.calibration.sampling import columns, draw, fits, patches
 from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
-from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
-from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 
 # Places of an image at which a layer is looked at, at most.
@@ -71,11 +69,11 @@ def refit(
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with evaluating(source, result):
-        pair, examples = interpreters(batches, source, result)
+        lockstep = Lockstep([source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored)
+        pair = lockstep.interpreters
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
-        lockstep = Lockstep(pair, _with_mirror_images(examples, MIRRORED if mirrored is None else mirrored))
-        for done, (theirs, ours, path, module) in enumerate(layers):
-            place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + done)
+        for number, (theirs, ours, path, module) in enumerate(layers):
+            place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
             with naming(path, "fitted"):
                 if isinstance(module, SiteNorm):
                     _estimate_norm(module, source.get_submodule(path), place)
@@ -85,7 +83,7 @@ def refit(
                     factors = None if zero_sum is None else zero_sum(path, module)
                     _fit_linear(module, source.get_submodule(path), place, factors)
             if progress is not None:
-                progress(done + 1, len(layers))
+                progress(number + 1, len(layers))
     if before and isinstance(batches, HeldOut):
         keep_share(source, result, before, batches.held)
 
@@ -95,12 +93,12 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
     Those behind a detector's choice of boxes are left: each network chooses its own, and their rows are not alike.
     """
-    chosen = behind_choice(theirs)
+    boxes = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
     layers = []
     for node in ours.nodes:
         module, path = ours.module(node), str(node.target)
-        if module is None or path not in calls or calls[path] in chosen:
+        if module is None or path not in calls or calls[path] in boxes:
             continue
         other = theirs.modules[path]
         once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
@@ -117,11 +115,11 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
 def behind_choice(record: Traced) -> set[fx.Node]:
     """The nodes whose rows are of boxes that non-maximum suppression kept, so that values decide what they are."""
-    chosen: set[fx.Node] = set()
+    boxes: set[fx.Node] = set()
     for node in record.nodes:
-        if str(node.target).rpartition(".")[2] == "nms" or not chosen.isdisjoint(inputs(node)):
-            chosen.add(node)
-    return chosen
+        if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
+            boxes.add(node)
+    return boxes
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,8 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         user = traced.users[node][0]
         module = traced.module(user)
         if is_add(user) and not arms:
-            one, two = inputs(user)
-            arms = (two if one is node else one,)
+            left, right = inputs(user)
+            arms = (right if left is node else left,)
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
@@ -184,19 +182,6 @@ def _follow(traced: Traced, node: fx.Node) -> End:
             break
         node = user
     return End(scale, arms)
-
-
-def _with_mirror_images(examples: Iterable[Example], mirrored: int) -> Iterator[Example]:
-    """The calls, each of the first ones followed by its mirror image."""
-    count = 0
-    for example in examples:
-        yield example
-        if count < mirrored and example.mirrors:
-            yield example.map(lambda images: images.flip(-1))
-        count += example.count
-    # A single image and its mirror image are not two.
-    if count == 1:
-        raise SourceError("1 calibration images", "at least 2 are needed")
 
 
 @dataclass(frozen=True)
@@ -223,7 +208,7 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.images))
+    count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(place.seed)
     their_input, our_input = place.input_names
     for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):

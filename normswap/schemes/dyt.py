@@ -20,7 +20,7 @@ from normswap.schemes.scheme import FitTask
 def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
     """Plan a Dynamic Tanh in place of every BatchNorm."""
     builder, norms = replaceable_batchnorms(anatomy, "Dynamic Tanh")
-    for path, module in norms:
+    for path, module in norms.items():
         conv = conv_before(builder, module)
         if conv is not None:
             builder.replacements[conv] = Edit(conv, Whitened.__name__, {}, (path,))

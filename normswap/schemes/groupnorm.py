@@ -64,33 +64,30 @@ def insert_per_sample_norms(
     Args:
         groups: how many there should be, by the number of channels.
         steady: the share of an average sample's divisor (variance + eps) that eps makes. The channels may then be
-            rescaled (`per_sample_rescaling`): a convolution right before the norm absorbs the scales, else a
-            `ChannelAffine` in front of the norm holds them.
+            rescaled: by a convolution right before the norm, else by a `ChannelAffine` in front of it.
         channelwise: groups of one channel are what is asked for.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
-    by_path: dict[str, nn.Module] = {}
-    for path, module in norms:
+    for path, module in norms.items():
         channels = affine.channels(module)
         if isinstance(module, nn.BatchNorm1d) and (channels == 1 or channelwise):
             # the only channel of a map has its places
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
         else:
-            by_path[path] = module
             counts[path] = channels if channelwise else _count(builder, path, channels, groups(channels))
     if builder.refusals:
         return builder
-    steadied = [path for path in counts if steady and counts[path] < affine.channels(by_path[path])]
-    eps = steady_eps({path: by_path[path] for path in steadied}, steady)
+    steadied = [path for path in counts if steady and counts[path] < affine.channels(norms[path])]
+    eps = steady_eps({path: norms[path] for path in steadied}, steady)
     for path, count in counts.items():
-        channels = affine.channels(by_path[path])
+        channels = affine.channels(norms[path])
         args: Body = {"groups": count}
         sentence = f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
         if path in steadied:
             args["eps"] = eps[path]
-            conv = conv_before(builder, by_path[path])
+            conv = conv_before(builder, norms[path])
             if conv is None:
                 args["lead"] = True
                 sentence += ", behind a scale and shift"

@@ -57,9 +57,8 @@ def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     if affine.is_frozen(module):
         builder.settle(path, Outcome("frozen", "frozen already"))
     elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
-        builder.refusals[path] = (
-            f"there is no frozen {type(module).__name__}; `{spelled('to', 'tune')}` keeps its statistics"
-        )
+        remedy = f"`{spelled('to', 'tune')}` keeps its statistics"
+        builder.refusals[path] = f"there is no frozen {type(module).__name__}; {remedy}"
     else:
         builder.replace(path, "FrozenNorm")
         builder.settle(path, Outcome("frozen", "frozen"))
@@ -107,10 +106,10 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     modules = anatomy.traced.modules
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
-        after = [read for read, one in linear.reads if one.way is AbsorbMode.AFTER]
+        after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
     for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
-        after = [read for read, one in edit.absorbed if one.way in (AbsorbMode.AFTER, AbsorbMode.NORM)]
+        after = [read for read, absorption in edit.absorbed if absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)]
         lost = [read for read in after if isinstance(modules.get(read), Vacant)]
         absorbed.setdefault(edit.path, []).extend(path for path in lost if path not in absorbed.get(edit.path, ()))
     convolutions: dict[str, list[str]] = {}
@@ -126,17 +125,15 @@ Wish = Callable[[PlanBuilder, str, nn.Module], None]
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
     """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost."""
     modules = anatomy.traced.modules
-    living = [
-        norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called and anatomy.takes_part(norm.path)
-    ]
-    held = {anatomy.original_path(norm.path) for norm in anatomy.norms}
-    lost = [path for path in anatomy.provenance.original_paths if path not in held and anatomy.takes_part(path)]
+    norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
+    living = [norm.path for norm in norms if anatomy.takes_part(norm.path)]
+    present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
+    lost = [path for path in anatomy.provenance.original_paths if path not in present and anatomy.takes_part(path)]
     now = [anatomy.current_path(path) for path in lost]
     builder = fold_norms(anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))])
     refusals = {id(read.module): read.refusal for read in anatomy.maps}
     for path in living:
-        why = refusals[id(modules[path])]
-        if why:
+        if why := refusals[id(modules[path])]:
             builder.refusals[path] = why
         else:
             keep(builder, path, modules[path])
@@ -180,10 +177,8 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
     edits = (edit for step in record.plan.steps for edit in step.edits)
-    moved_on = any(
-        read == path and absorption.way is AbsorbMode.BEFORE for edit in edits for read, absorption in edit.absorbed
-    )
-    if at_input or moved_on:
+    absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
+    if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
         return mean, var.sqrt()
     beta, gamma = anatomy.kept_moments(path)
     assert beta is not None

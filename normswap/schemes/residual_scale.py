@@ -72,13 +72,13 @@ def _scale(
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
-    held = _after_sum(builder, block)
-    if held is None:
+    after_sum = _after_sum(builder, block)
+    if after_sum is None:
         owed[block.total] = a * _owed_before(builder, block, owed)
         b /= owed[block.total]
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
-    act, path = held
+    act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
     enlarge(builder, act, 1 / a, set(builder.anatomy.traced.users[act]))
     return [(block.tail, b / a), (path, a)]

@@ -29,28 +29,28 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
             "the network has no LayerNorm", remedy=f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         )
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
-    seen = channel_axes.read(anatomy.traced, builder.is_identity)
+    axes = channel_axes.read(anatomy.traced, builder.is_identity)
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
-            _replace(builder, seen, path, norm, streams)
+            _replace(builder, axes, path, norm, streams)
         except NotFoldable as why:
             builder.refusals[path] = str(why)
-    for one in streams:
-        residual_stream.centre(builder, one)
+    for stream in streams:
+        residual_stream.centre(builder, stream)
     return builder
 
 
 def _replace(
-    builder: PlanBuilder, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
+    builder: PlanBuilder, axes: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
 ) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
     values = [value for call in builder.anatomy.traced.calls[id(norm)] for value in inputs(call)]
-    if new := [value for value in values if not any(value in one.values for one in streams)]:
+    if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
-            streams.append(residual_stream.around(builder, seen, new))
+            streams.append(residual_stream.around(builder, axes, new))
         except NotFoldable as why:
             raise NotFoldable(f"the mean of what it reads has to stay: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
@@ -63,7 +63,7 @@ def _replace(
     if getattr(norm, "bias", None) is None:
         return
     try:
-        readers = norm_affine.linear_readers(builder, seen, path, norm)
+        readers = norm_affine.linear_readers(builder, axes, path, norm)
     except NotFoldable as why:
         builder.replace(path, "RMSNorm", shift=True)
         builder.settle(path, _becomes_one(f"its shift stays: {why}"))

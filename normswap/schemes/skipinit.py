@@ -38,8 +38,7 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
     """Plan a scalar on each residual branch, a scalar bias after each v1 sum, and dropout before the classifier.
 
-    The biases start at 0 and stand before the block's final ReLU (post-activation blocks only). The paper drops 0.2 on
-    ImageNet and 0.6 on CIFAR. In eval mode nothing changes.
+    The biases start at 0 and stand before the block's final ReLU. The paper drops 0.2 on ImageNet and 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(builder, dropout)
@@ -102,9 +101,8 @@ def _stays(module: nn.Module, bias: bool) -> bool:
 def check_blocks(anatomy: Anatomy) -> None:
     """Check that there are residual blocks to convert."""
     if not anatomy.blocks:
-        raise RefusedError(
-            "the network has no residual blocks", remedy=f"`{spelled('to', 'folded')}` works on any network"
-        )
+        remedy = f"`{spelled('to', 'folded')}` works on any network"
+        raise RefusedError("the network has no residual blocks", remedy=remedy)
     if not anatomy.part():
         examples = ", ".join(block.path for block in anatomy.blocks[:2])
         raise RefusedError("no residual block is chosen", "scalars sit on whole blocks", f"Name blocks, as {examples}")
@@ -129,9 +127,8 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
     elif classifier is not None and _can_be_wrapped(builder, classifier):
         builder.replace(classifier, "Dropped", p=p)
     else:
-        raise RefusedError(
-            "no place for a dropout before the classifier", remedy=f"`{spelled('to', 'skipinit')}` adds none"
-        )
+        remedy = f"`{spelled('to', 'skipinit')}` adds none"
+        raise RefusedError("no place for a dropout before the classifier", remedy=remedy)
     return builder
 
 
@@ -200,9 +197,8 @@ def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel of the branch's output (before its gate), from the norms around `conv`.
 
-    A BatchNorm after the convolution says it directly. A norm before it (pre-activation) gives the moments of its
-    activation, by Gaussian quadrature, and the convolution adds up their variances as if its inputs were independent.
-    Only the rescaling depends on this, never the function.
+    A BatchNorm after the convolution says it directly. Behind a norm before it (pre-activation) the convolution adds
+    up variances as if its inputs were independent. Only the rescaling depends on this, never the function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]

@@ -50,10 +50,8 @@ def test_one_value_that_is_not_finite_is_refused_in_whichever_batch(
     batches = [torch.ones(2, 4) for _ in range(3)]
     if broken is not None:
         batches[broken][1, 2] = 0.0
-    examples = [Example((batch,)) for batch in batches]
-    interpreter = Interpreter(Pointwise(function).eval(), Example((torch.ones(2, 4),)))
-    steps = Lockstep([interpreter], examples)
-    (layer,) = (node for node in interpreter.nodes if node.target == "layer")
+    steps = Lockstep([Pointwise(function).eval()], batches)
+    (layer,) = (node for node in steps.interpreters[0].nodes if node.target == "layer")
     if broken is None:
         assert len([*steps.run_to([layer])]) == 3
     else:
@@ -73,10 +71,10 @@ class Counting(nn.Module):
 def test_whole_numbers_become_floats_where_the_network_lets_them() -> None:
     """They have no mean; a product of floats with 1 is not run."""
     network, x = Counting().eval(), torch.randn(3, 4)
-    interpreter = Interpreter(network, Example((x,)))
-    assert sum("mul" in str(node.target) for node in interpreter.nodes) == 1
-    steps = Lockstep([interpreter], [Example((x,))])
-    ((values,),) = steps.run_to([interpreter.nodes[-1]])
+    steps = Lockstep([network], [x])
+    nodes = steps.interpreters[0].nodes
+    assert sum("mul" in str(node.target) for node in nodes) == 1
+    ((values,),) = steps.run_to([nodes[-1]])
     assert values is not None
 
 
@@ -102,12 +100,20 @@ def test_values_that_are_stored_are_what_one_pass_computes(large: int, monkeypat
     torch.manual_seed(0)
     model, batches = InPlace().eval(), [torch.randn(2, 3, 4, 4) for _ in range(2)]
     before = [batch.clone() for batch in batches]
-    examples = [Example((batch,)) for batch in batches]
-    interpreter = Interpreter(model, Example((batches[0].clone(),)))
-    steps = Lockstep([interpreter], examples)
+    steps = Lockstep([model], batches)
     found: list[Tensor] = []
-    for node in interpreter.nodes[1:]:
+    for node in steps.interpreters[0].nodes[1:]:
         found = [values[node.all_input_nodes[0].name] for (values,) in steps.run_to([node])]
     assert all(torch.equal(one, two) for one, two in zip(batches, before, strict=True))
     with torch.no_grad():
         assert all(torch.equal(value, model(batch.clone())) for value, batch in zip(found, before, strict=True))
+
+
+def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
+    """In whole batches, each behind its own."""
+    batches = [torch.arange(24.0).view(2, 1, 3, 4), 100 + torch.arange(12.0).view(1, 1, 3, 4)]
+    steps = Lockstep([nn.Sequential(nn.Conv2d(1, 2, 1)).eval()], batches, mirrored=1)
+    (conv,) = (node for node in steps.interpreters[0].nodes if node.op == "call_module")
+    shown = [next(value for name, value in values.items() if name != SIZE) for (values,) in steps.run_to([conv])]
+    assert [x.tolist() for x in shown] == [x.tolist() for x in (batches[0], batches[0].flip(-1), batches[1])]
+    assert (steps.images, steps.rows) == (3, 5)

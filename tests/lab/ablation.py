@@ -37,6 +37,13 @@ import imagenet
 from kept import Kept, Row
 from kinds_images import ROOT, of_kind
 from normswap.exporting.equalization import AS_FOLDED
+from normswap.schemes.parts import (
+    channels_seen,
+    per_sample_rescaling,
+    steady_signs,
+    tails,
+    zero_sum_filters,
+)
 from zoo_networks import trained
 
 import normswap
@@ -45,13 +52,6 @@ from normswap.exporting import bias_correction, formats, quantizing, rounding, w
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 from normswap.schemes import groupnorm
-from normswap.schemes.parts import (
-    channels_seen,
-    per_sample_rescaling,
-    steady_signs,
-    tails,
-    zero_sum_filters,
-)
 from normswap.surgery import conversion
 
 Switch = Callable[[], Any]
