@@ -23,7 +23,7 @@ from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
 from normswap.layers.own import BranchScale, scales_branch
-from normswap.layers.placeholders import Vacant
+from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
 
 # Why a branch gets no scalar.
@@ -32,7 +32,7 @@ NO_MODULE = "its branch ends in a function of the block itself, where no module 
 
 def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
     """Plan a scalar at the end of each residual branch."""
-    return scale_branches(anatomy, initial(alpha, len(anatomy.blocks)))
+    return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
 
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
@@ -141,6 +141,22 @@ def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
         return False
     once = len(builder.anatomy.traced.calls[id(module)]) == 1
     return isinstance(module, nn.Linear) and once and path not in builder.linears
+
+
+def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
+    """Take out the dropout that an earlier step of the plan put before the classifier."""
+    path = builder.anatomy.dropout
+    edits = [edit for step in builder.anatomy.provenance.plan.steps for edit in step.edits]
+    planned = {edit.path for edit in edits if edit.layer == Dropout.__name__}
+    planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
+    if path is not None and path in planned:
+        owner, _, name = path.rpartition(".")
+        dropout = getattr(builder.anatomy.traced.modules[owner], name)
+        # timm's networks hold a number
+        if getattr(dropout, "p", dropout):
+            builder.replace(path, "Dropout", p=0.0)
+            builder.notes.append(f"{path}: its dropout is 0 now")
+    return builder
 
 
 def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:

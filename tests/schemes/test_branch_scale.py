@@ -212,7 +212,7 @@ def test_regularized_adds_dropout_and_biases(arch: str) -> None:
 @architectures
 @pytest.mark.parametrize("trained", [False, True])
 def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
-    """The scalars stay as they are, their biases go into the branch."""
+    """The scalars stay as they are, their biases go into the branch, the dropout goes."""
     model, x = source(arch)
     between = normswap.convert(model, "regularized-skipinit", inputs=x)
     if trained:
@@ -227,6 +227,7 @@ def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
     stays = trained and SCALAR_AT[arch] == "se"  # a bias does not pass a gate
     assert all((scale.bias is not None) is stays for scale in scales(done.model))
     assert any("keeps the scalar bias" in note for note in done.notes) is stays
+    assert torch.equal(done.model.train()(x), done.model(x))
 
 
 def test_a_scalar_of_zero_keeps_its_bias() -> None:
