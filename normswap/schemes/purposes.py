@@ -28,7 +28,8 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(builder, path, module)
         if isinstance(module, ChannelBias) and module.sign is not None:
-            _learn_sign(builder, path)
+            builder.replace(path, "ChannelAffine")
+            builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
     return builder
 
 
@@ -47,11 +48,6 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     for path, why in traced.opaque.items():
         builder.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
     return builder
-
-
-def _learn_sign(builder: PlanBuilder, path: str) -> None:
-    builder.replace(path, "ChannelAffine")
-    builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
 
 
 def _write_out_of_place(builder: PlanBuilder, path: str) -> None:
@@ -94,7 +90,8 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     while not _owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]
     owners = _owners(traced, value)
-    if not owners or _writer_is_gone(builder, node):
+    writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
+    if not owners or (writer is not None and writer.layer == "OutOfPlace"):
         return
     if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
         return
@@ -109,8 +106,3 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
 def _owners(traced: Traced, node: fx.Node) -> list[str]:
     """The modules with parameters of their own that return the value of `node`, innermost first."""
     return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]
-
-
-def _writer_is_gone(builder: PlanBuilder, node: fx.Node) -> bool:
-    edit = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
-    return edit is not None and edit.layer == "OutOfPlace"

@@ -103,25 +103,14 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
             continue
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
-        why = _obstacle(builder, node, conv)
-        if why:
-            builder.notes.append(f"{path} gets no norm: {why}")
-        elif _positions(node) > 1 and not _meets_norm(builder, node):
+        shape = node.meta["shape"]
+        if len([call for call in traced.calls[id(conv)] if call.graph is node.graph]) > 1:
+            builder.notes.append(f"{path} gets no norm: it is called more than once")
+        elif read := traced.read_directly(conv):
+            builder.notes.append(f"{path} gets no norm: forward reads {read} by itself")
+        elif isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
             places.append(path)
     return places
-
-
-def _obstacle(builder: PlanBuilder, node: fx.Node, conv: _ConvNd) -> str:
-    traced = builder.anatomy.traced
-    if len([call for call in traced.calls[id(conv)] if call.graph is node.graph]) > 1:
-        return "it is called more than once"
-    read = traced.read_directly(conv)
-    return f"forward reads {read} by itself" if read else ""
-
-
-def _positions(node: fx.Node) -> int:
-    shape = node.meta["shape"]
-    return prod(shape[2:]) if isinstance(shape, torch.Size) else 0
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
