@@ -52,15 +52,14 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     """
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
-    convolutions: dict[int, str] = {}
+    convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
     for node in anatomy.traced.nodes:
         module = anatomy.traced.module(node)
         if isinstance(module, reparametrized.CONVOLUTIONS):
-            convolutions.setdefault(id(module), str(node.target))
-    for i, path in enumerate(convolutions.values()):
+            convolutions.setdefault(id(module), (str(node.target), module))
+    for i, (path, module) in enumerate(convolutions.values()):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
-        module = anatomy.traced.linear(path)
         try:
             padding = _padding(builder, path, module)
         except NotFoldable as why:
