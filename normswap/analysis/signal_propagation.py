@@ -35,7 +35,7 @@ from normswap.layers.own import GAMMA, OwnLayer, scales_branch
 from normswap.layers.placeholders import Vacant
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 from normswap.surgery.network import Network
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
@@ -217,7 +217,7 @@ def _measuring(model: nn.Module, batch_statistics: bool) -> Iterator[None]:
     """Eval mode, but BatchNorms may take the statistics of the batch, and forget them again."""
     norms = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
     kept = [(norm, norm.track_running_stats, norm.running_mean, norm.running_var) for norm in norms]
-    with evaluating(model):
+    with undisturbed(model):
         for norm in norms:
             norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
         try:

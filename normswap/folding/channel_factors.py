@@ -22,7 +22,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
-from normswap.layers.activations import BoundedReLU, is_homogeneous
+from normswap.layers.activations import BoundedReLU, is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import Linearity
@@ -120,10 +120,10 @@ class Channels:
             return None
         if _level(module):
             return channels if self._called(module) == 1 else None
-        scaled = isinstance(module, nn.Upsample) or (scales_branch(module) and module.bias is None)
+        scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
-        if isinstance(module, nn.Flatten) or node.target in _FLAT:
+        if keeps_forward(module, (nn.Flatten,)) or node.target in _FLAT:
             whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
             return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
         if node.target in (torch.mean, "mean", torch.amax, "amax"):

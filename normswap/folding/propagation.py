@@ -14,7 +14,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
-from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous
+from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
 
 _LINEAR_CLASSES = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -99,7 +99,7 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
     if builder.is_removed(str(node.target), module):
         return is_homogeneous(affine.activation(module))
-    return builder.is_identity(node) or isinstance(module, _POOLS) or is_homogeneous(module)
+    return builder.is_identity(node) or keeps_forward(module, _POOLS) or is_homogeneous(module)
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:

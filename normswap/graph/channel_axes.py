@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
+from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
 _STEPS = (
@@ -57,7 +58,7 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 def is_step(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` is linear and does the same to every channel (if its channel axis is known at all)."""
     module = traced.module(node)
-    return isinstance(module, _STEP_MODULES) if module is not None else node.target in _STEPS
+    return keeps_forward(module, _STEP_MODULES) if module is not None else node.target in _STEPS
 
 
 @torch.no_grad()

@@ -276,15 +276,28 @@ class Recorder(TorchFunctionMode):
             positional, named = self._mapped(args), self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
-            result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
+            # Its hooks are the user's, who did not ask to see this, or the network's own, which run afterwards.
+            result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
-            return self._made(node, result, tensors, overwritten)
+            result = self._made(node, result, tensors, overwritten)
         finally:
             self.resting = False
+        return self._after_hooks(module, hooks, args, kwargs, result)
+
+    def _after_hooks(
+        self, module: nn.Module, hooks: Mapping[int, Function], args: Args, kwargs: Kwargs, result: object
+    ) -> object:
+        """What the network's own hooks make of a layer's result: methods of its modules, which may keep it."""
+        for key, hook in hooks.items():
+            if id(getattr(hook, "__self__", None)) in self.paths:
+                given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+                answer = hook(module, *given, result)
+                result = result if answer is None else answer
+        return result
 
 
 class Widening(TorchFunctionMode):

@@ -28,7 +28,7 @@ from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
-from normswap.models.modes import show_heads
+from normswap.models.modes import show_heads, undisturbed
 
 # Folders of torch and of this package; a model of the user's may lie in one of the same name.
 _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -46,6 +46,7 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
     network_input.check_shapes(model)
+    _check_closures(model)
     main, first, other_examples = _first(model, inputs)
     main.form = first.hollow
     if main.untracked:
@@ -73,6 +74,23 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         main.remarks.append(f"recorded at one size only, {first}")
     main.remarks += [f"{path or 'forward'} looks at values: recorded is the way it took" for path in main.branches]
     return main
+
+
+def _check_closures(model: nn.Module) -> None:
+    """Functions that sit on a module must not hold another of the network's: a copy would still call the original's."""
+    modules = tree(model)
+    own = {id(module) for module in modules.values()}
+    for path, module in modules.items():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for function in (*hooks, vars(module).get("forward")):
+            cells = getattr(function, "__closure__", None) or ()
+            if any(id(cell.cell_contents) in own for cell in cells):
+                kind = "a hook" if function in hooks else "the forward"
+                raise TraceError(
+                    f"{kind} of {path or 'the network'} is a function that holds a module of the network itself",
+                    "a copy of the network would still use that one",
+                    "Make it a method, or register it after the conversion",
+                )
 
 
 def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
@@ -206,6 +224,8 @@ def record_once(
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
+            # The twin has the network's own parameters.
+            stack.enter_context(undisturbed(model))
             if "torch._dynamo" in sys.modules:  # compiled modules run as they were written
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if calling.anchor(model).dtype == torch.float64:

@@ -7,9 +7,11 @@ what it names and all beneath: `layer3`, `layer3.*.bn1`, `*.downsample`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+
+from torch import nn
 
 from normswap.errors import OptionError, spelled
 from normswap.graph.inspection import Anatomy
@@ -28,9 +30,9 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
         OptionError: a pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
-    known = [norm.path for norm in anatomy.norms]
-    known += [block.path.partition("+")[0] for block in anatomy.blocks]
-    known += [path for path, module in modules.items() if isinstance(module, LINEAR)]
+    homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
+    homes |= {id(modules[norm.path]) for norm in anatomy.norms}
+    known = [path for path, module in modules.items() if id(module) in homes or isinstance(module, LINEAR)]
     for option, patterns in (("only", only), ("skip", skip)):
         for pattern in patterns:
             if not any(matches(pattern, path) for path in known):
@@ -38,13 +40,14 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
                     f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
                     remedy=_near(pattern, known),
                 )
-    outside = {
-        path
-        for path in modules
-        if any(matches(pattern, path) for pattern in skip)
-        or (only and not any(matches(pattern, path) for pattern in only))
-    }
+    skipped, taken = _named(modules, skip), _named(modules, only)
+    outside = {path for path, module in modules.items() if id(module) in skipped or (only and id(module) not in taken)}
     return replace(anatomy, outside=frozenset(outside))
+
+
+def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
+    """The modules that the patterns name, by any of their names."""
+    return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
 def patterns(options: Body) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
 from normswap.images.places import CsvReader, chosen
 from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 from normswap.models.weight_files import quiet
 
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
@@ -214,7 +214,7 @@ def outputs_of(model: nn.Module | Mapping[str, object]) -> Outputs:
 def _counted(model: nn.Module) -> int | None:
     """How many scores the network gives; None where it runs on no example, or gives something else."""
     try:
-        with evaluating(model), torch.inference_mode():
+        with undisturbed(model), torch.inference_mode():
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
     except Exception:  # whatever the network raises: the images will show
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normswap.layers import affine
 from normswap.models import calling
-from normswap.models.modes import evaluating, hooked
+from normswap.models.modes import hooked, undisturbed
 from normswap.models.preprocessing import data_config
 
 _IMAGES = 64
@@ -67,7 +67,7 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
 
     None where there is none, or the network does not run on them.
     """
-    with evaluating(model), _first_norm(model) as seen:
+    with undisturbed(model), _first_norm(model) as seen:
         try:
             calling.form(model).of(images).like(model).call(model)
         except _SeenError:

@@ -123,6 +123,7 @@ _REGISTERED: dict[type[nn.Module], NormKind] = {}
 _TENSORS = {"weight", "bias", "running_mean", "running_var"}
 _USUAL = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
 _SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))  # of positions: of maps, of series, of volumes
+_SCALES = (1, 1000)  # of what a norm is tried on: a clamp bends large values only
 _NEAR = 1e-9
 
 
@@ -218,10 +219,10 @@ def measured_eps(module: nn.Module) -> float | None:
     for positions in _SHAPES:
         x = torch.randn(2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64)
         try:
-            y = norm(x.clone())
+            pairs = [(scale * x, norm(scale * x)) for scale in _SCALES]
         except Exception:  # it takes no input of so many dimensions
             continue
-        return next((value for value in tried if _computes(norm, x, y, value)), None)
+        return next((value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None)
     return None
 
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from normswap import provenance
 from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 
 ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
 _QUANTIZED = "WeightedQuantizedModule"  # the base of torch's int8 layers, which only those who quantize import
@@ -261,7 +261,7 @@ def _outputs(model: nn.Module) -> int:
 def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
     """Whether the network runs in eval mode on the call that `make` gives, and that can be made."""
     try:
-        with evaluating(model):
+        with undisturbed(model):
             make().call(model)
     except Exception:  # whatever the network raises
         return False

@@ -33,6 +33,8 @@ _MOVED = 8  # inputs that differ in the last digit, where one sample says too li
 _FEW = 8  # numbers in an output: of fewer, the error may be several times its mean, and the largest rounding counts
 _COARSE = 0.1  # of the output: where rounding alone costs more, half precision proves little
 _OF_ERROR = 0.1  # of a result's error: where two runs of the source are that far apart, the source is what differs
+# Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
+_LARGER = 10
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
 
 
@@ -81,7 +83,7 @@ def compare(
     logits: list[Error] = [] if precise is None or boxes else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
-    stray = 0.0
+    proved, stray = True, 0.0
     for example in calls:
         pair = both(network, result, example, paths, tails, calls[0])
         if pair is None:
@@ -89,24 +91,26 @@ def compare(
         (a, at), (b, bt) = pair
         x = example.images
         logits.append(worst(precision, x, a, b, exact=exact))
-        if _is_half(precision):
-            stray = max(stray, _rounding(source, example, a, logits[-1]) if exact else 0.0)
-        elif precise is not None or precision == "float64":  # else nothing would bound what is allowed
-            stray = max(stray, _stray(network, example, a, logits[-1], precision))
+        stray = max(stray, _allowance(source, example, a, logits[-1], precise, exact=exact))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
                 logits.append(worst(precision, x, *(run(model, example, heads=True)[0] for model in (network, result))))
             if precise is not None:
-                stray = max(stray, _apart(precision, x, precise.reference, _first(a, precise.reference)))
+                alone = _alone(network, example, a, precise.reference)
+                stray = max(stray, _apart(precision, x, precise.reference, alone))
             sites = [_error(path, precision, x, at[path], bt[path]) for path in paths if path in at and path in bt]
             vacuous = _vacuous(a, at, blocks)
+            proved = bool(sites) or not _unproved(a)
     tolerance = _tolerance(precision, stray, precise)
     if precise is not None and stray == float("inf"):  # the source cannot decide by itself how many boxes it sees
         vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and stray > _COARSE:
         vacuous.append(f"{precision} alone moves the source's output by {stray:.0%} of its size")
-    passed = _passes(logits, tolerance if exact else None)
+    passed = proved and _passes(logits, tolerance if exact else None)
+    if passed and exact and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
+        logits.append(larger)
+        passed = False
     report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
     _require_repeatable(network, calls[0], report)
     return report
@@ -127,6 +131,9 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
         raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
+    if _passes(report.logits, report.tolerance if report.exact else None):
+        remedy = "Give inputs that it has an answer to: `inputs=`"
+        raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
     raise VerificationError(
@@ -134,6 +141,23 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
         f"allowed: {report.tolerance[precision]:.0e}" if report.exact else "it is not finite",
         "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
     )
+
+
+def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
+    """The error at ten times the input's scale, if the source gives finite numbers there and it is not allowed."""
+    network, precision = source.module, str(source.dtype).removeprefix("torch.")
+    larger = source.calls[0].map(lambda t: _LARGER * t if t.is_floating_point() else t)
+    try:
+        outputs, _ = run(network, larger)
+    except Exception:  # whatever the network raises
+        return None
+    if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
+        return None
+    error = worst(precision, larger.images, outputs, run(result, larger)[0])
+    if error.relative_l2 > allowed:
+        stray = _allowance(source, larger, outputs, error, precise, exact=True)
+        allowed = max(allowed, _tolerance(precision, stray, None)[precision])
+    return error if error.relative_l2 > allowed else None
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:
@@ -155,6 +179,16 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
             "so no result of it can be proved",
             "Make what is random, or what is kept from the call before, stand still in eval mode",
         )
+
+
+def _allowance(
+    source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
+) -> float:
+    """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
+    if _is_half(error.precision):
+        return _rounding(source, example, outputs, error) if exact else 0.0
+    bounded = precise is not None or error.precision == "float64"
+    return _stray(source.module, example, outputs, error, error.precision) if bounded else 0.0
 
 
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, precision: str) -> float:
@@ -247,41 +281,45 @@ def compare_double(
     return Precise(error, reference, stray)
 
 
-def _first(outputs: Outputs, like: Outputs) -> Outputs:
-    """As many samples as there are in `like`."""
+def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
+    """The outputs of the first image only, as they are in `like`.
+
+    A forward that squeezes its outputs gives other dimensions for one image than for several, and is run once more.
+    """
+    if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
+        return run(source, example.first(1))[0]
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
     """The error of the output that differs most; 1 where an approximate result gives another number of things."""
-    same = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
-    errors = [
-        replace(_error("logits", precision, x, a[name], b[name]), output=name)
-        for name in a
-        if same and a[name].is_floating_point()
-    ]
-    if not errors:
-        one, two = (torch.cat([v.flatten().double() for v in c.values()] or [torch.zeros(0)]) for c in (a, b))
-        things = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
-        if things and not (exact or same) and bool(torch.isfinite(two).all()):
-            return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
-        return _error("logits", precision, x, one, one if same else one[:0])
-    return max(errors, key=lambda error: error.relative_l2)
+    if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
+        errors = [replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a]
+        return max(errors, key=lambda error: error.relative_l2)
+    alike = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
+    if alike and not exact and all(bool(torch.isfinite(value).all()) for value in b.values()):
+        return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
+    return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"), 0.0)
 
 
 def _agreement(a: Tensor, b: Tensor) -> float | None:
-    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1:  # of one number there is no largest
+    # Of one number there is no largest, and of complex numbers none.
+    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1 or not a.is_floating_point():
         return None
     return float((a.argmax(1) == b.argmax(1)).float().mean())
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    agreement = _agreement(a, b) if site == "logits" else None
-    a, b, size = a.double().flatten(), b.double().flatten(), tuple(x.shape)
+    """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
+    agreement, size = _agreement(a, b) if site == "logits" else None, tuple(x.shape)
     if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
-    if not len(a):
+    if not a.numel():
         return Error(site, precision, size, 0.0, 0.0, 1.0, agreement)
+    if not (a.is_floating_point() or a.is_complex()):
+        share = float((a != b).double().mean())
+        return Error(site, precision, size, share, share, 1.0 - share, 1.0 - share)
+    a, b = _numbers(a), _numbers(b)
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
     norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()  # one wait for a device
@@ -293,12 +331,26 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     return Error(site, precision, size, error / norm, most / top, cosine, agreement)
 
 
+def _numbers(value: Tensor) -> Tensor:
+    """All numbers of a tensor in a row, in float64; of a complex one real and imaginary parts."""
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
+
+
+def _unproved(outputs: Outputs) -> str:
+    """Why equal outputs prove nothing: there are none, or they are the same for every input. Empty where they do."""
+    values = [value for value in outputs.values() if value.numel()]
+    if not values:
+        return "the outputs are empty: no number was compared"
+    several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
+    fixed = several and all(bool((value == value[:1]).all()) for value in values)
+    return "every input gives the same numbers: nothing was compared" if fixed else ""
+
+
 def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
-    unseen = []
-    if not any(value.numel() for value in outputs.values()):
-        unseen.append("the outputs are empty: no number was compared")
+    why = _unproved(outputs)
+    unseen = [why] if why else []
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
-    if floats and all(len(value) == len(floats[0]) > 1 for value in floats):
+    if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
         if not moves > _HARDLY:

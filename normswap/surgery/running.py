@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import evaluating, hooked, with_heads
+from normswap.models.modes import hooked, undisturbed, with_heads
 from normswap.surgery.applying import Replacements
 
 Outputs = dict[str, Tensor]
@@ -37,7 +38,7 @@ def run(
 
     present = tree(model)
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
-    with hooked(handles), evaluating(model) if not heads else with_heads(model):
+    with hooked(handles), undisturbed(model), with_heads(model) if heads else nullcontext():
         output = example.map(torch.clone).call(model)
     return dict(named_tensors(output)), seen
 
