@@ -14,7 +14,7 @@ from normswap.layers.activations import is_identity
 
 def shared(case: Case) -> Iterator[Finding]:
     """One norm, or one tensor of statistics, for several places."""
-    twice = [site for site in case.sites if len(case.calls(site)) > 1]
+    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
     owners: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         buffer = getattr(site.module, "running_mean", None)

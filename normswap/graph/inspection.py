@@ -147,7 +147,7 @@ class _GraphReader(NodeReader):
             if kind is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            calls = len(self.traced.calls.get(id(module), ()))
+            calls = self.traced.called(module)
             averages = calls == 1 and affine.has_average(module)
             name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
             norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages))

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from normswap.copying import tree
+from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
 from normswap.layers import affine, own_forwards
@@ -242,6 +243,9 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
         path = self.paths.get(id(module))
+        if path is None and not self.resting and (module._parameters or module._buffers):
+            remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
+            raise TraceError(f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy)
         if self.resting or not path:
             return original(module, *args, **kwargs)
         try:
@@ -270,6 +274,9 @@ class Recorder(TorchFunctionMode):
         return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(module, _CONTAINERS)
 
     def _leaf(self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs) -> object:
+        if not args and kwargs and (affine.is_norm(module) or affine.is_affine(module)):
+            remedy = f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has another argument"
+            raise TraceError(f"{path} is called by keyword", remedy=remedy)
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]

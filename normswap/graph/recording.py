@@ -46,6 +46,7 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
     network_input.check_shapes(model)
+    _check_compiled(model)
     _check_closures(model)
     main, first, other_examples = _first(model, inputs)
     main.form = first.hollow
@@ -74,6 +75,14 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         main.remarks.append(f"recorded at one size only, {first}")
     main.remarks += [f"{path or 'forward'} looks at values: recorded is the way it took" for path in main.branches]
     return main
+
+
+def _check_compiled(model: nn.Module) -> None:
+    """A layer that is compiled is no module that could be replaced."""
+    for path, module in tree(model).items():
+        if path and (getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod")):
+            remedy = "Convert the network first, then compile the result"
+            raise TraceError(f"{path} is compiled (torch.compile)", remedy=remedy)
 
 
 def _check_closures(model: nn.Module) -> None:
@@ -231,6 +240,8 @@ def record_once(
             if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
             recorder.run(example)
+    except TraceError:
+        raise
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"
         size = spelled("input_size", metavar="C,H,W")

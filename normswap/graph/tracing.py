@@ -123,6 +123,10 @@ class Traced:
         self.alternatives.append(other)
         self.alternative_nodes += other.nodes
 
+    def called(self, module: nn.Module) -> int:
+        """How often a leaf is called on the way through the network that calls it most often."""
+        return max(Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0)
+
     def index(self, node: fx.Node) -> int:
         """The place of `node` in the order of the forward pass (for alternative ones: within their own graph)."""
         return self._index[node]

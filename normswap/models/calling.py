@@ -5,6 +5,7 @@ A user holds a tensor, a tuple of arguments, a dict of keywords, or a list of ba
 
 from __future__ import annotations
 
+import copy
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -300,4 +301,8 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
         return type(value)(*(changed(part, change, *kinds) for part in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(part, change, *kinds) for part in value)
+    if is_record(value) and next(named_tensors(value), None) is not None:
+        record = copy.copy(value)
+        vars(record).update(changed(vars(value), change, *kinds))
+        return record
     return value

@@ -52,6 +52,8 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
     """What the module holds itself and may write into: tensors and plain collections."""
     for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
         if isinstance(value, Tensor):
+            if value.is_meta:
+                continue
             yield value, value.detach().clone(), value.data
         elif type(value) in (dict, OrderedDict, list, set):
             yield value, copy.copy(value), None
