@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from normswap.errors import NormswapError as NormswapError
     from normswap.exporting.exporter import Exported as Exported
     from normswap.exporting.exporter import export as export
-    from normswap.exporting.settings import Int8Settings as Int8Settings
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
     from normswap.layers.known_norms import register_norm as register_norm
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.network import Network as Network
     from normswap.surgery.report import Report as Report
+    from normswap.training.engine import Result as Result
     from normswap.training.engine import finetune as finetune
-    from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
@@ -46,7 +45,6 @@ __all__ = [
     "Diagnosis",
     "Exported",
     "Finding",
-    "Int8Settings",
     "Network",
     "NormswapError",
     "Plan",
@@ -77,13 +75,12 @@ _HOMES = {
     "Exported": "exporting.exporter",
     "Finding": "diagnosis.findings",
     "Network": "surgery.network",
-    "Int8Settings": "exporting.settings",
     "NormswapError": "errors",
     "Plan": "plan",
     "Scheme": "schemes",
     "Recipe": "training.recipe",
     "Report": "surgery.report",
-    "Result": "training.progress_records",
+    "Result": "training.engine",
     "convert": "surgery.conversion",
     "diagnose": "diagnosis.doctor",
     "export": "exporting.exporter",

@@ -195,10 +195,9 @@ class Plan:
     def _body(self) -> Body:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
-    def to_json(self, indent: int | None = None, about: str = "") -> str:
-        """Write the plan; `about` is a sentence ahead of it, for people who open the file."""
-        head = {"about": about} if about else {}
-        return json.dumps({**head, **self._body(), "digest": self.digest}, indent=indent)
+    def to_json(self, indent: int | None = None) -> str:
+        """Write the plan."""
+        return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
@@ -233,7 +232,6 @@ class _PlanFile:
 
     version: int
     steps: tuple[Step, ...]
-    about: str = ""
     digest: str = ""
 
 

@@ -22,12 +22,6 @@ from normswap.surgery.network import Network
 ENOUGH = 16  # images in a batch for BatchNorm
 
 
-def _fitted(scheme: str) -> bool:
-    """Tell whether the command gives it images to fit values to."""
-    known = schemes.get(scheme)
-    return known.fit is not None and not known.is_exact(known.defaults)
-
-
 @dataclass(frozen=True)
 class Advice:
     """One target, why, the command, and whether the function is kept exactly."""
@@ -58,15 +52,18 @@ def advise(
             f"{spelled('private', True)} and {spelled('deploy', True)}", "one trains, the other does not", "Ask twice"
         )
     possible, refused = [], {}
-    for scheme, why in _wishes(network.module, batch_size, private, deploy):
+    for target, why in _wishes(network.module, batch_size, private, deploy):
+        if target == "batchnorm":
+            possible.append(Advice(target, why, "", True))
+            continue
+        scheme = schemes.get(target)
+        is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
+        command = f"normswap convert {name} --to {target}" + " --calibrate DATA" * is_fitted + " --for opacus" * private
         try:
-            if scheme != "batchnorm":
-                purpose = "opacus" if private else None
-                list(plan_steps(network, scheme, measured=_fitted(scheme), purpose=purpose))
+            list(plan_steps(network, target, measured=is_fitted, purpose="opacus" if private else None))
+            possible.append(Advice(target, why, command, not is_fitted))
         except RefusedError as error:
-            refused[scheme] = str(error)
-        else:
-            possible.append(Advice(scheme, why, _command(name, scheme, private), not _fitted(scheme)))
+            refused[target] = str(error)
     if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return possible, refused
@@ -82,16 +79,8 @@ def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> l
     ]
     if private:
         return [(scheme, f"gradients per sample need norms without the batch: {why}") for scheme, why in without]
-    has = any(affine.is_batchnorm(module) for module in model.modules())
-    if has and batch_size >= ENOUGH:
+    if batch_size >= ENOUGH and any(affine.is_batchnorm(module) for module in model.modules()):
         enough = f"{batch_size} images are enough for its statistics ({ENOUGH} or more)"
         return [("batchnorm", f"keep it: {enough}"), ("tune", "frozen statistics, where the domain stays the same")]
     few = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
     return [*((scheme, f"{few}: {why}") for scheme, why in without), ("tune", "frozen statistics, for a short tuning")]
-
-
-def _command(name: str, scheme: str, private: bool) -> str:
-    if scheme == "batchnorm":
-        return ""
-    data = " --calibrate DATA" if _fitted(scheme) else ""
-    return f"normswap convert {name} --to {scheme}{data}{' --for opacus' if private else ''}"

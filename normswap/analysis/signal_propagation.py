@@ -9,17 +9,12 @@ Brock et al. 2021, "Characterizing signal propagation to close the performance g
 Both are taken after the sum of every residual block, before the activation that may follow it. The third curve is the
 average channel variance at the end of the residual branch; here it is that of f in y = skip + alpha f(x), before a
 scalar (SkipInit's, NF's alpha), as it tells whether f keeps the variance. `added_variance` is that of alpha f(x).
-
-Of NF networks the expected variance is known: 1 + alpha^2 after a stage's first block, whose skip starts anew from
-variance 1, and alpha^2 more after each further one (section 4).
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +27,6 @@ from normswap.graph.recording import record_once
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer, scales_branch
-from normswap.layers.placeholders import Vacant
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
@@ -74,50 +68,25 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
         TraceError: the network cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    try:
-        seen = network.anatomy
-    except TraceError as error:
-        raise error if network.inputs is None else _does_not_run(network.calls[0], error) from None
-    model = network.module
+    seen, model = network.anatomy, network.module
     examples = network.calls if batches is None else calling.batches(batches, network.form)
     if not seen.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
     sums = {node.name: _SignalSums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
-    last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-    with torch.no_grad(), _measuring(model, batch_statistics):
+    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    if batch_statistics:
+        model = _with_batch_statistics(model)
+    with torch.no_grad(), undisturbed(model):
         for example in examples:
-            for one in example.each() if example.listed else [example]:  # the record is one of a single image
-                _run(model, sums, one.like(model), last)
-    return [
-        Point(
-            block.path,
-            block.stage,
-            depth,
-            *sums[block.total.name].read(),
-            sums[ends[block.path].name].read()[1],
-            sums[block.branch.name].read()[1],
-        )
-        for depth, block in enumerate(seen.blocks, 1)
-    ]
-
-
-def expected_nf(seen: Anatomy, alpha: float | None = None) -> list[float] | None:
-    """Compute the variance after each block if all branches have 1: 1 + alpha^2 after a projection, then + alpha^2.
-
-    Args:
-        alpha: the scalar of all branches (1 for pre-activation networks with BatchNorm, De & Smith 2020); by default
-            each block's own attribute `alpha`, and None is returned if a block has none.
-    """
-    variances: list[float] = []
-    for block in seen.blocks:
-        module = seen.traced.modules.get(block.path.split("+")[0])
-        scale = alpha if alpha is not None else getattr(module, "alpha", None)
-        if not isinstance(scale, float | int):
-            return None
-        starts = not variances or block.skip == "projection"
-        variances.append((1.0 if starts else variances[-1]) + float(scale) ** 2)
-    return variances
+            # A record of a network that takes a list of images is one of a single image.
+            for single in example.each() if example.listed else [example]:
+                _run(model, sums, single.like(model), channels_last)
+    points = []
+    for depth, block in enumerate(seen.blocks, 1):
+        total, end, branch = (sums[node.name].read() for node in (block.total, ends[block.path], block.branch))
+        points.append(Point(block.path, block.stage, depth, *total, end[1], branch[1]))
+    return points
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
@@ -141,25 +110,14 @@ def awake(model: nn.Module) -> nn.Module:
     return twin
 
 
-def unnormalized(model: nn.Module) -> nn.Module:
-    """Return a copy without its norms: in their places stands nothing but the activation that some carry."""
-    twin = copy.deepcopy(model)
-    for path, module in list(twin.named_modules(remove_duplicate=False)):
-        if affine.is_norm(module) and path:
-            home, _, name = path.rpartition(".")
-            act = affine.activation(module)
-            setattr(twin.get_submodule(home), name, Vacant(copy.deepcopy(act)))
-    return twin
-
-
 class _SignalSums:
     """Sums per channel, in float64, of everything seen at one place."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, Tensor, Tensor]] = []
 
-    def add(self, x: Tensor, last: bool) -> None:
-        dim = x.ndim - 1 if last or x.ndim == 3 else 1
+    def add(self, x: Tensor, channels_last: bool) -> None:
+        dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
         values = x.movedim(dim, 0).flatten(1).double()
         variance, mean = torch.var_mean(values, 1, correction=0)
         self.batches.append((values.shape[1], mean, variance))
@@ -173,26 +131,22 @@ class _SignalSums:
         return float(mean.square().mean()), float(variance.mean())
 
 
-def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, last: bool) -> None:
+def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channels_last: bool) -> None:
     """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
-    left = dict.fromkeys(sums)
+    missing = set(sums)
 
     def look(name: str, value: object) -> None:
         if name in sums and isinstance(value, Tensor):
-            sums[name].add(value, last)
-            left.pop(name, None)
+            sums[name].add(value, channels_last)
+            missing.discard(name)
 
+    size = tuple(batch.images.shape)
     try:
         record_once(model, batch, look)
     except TraceError as error:
-        raise _does_not_run(batch, error) from None
-    if left:
-        raise RefusedError(f"inputs of size {tuple(batch.images.shape)} take another way through the network")
-
-
-def _does_not_run(batch: Example, error: TraceError) -> RefusedError:
-    size = tuple(batch.images.shape)
-    return RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones")
+        raise RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones") from None
+    if missing:
+        raise RefusedError(f"inputs of size {size} take another way through the network")
 
 
 def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
@@ -212,16 +166,10 @@ def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
         node = tensors[0]
 
 
-@contextmanager
-def _measuring(model: nn.Module, batch_statistics: bool) -> Iterator[None]:
-    """Eval mode, but BatchNorms may take the statistics of the batch, and forget them again."""
-    norms = [m for m in model.modules() if batch_statistics and isinstance(m, _BatchNorm)]
-    kept = [(norm, norm.track_running_stats, norm.running_mean, norm.running_var) for norm in norms]
-    with undisturbed(model):
-        for norm in norms:
-            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
-        try:
-            yield
-        finally:
-            for norm, track, mean, var in kept:
-                norm.track_running_stats, norm.running_mean, norm.running_var = track, mean, var
+def _with_batch_statistics(model: nn.Module) -> nn.Module:
+    """Return a copy whose BatchNorms have no running statistics, so that they take those of the batch."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats, module.running_mean, module.running_var = False, None, None
+    return twin

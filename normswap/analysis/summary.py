@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers import affine
 from normswap.layers.own import scales_branch
-from normswap.plan import Body, Outcome, Step
+from normswap.plan import Body, Step
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
@@ -43,7 +42,7 @@ def of_network(network: Network, source: str) -> Body:
         "norms": dict(Counter(norm.kind for norm in seen.norms)),
         "roles": {role: roles[role] for role in _ROLES},
         "blocks": [_block(block, seen) for block in seen.blocks],
-        "sites": _norm_rows(seen, folding),
+        "sites": [_norm(norm, seen, folding) for norm in seen.norms],
         "refusals": [{"path": path, "reason": why} for path, why in seen.refusals],
     }
 
@@ -65,7 +64,7 @@ def _block(block: Block, seen: Anatomy) -> Body:
     return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
 
 
-def _norm_row(norm: Norm, seen: Anatomy, folding: PlanBuilder) -> Body:
+def _norm(norm: Norm, seen: Anatomy, folding: PlanBuilder) -> Body:
     module = seen.traced.modules[norm.path]
     mean, std = affine.moments(module) if affine.has_moments(module) else seen.kept_moments(norm.path)
     refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
@@ -82,46 +81,19 @@ def _norm_row(norm: Norm, seen: Anatomy, folding: PlanBuilder) -> Body:
     }
 
 
-def _norm_rows(seen: Anatomy, folding: PlanBuilder) -> list[Body]:
-    """Return every norm in order of the forward pass; where some are gone, in the order of the modules."""
-    there, gone = [_norm_row(norm, seen, folding) for norm in seen.norms], [*_gone(seen)]
-    order = list(seen.traced.modules)
-    return sorted([*there, *gone], key=lambda row: order.index(row["path"])) if gone else there
-
-
-def _gone(seen: Anatomy) -> Iterator[Body]:
-    """Describe the paths whose norms are gone: what the network carries of them, and the class of what sits there."""
-    there = {seen.original_path(norm.path) for norm in seen.norms}
-    for original in seen.provenance.original_paths:
-        path = seen.current_path(original)
-        now = seen.traced.modules.get(path)
-        if original in there or now is None:
-            continue
-        mean, std = seen.kept_moments(original)
-        yield {
-            "path": path,
-            "class": type(now).__name__,
-            "channels": len(mean) if mean is not None else None,
-            "role": None,
-            "block": next((b.path for b in reversed(seen.blocks) if path.startswith(f"{b.path}.")), None),
-            "mean": _range(mean),
-            "std": _range(std),
-            "folding": None,
-            "refused": None,
-        }
-
-
 def _range(values: Tensor | None) -> list[float] | None:
     return None if values is None or not values.numel() else [values.min().item(), values.max().item()]
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """Describe one step of a plan that is not carried out."""
+    outcomes = builder.outcomes if builder else {}
     return {
         "scheme": step.scheme,
         "options": step.options,
         "edits": [dataclasses.asdict(edit) for edit in step.edits],
-        **_outcomes(builder.outcomes if builder else {}),
+        "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
+        "outcomes": counts(outcomes.values()),
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
         "notes": list(builder.notes) if builder else [],
         "renames": [],
@@ -129,21 +101,17 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     }
 
 
-def _outcomes(outcomes: Mapping[str, Outcome]) -> Body:
-    """Say in words what became of each norm, and count how many went which way."""
-    return {"verdicts": {path: str(one) for path, one in outcomes.items()}, "outcomes": counts(outcomes.values())}
-
-
 def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
     """Describe the steps of a conversion, the last with its measurements; `unfold`, without a plan, by its name."""
-    *before, last = done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]
-    body = of_step(last) | {
-        **_outcomes(done.outcomes),
+    steps = [of_step(step) for step in done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]]
+    steps[-1] |= {
+        "verdicts": {path: str(outcome) for path, outcome in done.outcomes.items()},
+        "outcomes": counts(done.outcomes.values()),
         "notes": list(done.notes),
         "renames": [list(pair) for pair in done.renames],
         "report": of_report(done.report),
     }
-    return [*(of_step(step) for step in before), body]
+    return steps
 
 
 def of_report(report: Report) -> Body:

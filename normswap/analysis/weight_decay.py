@@ -1,23 +1,21 @@
 """Which parameters decay: optimizer groups by the role of every parameter.
 
 The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
-Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Its guidelines sort the gammas of a
-residual network into four classes. Classes and answers are from a summary, the paper's full text was not at hand: so
-the reasons are in our words.
+Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860), which sorts the gammas of a residual
+network into four classes. Classes and answers are from a summary of it, the reasons are in our words:
 
-- gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (variance
-  control, the analysis of De & Smith 2020, arXiv:2002.10444).
-- gamma_down, of the norm on a projection skip, in pre-activation networks (v2) the first norm of the downsampling
-  block: no. It is what the variance of the skip path is reset to; a small one takes the signal away.
-- gamma_0, of a norm in the stem: no. A stem without a norm has none (v2).
+- gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (De & Smith
+  2020, arXiv:2002.10444).
+- gamma_down, of the norm on a projection skip, in pre-activation networks the first norm of the downsampling block:
+  no. It sets the variance of the skip path; a small one takes the signal away.
+- gamma_0, of a norm in the stem: no.
 - gamma_other: yes. A norm follows, so its size changes nothing but the effective learning rate, which goes as
   1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3). `gamma_head`, after the last block, likewise.
 
-Weights decay; betas and biases do not. Of transformers' LayerNorms, one that ends a branch is a `gamma_last`, one
-before the first block a `gamma_0`; a branch that begins with its norm (ViT, Swin) has a `gamma_other`. Embeddings and
-bias tables are spared where the model's `no_weight_decay()` names them. SkipInit's scalars do not decay (De & Smith
-2020), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171). The scale per channel that stands where a
-norm stood decays by the role of that norm.
+Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one before the first block a
+`gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. The scale per channel that stands where a norm stood
+decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020), nor do the gains of NF networks
+(Brock et al. 2021, arXiv:2102.06171).
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from timm.models import group_parameters
-from timm.optim import auto_group_layers, param_groups_weight_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import fx, nn
 
 from normswap import provenance
-from normswap.analysis import decay_settings
-from normswap.errors import TraceError
+from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine
@@ -43,6 +39,7 @@ from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
 from normswap.surgery.network import Network
 
+POLICIES = ("kim2022", "timm", "all", "weights-only")
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
@@ -52,7 +49,7 @@ _KIM = {
     "gamma_0": (False, "in the stem, before the first block"),
     "gamma_other": (True, "a small one raises the effective learning rate"),
     "gamma_head": (True, "after the last block, as the other gammas"),
-    "gamma_unknown": (False, "it is not known which norm it replaced"),
+    "gamma_unknown": (False, "the network cannot be traced, or does not say which norm stood there"),
     "beta": (False, "shifts do not decay"),
     "bias": (False, "biases do not decay"),
     "alpha": (False, "SkipInit's scalars do not decay"),
@@ -64,24 +61,11 @@ _KIM = {
     "embedding": (False, "the model's no_weight_decay() names it"),
     "vector": (False, "neither a weight nor a gamma; 1-D"),
 }
-ROLES = tuple(_KIM)
-_REASONS = {
-    "timm": ("more than one dimension", "at most one dimension, a bias, or named by no_weight_decay()"),
-    "all": ("everything decays", ""),
-    "weights-only": ("weights decay", "nothing but weights decays"),
-}
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The weight decay of one trainable parameter.
-
-    Args:
-        path: its dotted name.
-        role: `weight`, `bias`, `gamma_last`, `alpha` ... (see the module).
-        decay: whether weight decay applies.
-        reason: why, in a few words.
-    """
+    """The role of one trainable parameter, such as `weight`, `bias` or `gamma_last`, and whether it decays, and why."""
 
     path: str
     role: str
@@ -98,13 +82,13 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     Raises:
         OptionError: unknown policy.
     """
-    decay_settings.check(policy)
+    if policy not in POLICIES:
+        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join(POLICIES)}")
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
     decays = _decided(model, policy)
-    yes, no = _REASONS[policy]
-    return [Assignment(path, role, d := decays(path, role), yes if d else no) for path, role in named]
+    return [Assignment(path, role, decays(path, role), f"so says {policy}") for path, role in named]
 
 
 def param_groups(
@@ -114,7 +98,6 @@ def param_groups(
     *,
     lr: float | None = None,
     layer_decay: float | None = None,
-    min_scale: float = 0.0,
     scalar_lr_scale: float | None = None,
     network: Network | None = None,
 ) -> list[Body]:
@@ -125,8 +108,8 @@ def param_groups(
             or `weights-only` (no gamma).
         lr: given, a group's `lr` is `lr` times its scale. Without it a group carries its scale as `lr_scale`, which
             timm's schedulers multiply by; the two are never combined.
-        layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i); layers as timm groups them.
-        min_scale: lower bound of that scale.
+        layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i), by timm's own
+            `param_groups_layer_decay`.
         scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
         network: as in `roles`.
 
@@ -137,41 +120,29 @@ def param_groups(
         OptionError: unknown policy, or a number out of range.
     """
     network_input.require_module(model)
-    decay_settings.check(
-        policy, layer_decay=layer_decay, weight_decay=weight_decay, lr=lr, scalar_lr_scale=scalar_lr_scale
-    )
-    scale_of = _layer_scales(model, layer_decay, min_scale)
-    groups: dict[str, Body] = {}
-    for one in roles(model, policy, network):
-        layer, scale = scale_of(one.path)
-        parts = ["decay" if one.decay else "no-decay"] + ([] if layer is None else [f"layer{layer}"])
-        if scalar_lr_scale is not None and one.role in SCALARS:
-            parts, scale = [*parts, "scalars"], scale * scalar_lr_scale
-        name = "/".join(parts)
-        if name not in groups:
-            groups[name] = {"params": [], "weight_decay": weight_decay if one.decay else 0.0, "name": name}
-            groups[name] |= {"lr": lr * scale} if lr is not None else {"lr_scale": scale} if scale != 1 else {}
-        groups[name]["params"].append(model.get_parameter(one.path))
+    for option, number in (("weight_decay", weight_decay), ("lr", lr), ("scalar_lr_scale", scalar_lr_scale)):
+        if number is not None and not 0 <= number < float("inf"):
+            raise OptionError(f"{spelled(option, number)} is not a number >= 0")
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise OptionError(f"{spelled('layer_decay', layer_decay)} is not in (0, 1]")
+    by_layer = [] if layer_decay is None else param_groups_layer_decay(model, layer_decay=layer_decay)
+    scales = {id(parameter): group["lr_scale"] for group in by_layer for parameter in group["params"]}
+    groups: dict[tuple[bool, float], Body] = {}
+    for assignment in roles(model, policy, network):
+        parameter = model.get_parameter(assignment.path)
+        scale = scales.get(id(parameter), 1.0)
+        if scalar_lr_scale is not None and assignment.role in SCALARS:
+            scale *= scalar_lr_scale
+        key = assignment.decay, scale
+        if key not in groups:
+            name = ("decay" if assignment.decay else "no-decay") + (f", lr x {scale:g}" if scale != 1 else "")
+            groups[key] = {"params": [], "weight_decay": weight_decay if assignment.decay else 0.0, "name": name}
+            if lr is not None:
+                groups[key]["lr"] = lr * scale
+            elif scale != 1:
+                groups[key]["lr_scale"] = scale
+        groups[key]["params"].append(parameter)
     return list(groups.values())
-
-
-def _layer_scales(
-    model: nn.Module, layer_decay: float | None, min_scale: float
-) -> Callable[[str], tuple[int | None, float]]:
-    """Layer and learning rate scale by parameter path, as `timm.optim.param_groups_layer_decay` has them."""
-    if layer_decay is None:
-        return lambda path: (None, 1.0)
-    matcher = getattr(model, "group_matcher", None)
-    layers: dict[str, int] = (
-        group_parameters(model, matcher(coarse=False), reverse=True) if matcher else auto_group_layers(model)
-    )
-    top = max(layers.values())
-
-    def scale_of(path: str) -> tuple[int, float]:
-        layer = layers.get(path, top)
-        return layer, max(min_scale, layer_decay ** (top - layer))
-
-    return scale_of
 
 
 def _decided(model: nn.Module, policy: str) -> Callable[[str, str], bool]:
@@ -198,9 +169,12 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
         owner = model.get_submodule(home)
         role = _own_role(owner, name, of_norms.get(home, "gamma_unknown"))
         if role is None:
-            named = any(fnmatch(path, pattern) for pattern in spared)
-            weight = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
-            role = "embedding" if named else "bias" if name.endswith("bias") else "weight" if weight else "vector"
+            is_matrix = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
+            role = "weight" if is_matrix else "vector"
+            if any(fnmatch(path, pattern) for pattern in spared):
+                role = "embedding"
+            elif name.endswith("bias"):
+                role = "bias"
         yield path, role
 
 
@@ -226,7 +200,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     try:
         seen = (network if network is not None and twin is model else Network(twin)).anatomy
     except TraceError:
-        return {path: _by_name(path) for path, module in twin.named_modules() if affine.is_norm(module)}
+        return {}
     gammas = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
     for block in seen.blocks:
         for path in block.norms:
@@ -269,13 +243,3 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
     for step in record.plan.steps if record else ():
         for edit in step.edits:
             yield from ((edit.path, path) for path, absorption in edit.absorbed if absorption.way is AbsorbMode.NORM)
-
-
-def _by_name(path: str) -> str:
-    """Guess the role in networks that cannot be traced, by the names that timm's models use."""
-    parts = path.split(".")
-    if parts[0] in ("stem", "patch_embed", "embeddings", "norm_pre", "bn1"):
-        return "gamma_0"
-    if any(part in ("shortcut", "downsample") for part in parts[1:-1]) and not parts[-1].startswith("norm"):
-        return "gamma_down"
-    return "gamma_head" if len(parts) == 1 else "gamma_other"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from normswap.errors import OptionError, first_line
+from normswap.errors import first_line
 from normswap.plan import Body
 
+ROUNDS = 15
 # Relative L2 of the answers by precision. Runtimes sum in other orders, and transform convolutions. The ranges of int8
 # were read off images, and what is timed is noise: what int8 costs, `normswap export` measures.
 BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
@@ -32,112 +33,95 @@ class Contender:
 
     Args:
         form: what of a network it is; runtime: where it runs.
-        run: one forward pass on `images`.
-        images: (N, C, H, W), as it takes them.
-        expected: from the answers of the group's first contender to those that are right for this one.
+        run: one forward pass.
+        prepare: from images (N, C, H, W) to what it takes.
+        expected: from the answers of the first contender to those that are right for this one.
         precision: of its weights.
-
-    Attributes:
-        status: ok; wrong (its answers are not the network's: it is not timed); or failed; `reason` says why.
-        error: relative L2 of its answers to the expected ones.
-        rounds: seconds of a pass in each block of passes, by round.
     """
 
     form: str
     runtime: str
     run: Callable[[Tensor], Tensor]
-    images: Tensor
+    prepare: Callable[[Tensor], Tensor] = lambda images: images
     expected: Callable[[Tensor], Tensor] = lambda answers: answers
     precision: str = "fp32"
-    status: str = "ok"
-    reason: str = ""
-    error: float | None = None
-    rounds: list[list[float]] = field(default_factory=list)
-
-    def row(self, base: Contender | None) -> Body:
-        """The figures; times are in ms, the median and quartiles, and None where it was not timed.
-
-        Args:
-            base: what speed is relative to: the median, over the rounds, of the ratio of medians within a round, whose
-                passes lie close together in time.
-        """
-        row: Body = {"form": self.form, "runtime": self.runtime, "batch": len(self.images)}
-        row |= {"status": self.status, "reason": self.reason, "error": self.error}
-        if base is None or not self.rounds:
-            return {**row, **dict.fromkeys(("ms", "ms_low", "ms_high", "images_per_s", "speedup"))}
-        low, median, high = np.percentile([1e3 * s for seconds in self.rounds for s in seconds], [25, 50, 75]).tolist()
-        pairs = zip(base.rounds, self.rounds, strict=True)
-        speedup = float(np.median([np.median(theirs) / np.median(ours) for theirs, ours in pairs]))
-        row |= {"ms": median, "ms_low": low, "ms_high": high}
-        return {**row, "images_per_s": 1e3 * len(self.images) / median, "speedup": speedup}
-
-
-def check_device(device: str) -> None:
-    """Check that torch has the device.
-
-    Raises:
-        OptionError: it has not, or there is no such device.
-    """
-    usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device not in usable:
-        raise OptionError(f"unknown device '{device}'", f"there are {', '.join(usable)}")
-    if not usable[device]:
-        raise OptionError(f"--device {device}", "torch finds none on this machine")
 
 
 @torch.inference_mode()
 def run(
     contenders: Sequence[Contender],
+    images: Tensor,
     *,
-    device: str = "cpu",
-    threads: int = 1,
-    rounds: int = 15,
-    seconds: float = 3.0,
+    device: torch.device,
+    threads: int,
+    seconds: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Body]:
-    """Check the contenders of a network against the first of them, and time those that are right in turns.
+    """Check the contenders of a network against the first that runs, and time those that are right in turns.
 
     Args:
-        device: cpu, cuda or mps, where the networks are.
+        device: where the networks are.
         threads: of every pass.
-        rounds: turns of each contender.
         seconds: how long each contender is timed, all turns together.
         say: called with what is going on.
+
+    Returns:
+        A row for each: `status` is ok, wrong (its answers are not the network's: it is not timed) or failed, and
+        `reason` says why; `error` is the relative L2 of its answers; times are in ms, the median and quartiles.
     """
-    compare(contenders, device)
-    ready = [contender for contender in contenders if contender.status == "ok"]
+    rows = compare(contenders, images, device)
+    timed: list[tuple[Contender, Tensor, list[float]]] = []
+    for contender, row in zip(contenders, rows, strict=True):
+        if row["status"] == "ok":
+            timed.append((contender, contender.prepare(images), []))
 
     def now() -> float:
-        if device != "cpu":
+        if device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    for number in range(rounds):
-        say(f"timing, round {number + 1} of {rounds}")
-        # nobody always runs after the same one
-        for contender in random.Random(number).sample(ready, len(ready)):
-            names = {"run": contender.run, "images": contender.images}
+    for number in range(ROUNDS):
+        say(f"timing, round {number + 1} of {ROUNDS}")
+        # Nobody always runs after the same one.
+        for contender, prepared, passes in random.Random(number).sample(timed, len(timed)):
+            names = {"run": contender.run, "images": prepared}
             timer = Timer("run(images)", globals=names, timer=now, num_threads=threads)
-            contender.rounds.append(list(timer.blocked_autorange(min_run_time=seconds / rounds).times))
-    return [contender.row(next(iter(ready), None)) for contender in contenders]
+            passes += timer.blocked_autorange(min_run_time=seconds / ROUNDS).times
+    for row, (_, _, passes) in zip((row for row in rows if row["status"] == "ok"), timed, strict=True):
+        row |= figures(passes, len(images), first=timed[0][2])
+    return rows
+
+
+def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Body:
+    """The figures of a contender whose passes took so many seconds; speed is relative to the first one's."""
+    low, median, high = np.percentile(passes, [25, 50, 75]).tolist()
+    speed = {"images_per_s": images / median, "speedup": float(np.median(first)) / median}
+    return {"ms": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high, **speed}
 
 
 @torch.inference_mode()
-def compare(contenders: Sequence[Contender], device: str = "cpu") -> None:
-    """Let each answer once, and note which ones do not run, or answer something else than the first one says."""
+def compare(contenders: Sequence[Contender], images: Tensor, device: torch.device) -> list[Body]:
+    """Let each answer once; return a row for each that says whether it runs, and answers what the first one says."""
     first: Tensor | None = None
+    rows = []
     for contender in contenders:
+        row: Body = {"form": contender.form, "runtime": contender.runtime, "batch": len(images)}
+        row |= {"status": "ok", "reason": ""}
+        row |= dict.fromkeys(("error", "ms", "ms_low", "ms_high", "images_per_s", "speedup"))
+        rows.append(row)
         try:
-            answers = contender.run(contender.images).float().cpu()
+            answers = contender.run(contender.prepare(images)).float().cpu()
         except Exception as error:  # a runtime raises what it likes
-            contender.status, contender.reason = "failed", first_line(error)
+            row |= {"status": "failed", "reason": first_line(error)}
             continue
-        first = answers if first is None else first
-        contender.error = relative_l2(answers, contender.expected(first))
-        allowed = max(BOUNDS[contender.precision], _TF32 if device == "cuda" else 0)
-        if not contender.error <= allowed:
-            contender.status = "wrong"
-            contender.reason = f"its answers differ by {contender.error:.1e} (relative L2), allowed is {allowed:.0e}"
+        if first is None:
+            first = answers
+        row["error"] = distance = relative_l2(answers, contender.expected(first))
+        allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
+        if not distance <= allowed:
+            reason = f"its answers differ by {distance:.1e} (relative L2), allowed is {allowed:.0e}"
+            row |= {"status": "wrong", "reason": reason}
+    return rows
 
 
 def relative_l2(result: Tensor, expected: Tensor) -> float:

@@ -1,70 +1,96 @@
-"""Printing of what `convert` has done, or with a dry run would do."""
+"""A conversion and its proof, as `convert`, `verify` and `recalibrate` print them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-from normswap.cli.proof_table import proof, verdict
-from normswap.cli.tables import cell, counts, facts, few, line, listing, next_step, table
-from normswap.plan import AbsorbMode, Body
+from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
+from normswap.plan import Body
 from normswap.schemes import changed, get
 
-_WORD = 15  # a longer text among a layer's arguments has a letter for each channel
+_COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 
 
-def done(body: Body) -> None:
-    """Print what was done, or with a dry run would be done."""
+def print_conversion(body: Body) -> None:
+    """Print every step, and where the result is."""
     for step in body["steps"]:
-        _print_step(body["source"], step, dry=body["output"] is None)
-    for verb, what in (("plan saved to", "plan"), ("written to", "output")):
-        if body[what]:
-            line(f"{verb} {body[what]}")
-    if not body["output"]:
-        line("dry run: no network was written")
-    else:
+        print_step(body["source"], step, dry=body["output"] is None)
+    if body["plan"]:
+        print(f"plan saved to {body['plan']}")
+    if body["output"]:
+        print(f"written to {body['output']}")
         next_step("verify", body["output"], "--data", "IMAGES")
+    else:
+        print("dry run: no network was written")
 
 
-def _verdict(scheme: str, report: Body) -> str:
-    """The one line that says what came of it; `unfold`, which is exact, is no scheme that could fit values."""
-    return verdict(report, fits=not report["exact"] and get(scheme).fit is not None)
-
-
-def _print_step(source: str, step: Body, *, dry: bool) -> None:
+def print_step(source: str, step: Body, *, dry: bool) -> None:
+    """Print one step; `dry`: it was planned, not carried out."""
     options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
     layers = Counter(edit["layer"] for edit in step["edits"])
+    report = step["report"]
     facts(
         (
             "would convert" if dry else "converted",
             f"{source} to {step['scheme']}" + (f" ({options})" if options else ""),
         ),
-        ("result", _verdict(step["scheme"], step["report"]) if step["report"] else ""),
+        # `unfold`, which is exact, is no scheme that could fit values.
+        ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
         ("norms", counts(step["outcomes"])),
         ("edits", f"{sum(layers.values())} ({counts(layers)})" if layers else ""),
     )
     if dry:
-        table("Plan (--json has all)", ("path", "layer", "arguments", "reads"), map(_edit_row, step["edits"]))
+        edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]
+        table("Plan (--json has all)", ("path", "layer", "arguments", "reads"), edits)
     elif step["alphas"]:
         table("Scalars", ("path", "alpha"), step["alphas"].items(), right=("alpha",))
     listing("note", step["notes"])
     listing("renamed", (f"{old} -> {new}" for old, new in step["renames"]))
-    if step["report"]:
-        proof(step["report"])
+    if report:
+        proof(report)
 
 
-def _edit_row(edit: Body) -> Sequence[str]:
-    said = {name: few(value) if isinstance(value, list) else cell(value) for name, value in edit["args"].items()}
-    args = [
-        f"{name} {text}" for name, text in said.items() if len(text) <= _WORD or isinstance(edit["args"][name], list)
-    ]
-    args += ["..."] * (len(args) < len(said))
-    ways = [_absorbed(one) for one in edit["takes"]] or [""] * len(edit["reads"])
-    reads = ", ".join(f"{way} {path}".strip() for way, path in zip(ways, edit["reads"], strict=True))
-    return edit["path"], edit["layer"], ", ".join(args), reads
+def verdict(body: Body, *, fits: bool = False) -> str:
+    """Say in a sentence what the result keeps of its source.
+
+    Args:
+        body: a report, as `summary.of_report` has it.
+        fits: whether the scheme can fit its values to images.
+    """
+    if body["exact"]:
+        last = body["logits"][-1]
+        measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
+        allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
+        kept = all(error["within"] for error in body["logits"])
+        return f"{'kept exactly' if kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
+    if body.get("kept"):
+        return f"kept: {said_of_kept(body['kept'])}"
+    if body["unmeasured"]:
+        return f"not known: {body['unmeasured']}"
+    remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
+    return f"not known{remedy if fits else ''}"
 
 
-def _absorbed(one: Body) -> str:
-    """A way, and the channels it is about: `after 16:32`."""
-    part = one["part"]
-    return AbsorbMode(one["way"]).value + (f" {part[0]}:{part[1]}" if part else "")
+def proof(body: Body) -> None:
+    """Print the measurements, one row per precision and input size; `verdict` says what they mean."""
+    exact = body["exact"]
+    rows = [
+        (
+            error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"]),
+            f"{100 * error['agreement']:.4g} %" if exact and error["agreement"] is not None else None,
+            small(body["tolerance"].get(error["precision"])) if exact else None,
+            ("ok" if error["within"] else "FAILED") if exact else None,
+        )
+        for error in body["logits"]
+    ]  # fmt: skip
+    title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
+    table(title.format(body["inputs"]), _COLUMNS, rows, right=_COLUMNS[2:6])
+    listing("vacuous", body["vacuous"], most=5)
+
+
+def said_of_kept(kept: Body) -> str:
+    """The finding of held-out images on an approximate result."""
+    answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
+    bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
+    parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
+    return f"{', '.join(parts)}; {kept['count']} held-out calibration images"

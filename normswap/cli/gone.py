@@ -11,7 +11,7 @@ class Removed(NamedTuple):
     """A command, option or value that is no longer taken.
 
     Args:
-        typed: neighbouring words of the command line, each a pattern: `--calibrate noise`, `smp:*`.
+        typed: neighbouring words of the command line, patterns with `|` between: `-o|--output *.ts`.
         command: the commands that took it, `|` between them; `*` for all.
         instead: what to use, as a sentence.
     """
@@ -26,57 +26,61 @@ _FOLDED = "`normswap convert MODEL --to folded` writes the folded weights as saf
 REMOVED = (
     Removed("--check", "schemes", "The pytest fixture `check_scheme` tries a scheme on small networks."),
     Removed("--side *", "spp", "Use --input-size C,H,W."),
+    Removed("--each", "decay", "Use --json."),
+    Removed("--weight-decay|--layer-decay *", "decay", "normswap.param_groups takes it, and optim of a recipe."),
+    Removed("--csv *", "spp", "Use --json."),
+    Removed("--statistics *", "spp", "BatchNorms take the statistics of the batch with --weights random."),
+    Removed("--asleep|--bare", "spp", "Name another network beside the first."),
     Removed("--mean *", "doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-mean R,G,B."),
     Removed("--std *", "convert|doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-std R,G,B."),
     Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
     Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),
     Removed("--format torchscript", "export", _PT2),
-    Removed("-o *.ts", "export", _PT2),
-    Removed("--output *.ts", "export", _PT2),
+    Removed("-o|--output *.ts", "export", _PT2),
     Removed("--format onnx-data", "export", "Use onnx; onnx.save_model can put the weights beside it."),
     Removed("--format safetensors", "export", _FOLDED),
-    Removed("-o *.safetensors", "export", _FOLDED),
-    Removed("--output *.safetensors", "export", _FOLDED),
+    Removed("-o|--output *.safetensors", "export", _FOLDED),
     Removed("--count-plain", "export", "`normswap inspect FILE` counts the operators of a file."),
     Removed("--sensitive *", "export", "Every layer is quantized; use --precision fp16 where int8 loses too much."),
+    Removed("--per-tensor", "export", "Weights have a step per output channel, which costs less."),
     Removed("--max-drop *", "export", "What int8 loses is printed, and written into FILE.preprocess.json."),
+    Removed("--rounds *", "bench", "Use --seconds."),
     Removed("--runtime *", "bench", "Name exported files after MODEL: each runs in its own runtime."),
-    Removed("--precision *", "bench", "Export the file with --precision, and name it after MODEL."),
-    Removed("--dtype *", "bench", "Export the file with --precision, and name it after MODEL."),
+    Removed("--precision|--dtype *", "bench", "Export the file with --precision, and name it after MODEL."),
     Removed("--channels-last", "bench", "Networks are timed in PyTorch's own layout."),
     Removed("--batch *", "bench", "Use --batch-size N,N."),
     Removed("--size *", "bench", "Use --input-size C,H,W."),
-    Removed("-o *", "bench", "Use --json."),
-    Removed("--output *", "bench", "Use --json."),
-    Removed("--csv *", "bench", "Use --json."),
+    Removed("-o|--output|--csv *", "bench", "Use --json."),
     Removed("--beside *", "doctor", "`normswap recalibrate MODEL --data IMAGES` measures an average's statistics."),
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--max-restarts *", "finetune", "Use torchrun --max-restarts N ... finetune ... --resume auto."),
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
+    Removed("copy *", "recipes", "`normswap recipes show NAME > FILE` writes one to a file of your own."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
     Removed(
         "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."
     ),
-    Removed("*.tar.gz", "*", "Unpack it: a plain .tar, or a folder."),
-    Removed("*.tgz", "*", "Unpack it: a plain .tar, or a folder."),
-    Removed("*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),
+    Removed("*.tar.gz|*.tgz|*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),
     Removed("anneal.means=*", "finetune|sweep", "convert.to=nf convert.calibrate=true fits the filters' means."),
     Removed("distill.kind=*", "finetune|sweep", "A teacher teaches by its logits."),
-    Removed("train.not_finite=*", "finetune|sweep", "A loss that is not finite stops the run; lower optim.lr."),
-    Removed("train.rollbacks=*", "finetune|sweep", "A loss that is not finite stops the run; lower optim.lr."),
+    Removed("train.not_finite=*|train.rollbacks=*", "finetune|sweep", "A loss that is not finite stops the run."),
 )
 
 
 def instead_of(arguments: Sequence[str]) -> str | None:
     """Return what to say of a removed word in a command line that failed; None if nothing in it was removed."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [text for word in arguments for text in (word.split("=", 1) if word.startswith("--") else [word])]
     for removed in REMOVED:
         patterns = removed.typed.split()
         if not words or (removed.command != "*" and words[0] not in removed.command.split("|")):
             continue
         for start in range(len(words) - len(patterns) + 1):
             typed = words[start : start + len(patterns)]
-            if all(map(fnmatchcase, typed, patterns)):
+            if all(map(_matches, typed, patterns)):
                 return f"{' '.join(typed)} was removed. {removed.instead}"
     return None
+
+
+def _matches(word: str, patterns: str) -> bool:
+    return any(fnmatchcase(word, pattern) for pattern in patterns.split("|"))

@@ -17,24 +17,26 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.images.datasets import Loader
 
 
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise OptionError(f"{name} {text}", "it is a number, or one per channel: 0.485,0.456,0.406") from None
+
+
 @dataclass(frozen=True)
 class Stated:
     """How a network wants its images, where it does not say so itself, or says something else."""
 
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
-    image_mean: Annotated[
-        str | None,
-        typer.Option("--image-mean", metavar="R,G,B", help="Mean of its images' pixels, in 0..1."),
-    ] = None
-    image_std: Annotated[str | None, typer.Option("--image-std", metavar="R,G,B", help="Their standard deviation.")] = (
+    image_mean: Annotated[str | None, typer.Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")] = None
+    image_std: Annotated[str | None, typer.Option(metavar="R,G,B", help="Their standard deviation.")] = None
+    crop_pct: Annotated[float | None, typer.Option(metavar="SHARE", help="Share of a resized image that is kept.")] = (
         None
     )
-    crop_pct: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Share of a resized image that the crop keeps.")
-    ] = None
-    interpolation: Annotated[
-        str | None, typer.Option(metavar="NAME", help="bilinear, bicubic ...: how it resizes.")
-    ] = None
+    interpolation: Annotated[str | None, typer.Option(metavar="NAME", help="How it resizes: bilinear, bicubic ...")] = (
+        None
+    )
 
     def stated(self) -> Preprocessing:
         """The record of it.
@@ -48,11 +50,7 @@ class Stated:
         return values
 
     def state(self, model: nn.Module) -> nn.Module:
-        """The network itself, whose record says so from now on.
-
-        Raises:
-            OptionError: no image can be prepared so.
-        """
+        """The network itself, whose record says so from now on."""
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
@@ -62,26 +60,17 @@ class Stated:
 class ImageOpening(Stated, Opening):
     """How a MODEL that reads images is opened."""
 
-    def open(self, name: str, *, runs: bool = False) -> nn.Module:
+    def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
         self.stated()  # what is wrong with it is said before anything is opened
-        return self.state(Opening.open(self, name, runs=runs))
+        return self.state(Opening.open(self, name, device=device, runs=runs))
 
+    def open_damaged(self, name: str, *, device: str) -> nn.Module:
+        """The same, though its BatchNorms' statistics may be NaN or negative."""
+        from normswap.models.weight_files import with_broken_statistics
 
-def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
-    try:
-        return None if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise OptionError(f"{flag} {text}", "it is a number, or one per channel: 0.485,0.456,0.406") from None
-
-
-def remark_on_images(model: nn.Module, loader: Loader) -> None:
-    """Say how labels and files were understood, and what preprocessing is assumed."""
-    from normswap.models.preprocessing import assumption
-
-    remark(loader.notes)
-    if missing := assumption(model):
-        remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
+        with with_broken_statistics():
+            return self.open(name, device=device)
 
 
 @dataclass(frozen=True)
@@ -112,10 +101,13 @@ class Images:
             SourceError, OptionError: there are none, or none for this network.
         """
         from normswap.images.datasets import make_loader
+        from normswap.models.preprocessing import assumption
 
         loader = make_loader(
             model, str(self.data), batch_size=self.batch_size, workers=self.workers, samples=self.samples,
             split=self.split, seed=seed, labelled=labelled,
         )  # fmt: skip
-        remark_on_images(model, loader)
+        remark(loader.notes)
+        if missing := assumption(model):
+            remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
         return loader

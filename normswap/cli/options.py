@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from normswap.cli import progress
 from normswap.errors import OptionError, flag
-from normswap.models import source_names
+from normswap.models import kinds
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -35,6 +37,11 @@ ModelOrFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
+def output_option(metavar: str, help: str) -> Any:
+    """The option that says where to write."""
+    return typer.Option("-o", "--output", metavar=metavar, show_default=False, help=help)
+
+
 def _check_device(name: str) -> str:
     if name not in ("auto", "cpu"):  # others cost the import of torch
         from normswap.models import devices
@@ -50,6 +57,7 @@ Weights = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
 Value = bool | int | float | str | None
 
 
@@ -73,24 +81,20 @@ class Opening:
     ] = None
     trust_factory: Trust = False
 
-    def asked(self) -> list[str]:
-        """The options, as flags, that ask for something of the network itself."""
-        names = ("arch", "arch_arg", "num_classes", "in_chans", "input_size")
-        weights = [flag("weights")] if self.weights != "pretrained" else []
-        return weights + [flag(name) for name in names if getattr(self, name) is not None]
+    def asked(self) -> list[tuple[str, str]]:
+        """The options that ask for something of the network itself, as flags and values."""
+        names = ("weights", "arch", "num_classes", "in_chans", "input_size")
+        values = {flag(name): getattr(self, name) for name in names}
+        pairs = [(name, str(value)) for name, value in values.items() if value not in (None, "pretrained")]
+        return pairs + [("--arch-arg", text) for text in self.arch_arg or ()]
 
     def said(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""
-        options: list[tuple[str, object]] = [
-            ("--weights", None if self.weights == "pretrained" else self.weights), ("--arch", self.arch),
-            *(("--arch-arg", one) for one in self.arch_arg or ()),
-            ("--num-classes", self.num_classes), ("--in-chans", self.in_chans), ("--input-size", self.input_size),
-        ]  # fmt: skip
-        words = [str(word) for option, value in options if value is not None for word in (option, value)]
-        return shlex.join([name, *words, *["--trust-factory"] * self.trust_factory])
+        trust = ["--trust-factory"] * self.trust_factory
+        return shlex.join([name, *itertools.chain(*self.asked()), *trust])
 
-    def open(self, name: str, *, runs: bool = False) -> nn.Module:
-        """The network of that name.
+    def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
+        """The network of that name, in eval mode, on the device.
 
         Args:
             runs: it may be an exported file, too, which runs as it is.
@@ -98,11 +102,11 @@ class Opening:
         Raises:
             SourceError, OptionError: it cannot be had.
         """
-        args = dict(_pair(text) for text in self.arch_arg or [])
+        args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
             name, weights=self.weights, arch=self.arch, arch_args=args, num_classes=self.num_classes,
-            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, runs=runs,
+            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, device=device, runs=runs,
         )  # fmt: skip
 
 
@@ -111,24 +115,27 @@ def open_model(
     *,
     input_size: Sequence[int] | None = None,
     trust_factory: bool = False,
+    device: str = "cpu",
     runs: bool = False,
     **asked: Unpack[Asked],
 ) -> nn.Module:
-    """`checkpoint.open_model`, and on a terminal something to look at meanwhile; `runs`: see `Opening.open`."""
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
-        source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
-    # downloads show a bar of their own
+    """See `checkpoint.open_model` and `Opening.open`; a terminal shows that it is going on."""
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in kinds.EXPORTED:
+        kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
+    # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with progress.working(f"opening {name}") if local else nullcontext():
-        from normswap.models import zoo
+        from normswap.models import devices, zoo
         from normswap.storage import checkpoint
         from normswap.training.run_folder import check_no_run
 
         check_no_run(Path(name))
-        if runs and (exported := exported_file(name)):
+        file = exported_file(name) if runs else None
+        if file is not None:
             zoo.check_unasked(name, {**asked, "input_size": input_size})
-            return exported.network()
-        return checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
+            return devices.place(file.network(), device)
+        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
+        return devices.place(model, device)
 
 
 def exported_file(name: str) -> ExportedFile | None:
@@ -137,7 +144,7 @@ def exported_file(name: str) -> ExportedFile | None:
     Raises:
         OptionError, SourceError: as `ExportedFile.find`.
     """
-    if Path(name).suffix.lower() not in source_names.EXPORTED:  # what reads them takes long to import
+    if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
         return None
     from normswap.exporting.exported_file import ExportedFile
 
@@ -166,13 +173,14 @@ def _sides(text: str) -> tuple[int, ...]:
 
 def parse(text: str) -> Value | list[Value]:
     """An option's value: int, float, true, false, none, a comma list of those, or the text itself."""
-    return [_one(part.strip()) for part in text.split(",") if part.strip()] if "," in text else _one(text)
+    if "," in text:
+        return [_scalar(item.strip()) for item in text.split(",") if item.strip()]
+    return _scalar(text)
 
 
-def _one(text: str) -> Value:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+def _scalar(text: str) -> Value:
+    try:
+        value: Value = ast.literal_eval(text.capitalize())
+    except (ValueError, SyntaxError):
+        return text
+    return value

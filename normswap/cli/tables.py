@@ -79,30 +79,16 @@ def facts(*pairs: tuple[str, object]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    shown = [(name, cell(value)) for name, value in pairs if value not in (None, "")]
-    made = Table(box=None, show_header=False, pad_edge=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, text in shown:
-        made.add_row(Text(name), Text(text))
-    names = max((len(name) for name, _ in shown), default=0)
-    _print(made, names + 2 + max((len(word) for _, text in shown for word in text.split()), default=0))
-
-
-def entry(name: str, lines: Iterable[str]) -> None:
-    """A name, and below it, set in, what there is to say about it."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    _print(Text(name, style="bold"))
-    for text in lines:
-        if text:
-            _print(Padding(Text(text), (0, 0, 0, 2)))
-
-
-def line(text: str) -> None:
-    """A line, however long."""
-    print(text)
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    names, words = [0], [0]
+    for name, value in pairs:
+        if value not in (None, ""):
+            grid.add_row(Text(name), Text(cell(value)))
+            names.append(len(name))
+            words += map(len, cell(value).split())
+    _print(grid, max(names) + 2 + max(words))
 
 
 def next_step(*words: object) -> None:
@@ -120,9 +106,9 @@ def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
     """Lines that begin with the same word, not too many of them."""
     listed = list(lines)
     for text in listed[:most]:
-        line(f"{label}: {text}")
+        print(f"{label}: {text}")
     if len(listed) > most:
-        line(f"{label}: ... and {len(listed) - most} more")
+        print(f"{label}: ... and {len(listed) - most} more")
 
 
 def network(body: Body) -> None:
@@ -155,6 +141,13 @@ def few(values: Sequence[object]) -> str:
     """Write the first values, and how many there are where those are not all."""
     shown = " ".join(cell(value) for value in values[:_FEW])
     return shown if len(values) <= _FEW else f"{shown} ... ({len(values)} values)"
+
+
+def text(value: object) -> str:
+    """A record, a list or a value in one line: `mean 0.5 0.5 0.5, std 0.2 0.2 0.2`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {text(item)}" for name, item in value.items() if item is not None)
+    return few([text(item) for item in value]) if isinstance(value, list | tuple) else cell(value)
 
 
 def counts(counted: Mapping[str, int]) -> str:

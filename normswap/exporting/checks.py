@@ -68,6 +68,13 @@ class Figures:
         """Whether the file computes what the network does, within the tolerance."""
         return self.relative_l2 <= self.tolerance
 
+    @property
+    def points_lost(self) -> float | None:
+        """Points of top-1 that the file loses, or of agreement where there are no labels; None where neither is."""
+        if self.top1 is not None and self.source_top1 is not None:
+            return self.source_top1 - self.top1
+        return None if self.agreement is None else 100 * (1 - self.agreement)
+
 
 @dataclass(frozen=True)
 class Reference:

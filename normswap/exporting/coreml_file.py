@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, counted, reason, silent
+from normswap.exporting.formats import Runs, counted, refusing, silent
 from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
@@ -59,25 +59,23 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
     """
     signature = contents.network.signature
     try:
-        with silent():
+        with refusing("Core ML cannot express the network"), silent():
             import coremltools as ct
 
+            pairs = zip(signature.inputs, contents.example, strict=True)
             return ct.convert(
                 torch.jit.trace(network, contents.example, check_trace=False),
-                inputs=[
-                    ct.TensorType(name=name, shape=x.shape)
-                    for name, x in zip(signature.inputs, contents.example, strict=True)
-                ],
+                inputs=[ct.TensorType(name=name, shape=x.shape) for name, x in pairs],
                 outputs=[ct.TensorType(name=name) for name in signature.outputs],
                 convert_to="mlprogram",
                 compute_precision=ct.precision.FLOAT16 if half else ct.precision.FLOAT32,
                 minimum_deployment_target=ct.target.iOS15,
                 skip_model_load=True,
             )
-    except Exception as error:  # whatever it and torch meet on their way
-        if _DISK in str(error):
-            raise OSError(reason(error)) from None
-        raise RefusedError("Core ML cannot express the network", reason(error)) from None
+    except RefusedError as error:
+        if _DISK in error.why:
+            raise OSError(error.why) from None
+        raise
 
 
 def _require_names(spec: Model, signature: Signature) -> None:

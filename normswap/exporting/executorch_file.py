@@ -54,10 +54,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     with silent():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 
-        levels, per_channel = how.settings.levels, how.settings.per_channel
-        quantizer = XNNPACKQuantizer().set_global(
-            pt2.quantization_config(torch.int8, levels, per_channel=per_channel)
-        )  # fmt: skip
+        quantizer = XNNPACKQuantizer().set_global(pt2.quantization_config(torch.int8, how.levels))
         rounded = pt2.calibrated(program.module(), quantizer, how.images)
     file.write_bytes(_lowered(pt2.traced(contents, rounded), contents))
 

@@ -18,7 +18,7 @@ from normswap.exporting.formats import Format, Runs
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.models.hub_config import Cfg
 from normswap.models.preprocessing import for_size
 from normswap.plan import Body
@@ -48,13 +48,13 @@ class ExportedFile:
             SourceError: it cannot be read.
         """
         file = Path(name)
-        if file.suffix.lower() not in source_names.EXPORTED:
+        if file.suffix.lower() not in kinds.EXPORTED:
             return None
-        if not source_names.exported(file):
+        if not kinds.exported(file):
             return None
         form = formats.choose(file, None)
         try:
-            metadata = form.metadata(file)
+            metadata = form.functions.metadata(file)
         except Exception as error:  # every format has its own
             raise SourceError(f"{file} is no readable {form.name} file", first_line(error)) from None
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
@@ -68,7 +68,7 @@ class ExportedFile:
         """The file as plain records, read without running it."""
         return {
             "source": str(self.file), "format": self.form.name, "bytes": self.form.size(self.file),
-            "nodes": self.form.nodes(self.file), "metadata": dict(self.metadata), "sidecar": self.body,
+            "nodes": self.form.functions.nodes(self.file), "metadata": dict(self.metadata), "sidecar": self.body,
         }  # fmt: skip
 
     def network(self) -> nn.Module:
@@ -128,7 +128,7 @@ class ExportedFile:
             input_size=size, normalize=self.body["normalize"] is None,
             softmax=self.body.get("output", {}).get("name") == "probabilities",
         )  # fmt: skip
-        return ExportRequest.of(for_size(model, size), self.file, None, settings)
+        return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:
         if not {"input", "normalize", "output"} <= self.body.keys():

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.errors import OptionError, OutputError, TraceError
-from normswap.exporting import checks, formats, quantizing, sidecar
+from normswap.errors import OptionError, TraceError
+from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.quantizing import Calibration, Quantized
 from normswap.exporting.request import Batches, ExportRequest
-from normswap.exporting.settings import FileOptions, FileSettings, Int8Settings
+from normswap.exporting.settings import FileOptions, FileSettings
 from normswap.layers import affine, reparametrized
 from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
@@ -36,6 +35,14 @@ if TYPE_CHECKING:
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _BF16 = "weights are stored in bf16; the arithmetic is fp32"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a file was quantized: by how many images, and the bits of its weights."""
+
+    calibrated_on: int
+    weight_bits: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,6 @@ def export(
     inputs: Inputs = None,
     images: Batches | None = None,
     calibrate: Batches | None = None,
-    int8: Int8Settings | None = None,
     log: Callable[[str], None] = lambda line: None,
     **options: Unpack[FileOptions],
 ) -> Exported:
@@ -98,10 +104,9 @@ def export(
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
             default smooth noise. The cost of int8 is measured on them, so there they have to be given. With `inputs`:
             batches of such inputs, by default those.
-        calibrate: for int8: other batches, which set ranges and equalization.
-        int8: for int8: how it is quantized.
+        calibrate: for int8: other batches, which set the ranges.
         log: called with what is going on.
-        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, force.
+        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, weight_bits, force.
 
     Returns:
         The file, its sidecar, and how far it is from the source.
@@ -117,65 +122,44 @@ def export(
             f"export has no option {', '.join(unknown)}", f"there are {', '.join(FileOptions.__annotations__)}"
         )
     start, settings, file = time.perf_counter(), FileSettings(**options), Path(path)
-    check_writable(file, settings)
-    request = ExportRequest.of(model, file, inputs, settings)
-    form, dtype = request.form, settings.dtype
-    calibration = Calibration.of(request, calibrate, images, int8)
+    form, dtype = formats.check(file, settings), settings.dtype
+    request = ExportRequest.of(model, file, form, inputs, settings)
+    how = request.quantization(calibrate, images)
     request, answers = request.answered()
     log("folding")
-    network, quantized, rounded = folded(request), None, None
-    proof_images = None if form.runs_here else images
-    if calibration:
-        log("choosing the equalization")
-        network, quantized = quantizing.equalized(network, calibration)
-        proof_images = calibration.images
+    network = folded(request)
+    rounded = network.rounded(HALVES[dtype]) if dtype in HALVES else None
     if dtype != "fp32" or not form.runs_here:  # others are held to the same themselves
-        batches, described = request.batches(proof_images)
+        batches, described = request.batches(None if form.runs_here else images)
         checks.check(request.reference(), network, batches, described=described, what="the folded network")
     if dtype in HALVES:
-        rounded = network.rounded(HALVES[dtype])
         network = network.in_half(HALVES[dtype])
     remarks = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
     notes = tuple(filter(None, remarks))
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
-    figures, parts, beside = None, form.files(file)[1:], sidecar.place(file)
+    figures, parts, beside = None, form.files(file)[1:], formats.sidecar_of(file)
+    quantized = Quantized(sum(map(len, how.images)), how.weight_bits) if how else None
+    noise_only = request.on_noise(images)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.name}")
-        form.write(contents, aside, calibration.quantization(dynamic=contents.dynamic) if calibration else None)
+        form.write(contents, aside, how)
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
             reference = request.reference(rounded)
             figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described)
         if quantized and figures:
-            measured = {**asdict(figures), "lost": quantizing.points_lost(figures)}
+            measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**asdict(quantized), "measured": measured, "notes": notes}
-        noise_only = request.on_noise(images)
         body["checked"] = {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
-        nodes = form.nodes(aside)
+        nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
     return Exported(
         file, parts, beside, form.name, dtype, request.size, contents.dynamic, figures, nodes, form.size(file), notes,
         time.perf_counter() - start, quantized, noise_only,
     )  # fmt: skip
-
-
-def check_writable(file: Path, settings: FileSettings) -> None:
-    """See, before any work, that the file can be written.
-
-    Raises:
-        OptionError: the format or dtype is not known or do not go together, or a package is not installed.
-        OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
-    """
-    formats.check(file, settings)
-    form = formats.choose(file, settings.format)
-    for part in form.files(file)[1:]:
-        if other := formats.owner(part, form):
-            raise OutputError(f"{part} belongs to {other}", remedy=f"Give {file.name} another name")
-    for each in (*form.files(file), sidecar.place(file)):
-        atomic_write.check_writable(each, force=settings.force)
 
 
 def folded(request: ExportRequest) -> Shipped:

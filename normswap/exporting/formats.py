@@ -4,7 +4,7 @@ A format's module has four functions, which raise whatever its tools raise:
 
 - `write(contents, file)`: write the file, and its part beside it
 - `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one
-- `nodes(file)`: how many operators of each kind it has
+- `nodes(file)`: how many operators of each kind it has, the most frequent first
 - `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
 
 and, where the format is written in int8, `write_int8(contents, file, how)`.
@@ -17,6 +17,7 @@ import importlib
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from normswap.errors import (
     NormswapError,
     OptionError,
+    OutputError,
     RefusedError,
     VerificationError,
     called,
@@ -33,8 +35,8 @@ from normswap.errors import (
     require_packages,
     spelled,
 )
-from normswap.exporting.settings import DTYPES, WHOLE_BITS, FileSettings, Quantization
-from normswap.models import source_names
+from normswap.exporting.settings import DTYPES, SAFE_BITS, WHOLE_BITS, FileSettings, Quantization
+from normswap.models import kinds
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
@@ -63,7 +65,7 @@ class Format:
         any_count: any number of images may go in at a time.
         any_input: other tensors than float32 may go in.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
-            whole_bits: it knows weights of 8 bits only.
+            weight_bits: of its weights, the default first.
         system: the `sys.platform` that alone has its runtime.
     """
 
@@ -82,7 +84,7 @@ class Format:
     quantizer: str = ""
     quantizer_needs: tuple[str, ...] = ()
     quantizer_extra: str = "quantize"
-    whole_bits: bool = False
+    weight_bits: tuple[int, ...] = (SAFE_BITS, WHOLE_BITS)
     system: str = ""
 
     @property
@@ -113,23 +115,16 @@ class Format:
         Raises:
             RefusedError: the format cannot hold it; says what.
         """
-        self._require_writable(contents, how)
-        what = f"{self.quantizer} cannot quantize it" if how else f"{self.tool} cannot express the network"
-        with _refusing(what):
-            if how:
-                self.functions.write_int8(contents, file, how)
-            else:
-                self.functions.write(contents, file)
-
-    def _require_writable(self, contents: FileContents, how: Quantization | None) -> None:
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
             raise RefusedError(f"{self.name} files take one image at a time", remedy=remedy)
         if not self.any_input and any(str(tensor.dtype) != "torch.float32" for tensor in contents.example):
             raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
-        if how and self.whole_bits and how.settings.weight_bits != WHOLE_BITS:
-            remedy = f"Give {spelled('weight_bits', WHOLE_BITS)}"
-            raise RefusedError(f"{self.quantizer}'s weights have {WHOLE_BITS} bits", "no CPU needs fewer of it", remedy)
+        with refusing(f"{self.quantizer} cannot quantize it" if how else f"{self.tool} cannot express the network"):
+            if how:
+                self.functions.write_int8(contents, file, how)
+            else:
+                self.functions.write(contents, file)
 
     def open(self, file: Path) -> Runs:
         """The file in its own runtime: from what goes in to what the network computes.
@@ -150,14 +145,6 @@ class Format:
             return alone(together(runs(*tensors)))
 
         return answers
-
-    def nodes(self, file: Path) -> dict[str, int]:
-        """How many operators of each kind the file has, the most frequent first."""
-        return dict(self.functions.nodes(file))
-
-    def metadata(self, file: Path) -> dict[str, str]:
-        """What `sidecar.metadata` gave it; of a file of somebody else's, other notes or none."""
-        return dict(self.functions.metadata(file))
 
 
 _PT2_NOTES = {
@@ -192,14 +179,14 @@ _FORMATS = {
             "executorch", "executorch_file", ".pte", "ExecuTorch", "ExecuTorch",
             needs=("executorch",), extra="executorch", dtypes=("fp32", "int8"), any_count=False,
             quantizer="ExecuTorch", quantizer_needs=("executorch", "torchao"), quantizer_extra="executorch",
-            whole_bits=True,
+            weight_bits=(WHOLE_BITS,),
         ),
         Format(
             "litert", "litert_file", ".tflite", "LiteRT", "LiteRT",
             needs=("litert_torch", "ai_edge_litert"), extra="litert", dtypes=("fp32", "fp16", "int8"),
             notes={"fp16": _HALF_WEIGHTS.format("LiteRT")}, any_count=False, any_input=False,
             quantizer="ai-edge-quantizer", quantizer_needs=("ai_edge_quantizer",), quantizer_extra="litert",
-            whole_bits=True,
+            weight_bits=(WHOLE_BITS,),
         ),
         Format(
             "coreml", "coreml_file", ".mlpackage", "Core ML", "Core ML",
@@ -220,9 +207,7 @@ def get(name: str) -> Format:
     Raises:
         OptionError: there is none of that name, or a package it needs is not installed.
     """
-    if name not in _FORMATS:
-        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
-    form = _FORMATS[name]
+    form = _named(name)
     require_packages(name, form.needs, form.extra)
     return form
 
@@ -231,64 +216,78 @@ def choose(file: Path, name: str | None) -> Format:
     """The format of `file`: the one that is named, or the one that its ending says.
 
     Raises:
-        OptionError: as `name_of`, or a package it needs is not installed.
+        OptionError: the ending says nothing, or something else than the name; or as `get`.
     """
-    return get(name_of(file, name))
+    return get(_name_of(file, name))
 
 
-def name_of(file: Path, name: str | None) -> str:
-    """The name of the format of `file`: the one that is given, or the one that its ending says.
+def _named(name: str) -> Format:
+    if name not in _FORMATS:
+        raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
+    return _FORMATS[name]
 
-    Raises:
-        OptionError: the ending says nothing, or something else than the name.
-    """
+
+def _name_of(file: Path, name: str | None) -> str:
     meant = next((other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None)
     if name is None and meant is None:
-        known = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
-        what = f"the ending '{file.suffix}' of {file}" if file.suffix else f"{file} has no ending, which"
-        remedy = f"Known: {known}; or name it: {spelled('format', metavar='NAME')}"
-        raise OptionError(f"{what} says no format", remedy=remedy)
+        endings = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
+        remedy = f"Known: {endings}; or name it: {spelled('format', metavar='NAME')}"
+        raise OptionError(f"the ending '{file.suffix}' of {file} says no format", remedy=remedy)
     if name in _FORMATS and meant not in (None, name):
         raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
     return name or str(meant)
 
 
-def check(file: Path, settings: FileSettings) -> None:
-    """Check, before torch is imported, that there are such files, and that this one may be written.
+def check(file: Path, settings: FileSettings) -> Format:
+    """The format of `file`, checked before torch is imported: it exists, and the file may be written.
 
     Raises:
-        OptionError: the format or dtype is not known, or they do not go together.
-        OutputError: the file exists, or its folder does not.
+        OptionError: the format or dtype is not known, they do not go together, or a package is not installed.
+        OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
     """
-    name = name_of(file, settings.format)
     if settings.dtype not in DTYPES:
         raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}")
-    form = _FORMATS.get(name)
-    if form and settings.dtype not in form.dtypes:
+    form = _named(_name_of(file, settings.format))
+    if settings.dtype not in form.dtypes:
         able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
-        raise OptionError(f"{name} is not written in {settings.dtype}", f"there are {able}", remedy)
-    if settings.dtype == "int8" and form:
-        require_packages(f"{name} in int8", form.quantizer_needs, form.quantizer_extra)
-    atomic_write.check_writable(file, force=settings.force, folder_with=source_names.FOLDERS.get(file.suffix.lower()))
+        raise OptionError(f"{form.name} is not written in {settings.dtype}", f"there are {able}", remedy)
+    if settings.dtype != "int8" and settings.weight_bits is not None:
+        raise OptionError(f"{spelled('weight_bits', settings.weight_bits)} is for int8")
+    if settings.weight_bits not in (None, *form.weight_bits):
+        bits = " or ".join(map(str, form.weight_bits))
+        raise OptionError(f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}")
+    folder_with = kinds.FOLDERS.get(file.suffix.lower())
+    atomic_write.check_writable(file, force=settings.force, folder_with=folder_with)
+    for part in form.files(file)[1:]:
+        others = [part.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == part.suffix]
+        if part.is_file() and (owners := [other for other in others if other.is_file()]):
+            raise OutputError(f"{part} belongs to {owners[0]}", remedy=f"Give {file.name} another name")
+    for beside in (*form.files(file)[1:], sidecar_of(file)):
+        atomic_write.check_writable(beside, force=settings.force)
+    require_packages(form.name, form.needs, form.extra)
+    if settings.dtype == "int8":
+        require_packages(f"{form.name} in int8", form.quantizer_needs, form.quantizer_extra)
+    return form
 
 
-def owner(part: Path, form: Format) -> Path | None:
-    """The file of another format that has `part` already, which a file of this format would have, if there is one."""
-    others = (part.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == part.suffix)
-    return next(filter(Path.is_file, others), None) if part.is_file() else None
+def sidecar_of(file: Path) -> Path:
+    """Where the record beside `file` is, that says what is to be done with an image first."""
+    return file.with_name(f"{file.name}.preprocess.json")
 
 
 @contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Say in a line that a tool, whatever it raises, cannot do it."""
+def refusing(what: str) -> Iterator[None]:
+    """Say in a line that a tool, whatever it raises, cannot do it; keep its own words off the terminal."""
     try:
         with quietly():
             yield
     except (NormswapError, OSError):
         raise
     except Exception as error:
-        raise RefusedError(what, reason(error)) from None
+        while error.__cause__ is not None:  # the cause at the bottom says most
+            error = error.__cause__  # type: ignore[assignment]
+        raise RefusedError(what, first_line(error)) from None
 
 
 @contextlib.contextmanager
@@ -318,13 +317,4 @@ def silent() -> Iterator[None]:
 
 def counted(kinds: Iterable[str]) -> dict[str, int]:
     """How many there are of each, the most frequent first."""
-    from collections import Counter
-
     return dict(Counter(kinds).most_common())
-
-
-def reason(error: BaseException) -> str:
-    """The cause at the bottom of an exporter's error, in a line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)

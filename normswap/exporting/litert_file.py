@@ -73,11 +73,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
         from ai_edge_quantizer import qtyping, quantizer
 
         tool = quantizer.Quantizer(bytearray(content))
-        grains = qtyping.QuantGranularity
-        tool.add_static_config(
-            ".*", qtyping.TFLOperationName.ALL_SUPPORTED, activation_num_bits=8, weight_num_bits=WHOLE_BITS,
-            weight_granularity=grains.CHANNELWISE if how.settings.per_channel else grains.TENSORWISE,
-        )  # fmt: skip
+        every_kind = qtyping.TFLOperationName.ALL_SUPPORTED
+        tool.add_static_config(".*", every_kind, activation_num_bits=8, weight_num_bits=WHOLE_BITS)
         for end in ("INPUT", "OUTPUT"):
             tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
         rounded = bytes(tool.quantize(_extremes(tool, how.images)).quantized_model)

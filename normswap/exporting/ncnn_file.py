@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, counted, reason
+from normswap.exporting.formats import Runs, counted, refusing
 from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
@@ -51,10 +51,8 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
 
     traced, folder = place.with_name("network.pt"), place.parent
     held = io.BytesIO()  # torch's own writer kills the process when the disk is full
-    try:
+    with refusing("TorchScript cannot express the network"):
         torch.jit.save(torch.jit.trace(network, example, check_trace=False), held)
-    except Exception as error:  # whatever tracing meets on its way
-        raise RefusedError("TorchScript cannot express the network", reason(error)) from None
     traced.write_bytes(held.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -127,7 +127,7 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
                 model, file, _CalibrationReader(how), quant_format=QuantFormat.QDQ,
-                per_channel=how.settings.per_channel, reduce_range=how.settings.weight_bits == SAFE_BITS,
+                per_channel=True, reduce_range=how.weight_bits == SAFE_BITS,
                 activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
                 calibrate_method=CalibrationMethod.MinMax, extra_options=_UNROUNDED,
             )  # fmt: skip

@@ -66,8 +66,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
             advanced = nncf.AdvancedQuantizationParameters(
-                overflow_fix=OverflowFix.ENABLE if how.settings.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
-                weights_quantization_params=QuantizationParameters(per_channel=how.settings.per_channel),
+                overflow_fix=OverflowFix.ENABLE if how.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
+                weights_quantization_params=QuantizationParameters(per_channel=True),
                 disable_bias_correction=True,
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
             )

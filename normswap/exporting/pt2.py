@@ -21,9 +21,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
-from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.formats import Runs, counted, quietly, reason
+from normswap.exporting.formats import Runs, counted, quietly, refusing
 from normswap.exporting.settings import Quantization
 from normswap.graph.node_reader import LINEAR
 
@@ -45,11 +44,8 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     Raises:
         RefusedError: it cannot.
     """
-    try:
-        with quietly():
-            program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
-    except Exception as error:  # torch's exporter raises whatever it meets on its way
-        raise RefusedError("torch.export cannot express the network", reason(error)) from None
+    with refusing("torch.export cannot express the network"):
+        program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     _leave_out_identities(program.graph)
     for node in list(program.graph.nodes):
         for key in _HISTORY:
@@ -115,8 +111,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     for node in module.graph.nodes:
         if node.target in _KINDS:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
-    settings = quantization_config(torch.uint8, how.settings.levels, per_channel=how.settings.per_channel)
-    rounded = calibrated(module, X86InductorQuantizer().set_global(settings), how.images)
+    quantizer = X86InductorQuantizer().set_global(quantization_config(torch.uint8, how.levels))
+    rounded = calibrated(module, quantizer, how.images)
     # torchao leaves the weights in fp32 beside those in int8
     read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
     for name in dict(rounded.named_parameters(remove_duplicate=False)):
@@ -137,10 +133,10 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
     return rounded
 
 
-def quantization_config(activations: torch.dtype, levels: int, *, per_channel: bool) -> object:
+def quantization_config(activations: torch.dtype, levels: int) -> object:
     """As the quantizers' own settings, but for ranges of all images, the weights' levels and steps as small as numbers.
 
-    Their least step, 2^-12, would leave nothing of a channel that equalization has made small.
+    Their least step, 2^-12, would leave nothing of a channel with small weights.
 
     Args:
         activations: bytes with a sign or without.
@@ -153,11 +149,10 @@ def quantization_config(activations: torch.dtype, levels: int, *, per_channel: b
     between = QuantizationSpec(
         activations, MinMaxObserver, quant_min=room.min, quant_max=room.max, qscheme=torch.per_tensor_affine
     )
-    observer, scheme, axis = MinMaxObserver, torch.per_tensor_symmetric, None
-    if per_channel:
-        observer, scheme, axis = PerChannelMinMaxObserver, torch.per_channel_symmetric, 0
-    fine = observer.with_args(eps=torch.finfo(torch.float32).tiny)
-    weights = QuantizationSpec(torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=scheme, ch_axis=axis)
+    fine = PerChannelMinMaxObserver.with_args(eps=torch.finfo(torch.float32).tiny)
+    weights = QuantizationSpec(
+        torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=torch.per_channel_symmetric, ch_axis=0
+    )
     return QuantizationConfig(between, between, weights, None)
 
 

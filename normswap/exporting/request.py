@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError
+from normswap.errors import OptionError, spelled
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
-from normswap.exporting.settings import FileSettings
+from normswap.exporting.settings import FileSettings, Quantization
 from normswap.exporting.signature import NoAnswerError, Signature
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
 
 Batches = Iterable[object] | Tensor
+# Images at a time, at most, while a file is quantized.
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,14 @@ class ExportRequest:
     imaged: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module | Conversion, file: Path, inputs: Inputs, settings: FileSettings) -> ExportRequest:
+    def of(
+        cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
+    ) -> ExportRequest:
         """The request that `export` got, if it can be carried out.
 
         Raises:
             OptionError: as `export`.
         """
-        form = formats.choose(file, settings.format)
         if inputs is not None:
             _require_plain(settings)
         network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
@@ -119,6 +122,39 @@ class ExportRequest:
             return images
         mean, std = self.normalization
         return images * std + mean
+
+    def quantization(self, calibrate: Batches | None, images: Batches | None) -> Quantization | None:
+        """What the runtime's quantizer is given; None where something else than int8 is wanted.
+
+        Args:
+            calibrate: batches of images as the source takes them; images: others, to measure on.
+
+        Raises:
+            OptionError: something is missing, or does not go together.
+        """
+        if self.settings.dtype != "int8":
+            if calibrate is not None:
+                raise OptionError(f"{self.settings.dtype} is not calibrated", remedy="Choose int8, or leave it out")
+            return None
+        if calibrate is None or images is None:
+            what = "images to calibrate on" if calibrate is None else "other images to measure on"
+            raise OptionError(f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}")
+        form = self.signature.form
+        if form.kwargs or form.listed:
+            raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
+        batches = [x for x, _ in labelled(calibrate)]
+        if not batches:
+            raise OptionError("no images to calibrate on")
+        for x in batches:
+            if tuple(x.shape[1:]) != self.size:
+                taken, shown = (",".join(map(str, size)) for size in (self.size, x.shape[1:]))
+                remedy = "Resize them, or give input_size"
+                raise OptionError(f"images to calibrate on are {shown}", f"the file takes {taken}", remedy)
+        every = self.raw(torch.cat(batches))
+        # The tools want batches of one size.
+        even = next(size for size in range(min(_BATCH, len(every)), 0, -1) if not len(every) % size)
+        bits = self.settings.weight_bits or self.form.weight_bits[0]
+        return Quantization(every.split(even if self.settings.dynamic_batch else 1), bits)
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
         """The answers that the file must compute; `rounded`, the cost of its precision."""

@@ -10,11 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("fp32", "fp16", "bf16", "int8")
-# Of int8 weights on either side of 0, by their bits.
-LEVELS = {7: 64, 8: 127}
-WHOLE_BITS = 8
-# x64 without VNNI adds products of bytes in 16 bits, which those of 8 bits overflow.
-SAFE_BITS = 7
+# The bits of int8 weights, the default first: x64 without VNNI adds products of bytes in 16 bits, which 8 overflow.
+SAFE_BITS, WHOLE_BITS = 7, 8
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,13 @@ class FileSettings:
     Args:
         format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default the one that the file's ending says.
         dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32: in bf16 more than 1
-            answer in 1000 would change; int8, by the runtime's own quantizer, on a network whose channels are scaled
-            for it (`equalization`).
+            answer in 1000 would change; int8, by the runtime's own quantizer.
         dynamic_batch: any number of images at a time, else one.
         input_size: (C, H, W); by default the size the network was made for.
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
         softmax: the file answers with probabilities.
+        weight_bits: of int8: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits (x64 with
+            VNNI, ARM with dot products); by default the fewest that the format has.
         force: replace a file that exists.
     """
 
@@ -39,6 +37,7 @@ class FileSettings:
     input_size: Sequence[int] | None = None
     normalize: bool = False
     softmax: bool = False
+    weight_bits: int | None = None
     force: bool = False
 
 
@@ -51,26 +50,8 @@ class FileOptions(TypedDict, total=False):
     input_size: Sequence[int] | None
     normalize: bool
     softmax: bool
+    weight_bits: int | None
     force: bool
-
-
-@dataclass(frozen=True)
-class Int8Settings:
-    """How a file is quantized.
-
-    Args:
-        per_channel: weights have a step for each output channel, else one for all.
-        weight_bits: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits (x64 with VNNI,
-            ARM with dot products).
-    """
-
-    per_channel: bool = True
-    weight_bits: int = SAFE_BITS
-
-    @property
-    def levels(self) -> int:
-        """How many steps from 0 the largest weight is."""
-        return LEVELS[self.weight_bits]
 
 
 @dataclass(frozen=True)
@@ -79,7 +60,13 @@ class Quantization:
 
     Args:
         images: batches (N, C, H, W) as the file takes them: ranges are from the least to the largest number of all.
+        weight_bits: 7 or 8.
     """
 
     images: Sequence[Tensor]
-    settings: Int8Settings
+    weight_bits: int = SAFE_BITS
+
+    @property
+    def levels(self) -> int:
+        """How many steps from 0 the largest weight is."""
+        return 64 if self.weight_bits == SAFE_BITS else 127

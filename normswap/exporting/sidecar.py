@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.exporting.formats import sidecar_of
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import preprocessing, zoo
 from normswap.plan import Body
 from normswap.version import __version__
-
-
-def place(file: Path) -> Path:
-    """Where the sidecar of `file` is."""
-    return file.with_name(f"{file.name}.preprocess.json")
 
 
 def config(model: nn.Module) -> Body:
@@ -100,7 +96,7 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
 
 def write(file: Path, body: Body) -> None:
     """Put it beside `file`."""
-    place(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    sidecar_of(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
@@ -110,7 +106,7 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
         noted: what `metadata` once put into the file.
     """
     try:
-        text = place(file).read_text(encoding="utf-8")
+        text = sidecar_of(file).read_text(encoding="utf-8")
     except OSError:
         text = noted.get("preprocess", "{}")
     try:

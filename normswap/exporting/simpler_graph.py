@@ -1,8 +1,7 @@
 """The same network in operators that more tools have, for one that refuses it as it is, or computes what it need not.
 
-All that depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. An
-adaptive pool to one number is a mean; and what a transformer cuts out of (N, L, 3 h d) by way of five dimensions is cut
-out of the last of three. None of them changes a sum.
+All that depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. What a
+transformer cuts out of (N, L, 3 h d) by way of five dimensions is cut out of the last of three. Neither changes a sum.
 """
 
 from __future__ import annotations
@@ -27,11 +26,6 @@ _FORM: dict[object, int] = {  # operators that read of one argument, the first o
     _ATEN.type_as.default: 1, _ATEN.new_full.default: 0, _ATEN.new_zeros.default: 0, _ATEN.new_ones.default: 0,
     _ATEN.zeros_like.default: 0, _ATEN.ones_like.default: 0, _ATEN.full_like.default: 0,
 }  # fmt: skip
-_POOLS: dict[object, int] = {
-    _ATEN.adaptive_avg_pool1d.default: 1,
-    _ATEN.adaptive_avg_pool2d.default: 2,
-    _ATEN.adaptive_avg_pool3d.default: 3,
-}
 _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
@@ -62,7 +56,6 @@ def simpler(contents: FileContents, network: nn.Module) -> fx.GraphModule:
     module = _module(contents, network)
     compute(module)
     for node in list(module.graph.nodes):
-        _as_mean(node)
         _as_slices(node)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -155,13 +148,6 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
     """Arguments with these values in the places of nodes."""
     return fx.node.map_arg(args, lambda one: values.get(one, one))
-
-
-def _as_mean(node: fx.Node) -> None:
-    """Replace an adaptive pool whose result is one number per channel."""
-    dims = _POOLS.get(node.target)
-    if dims is not None and all(size == 1 for size in cast(list[int], node.args[1])):
-        node.target, node.args = _ATEN.mean.dim, (node.args[0], [*range(-dims, 0)], True)
 
 
 def _as_slices(node: fx.Node) -> None:

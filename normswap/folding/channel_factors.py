@@ -22,7 +22,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
-from normswap.layers.activations import BoundedReLU, is_homogeneous, keeps_forward
+from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import Linearity
@@ -38,7 +38,7 @@ class Reach:
     """A layer whose weights follow the factors.
 
     Args:
-        writes: the group of each of its output channels (of what has a level per channel: of each of these).
+        writes: the group of each of its output channels.
         reads: the group of each of its input channels.
     """
 
@@ -54,7 +54,7 @@ class Channels:
         builder: of the network, as it is.
 
     Attributes:
-        layers: those whose weights follow; levels: those that hand channels on, and whose shifts or bounds follow.
+        layers: those whose weights follow; shifts: those that hand channels on, and whose biases follow.
         count: how many groups there are; group 0 holds what cannot be scaled.
     """
 
@@ -67,10 +67,10 @@ class Channels:
         kept, groups = roots.unique(return_inverse=True)
         self.count = len(kept)
         self.layers: list[Reach] = []
-        self.levels: list[Reach] = []
+        self.shifts: list[Reach] = []
         for node, reads in visited:
             reach = Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
-            (self.levels if _level(self.traced.module(node)) else self.layers).append(reach)
+            (self.shifts if _shifts(self.traced.module(node)) else self.layers).append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; those it reads, where its parameters depend on their factors."""
@@ -90,7 +90,7 @@ class Channels:
             self._hold(known)
             return None
         self.of[node] = passed
-        return passed if _level(module) else None
+        return passed if _shifts(module) else None
 
     def _passed(self, node: fx.Node, sources: list[fx.Node], known: list[list[int] | None]) -> list[int] | None:
         """The channels of what the node computes, if it hands factors on."""
@@ -118,7 +118,7 @@ class Channels:
         before, after = source.meta["shape"], node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
-        if _level(module):
+        if _shifts(module):
             return channels if self._called(module) == 1 else None
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
@@ -167,11 +167,9 @@ class Channels:
         return channel
 
 
-def _level(module: nn.Module | None) -> str | None:
-    """The name of the numbers (C,) that follow the factors of the channels that a layer hands on."""
-    if isinstance(module, BoundedReLU):
-        return "bound"
-    return "bias" if isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act) else None
+def _shifts(module: nn.Module | None) -> bool:
+    """Whether a layer hands channels on, and its bias (C,) follows their factors."""
+    return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
 def _dim(node: fx.Node, default: object) -> object:
@@ -203,7 +201,6 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         standardized.compute(module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out)
-    for layer in channels.levels:
-        clipped = model.get_submodule(layer.path)
-        level = getattr(clipped, str(_level(clipped)))
-        level.copy_(level.double() * factors[layer.writes])
+    for layer in channels.shifts:
+        bias = model.get_submodule(layer.path).get_parameter("bias")
+        bias.copy_(bias.double() * factors[layer.writes])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
-from torch import Tensor, nn
-
-from normswap.layers.own import per_channel
+from torch import nn
 
 _IDENTITIES = (
     nn.Identity,
@@ -60,21 +58,3 @@ def is_activation_call(target: object) -> bool:
     """Whether a function, or a method of that name, is an activation."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") in _NAMES
-
-
-class BoundedReLU(nn.Module):
-    """y = min(max(x, 0), bound), as ReLU6 with a bound per channel, so that c y is the same with c x and c bound.
-
-    Args:
-        bound: (C,), positive.
-    """
-
-    bound: Tensor
-
-    def __init__(self, bound: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("bound", bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
-        return torch.minimum(x.relu(), per_channel(self.bound, x))

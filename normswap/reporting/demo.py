@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from normswap.analysis import summary
 from normswap.demo_files import IMAGES, NAME
@@ -26,8 +23,6 @@ from normswap.surgery.network import Network
 
 SCHEMES = ("folded", "skipinit")
 _FEW = 4  # batches that errors are measured on
-_ROUNDS = 50  # passes timed
-Batches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class Row:
         norms: normalization layers left; parameters: trainable values.
         top1: in percent; agreement: fraction of the images with the source's answer.
         relative_l2: |logits - the source's| / |the source's|.
-        speed: images per second, as a multiple of the source's.
     """
 
     network: str
@@ -47,7 +41,6 @@ class Row:
     top1: float
     agreement: float
     relative_l2: float
-    speed: float
 
 
 @dataclass(frozen=True)
@@ -62,11 +55,7 @@ class Demo:
 
 
 def run(say: Callable[[str], None] = lambda what: None) -> Demo:
-    """Inspect, convert, save, load, verify, evaluate.
-
-    Args:
-        say: called with what is going on.
-    """
+    """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a network is fastest on one, above all where other work keeps the cores busy
     try:
@@ -88,50 +77,15 @@ def _run(say: Callable[[str], None]) -> Demo:
             say(f"converting to {scheme}, saving, loading again")
             networks[scheme] = checkpoint.load(checkpoint.save(convert(source, scheme), Path(folder) / scheme))
     say("reading the images")
-    batches: Batches = list(make_loader(source, str(IMAGES), workers=0))
-    rows, passed = _measure(networks, batches, say)
-    count = sum(len(labels) for _, labels in batches)
-    return Demo(passed, time.perf_counter() - start, count, anatomy, rows)
-
-
-def _measure(
-    networks: dict[str, nn.Module], batches: Batches, say: Callable[[str], None]
-) -> tuple[tuple[Row, ...], bool]:
-    """Return a row for each network, the source first, and whether all agree with it."""
-    source, images = networks["source"], [batch for batch, _ in batches[:_FEW]]
-    results, errors, passed = {}, {"source": 0.0}, True
+    batches = list(make_loader(source, str(IMAGES), workers=0))
+    first, truth = classify(source, batches)
+    rows, passed = [], True
     for name, model in networks.items():
         say(f"verifying and evaluating {name}")
-        results[name] = classify(model, batches)
-        if model is not source:
-            report = comparison.verify(source, model, images)
-            errors[name] = report.worst.relative_l2
-            passed = passed and report.passed
-    say("timing")
-    speed = _speeds(networks, images[0][:16])
-    first, truth = results["source"]
-    rows = []
-    for name, (evaluation, answers) in results.items():
+        evaluation, answers = classify(model, batches)
+        report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
         same = agreement(truth, answers)
-        passed = passed and same == 1 and evaluation.top1 == first.top1
-        size = summary.norms(networks[name]), summary.parameters(networks[name])
-        rows.append(Row(name, *size, evaluation.top1, same, errors[name], speed[name] / speed["source"]))
-    return tuple(rows), passed
-
-
-def _speeds(networks: dict[str, nn.Module], images: Tensor) -> dict[str, float]:
-    """Passes per second over `images` (N, C, H, W), the median of many in random order.
-
-    In processor time, which on one thread is what an idle machine would take. Few images: the time for many hangs on
-    what the allocator gives back to the system (measured: 0.8 to 1.1 of the source's speed, in page faults alone).
-    """
-    turns, order = list(networks), random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in networks}
-    for _ in range(_ROUNDS):
-        order.shuffle(turns)
-        for name in turns:
-            start = time.process_time()
-            with torch.inference_mode():
-                networks[name](images)
-            seconds[name].append(time.process_time() - start)
-    return {name: 1 / statistics.median(measured) for name, measured in seconds.items()}
+        passed = passed and report.passed and same == 1 and evaluation.top1 == first.top1
+        sizes = summary.norms(model), summary.parameters(model)
+        rows.append(Row(name, *sizes, evaluation.top1, same, report.worst.relative_l2))
+    return Demo(passed, time.perf_counter() - start, first.count, anatomy, tuple(rows))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import groupby
@@ -16,11 +16,22 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from normswap.reporting import figures
-from normswap.reporting.records import COLOURS, OUTCOMES, Facts, NormFact
+from normswap.reporting.figures import ALPHA
+from normswap.reporting.report import Facts, NormFact
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
 _MINUS = "\N{MINUS SIGN}"
+# The class of each role of norms in the page's style, and of each outcome of a norm its mark and its meaning.
+COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}
+OUTCOMES = {
+    "gone": ("", "folded away"),
+    "scalar": (ALPHA, f"folded away, a scalar {ALPHA} in its place"),
+    "bias": ("b", "a shift per channel stays"),
+    "affine": ("a", "scale and shift stay"),
+    "replaced": ("r", "replaced by another layer"),
+    "kept": ("●", "kept"),
+}
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
 
@@ -62,38 +73,39 @@ def _cited(paper: str) -> Markup:
     return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
 
 
-def _tiles(facts: Facts) -> Iterable[tuple[str, str, str]]:
+def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Give (name, figure, small print) of each tile."""
-    report = facts.report
-    if report:
-        yield from _measured(report, known=bool(facts.accuracy))
+    if facts.report:
+        yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
-    yield "parameters", f"{after['parameters']:,}", "as before" if change == "+0" else f"{change} by the conversion"
-    if facts.accuracy:
-        a = facts.accuracy
-        parts = [f"source: {a['source']:.2f} %"] if "source" in a else []
-        parts += [f"same answers: {share(a['agreement'])}"] if a.get("agreement") is not None else []
-        first = ("top-1", f"{a['result']:.2f} %") if "result" in a else ("relative L2", f"{a['relative_l2']:.1e}")
-        yield *first, "; ".join([*parts, f"{a['count']:,.0f} images"])
+    yield "parameters", f"{after['parameters']:,}", f"{change} by the conversion"
+    if accuracy := facts.accuracy:
+        below = f"{accuracy['count']:,.0f} images"
+        if "result" in accuracy:
+            yield "top-1", f"{accuracy['result']:.2f} %", below
+        if "source" in accuracy:
+            yield "top-1 of the source", f"{accuracy['source']:.2f} %", below
+        if "relative_l2" in accuracy:
+            yield "relative L2", f"{accuracy['relative_l2']:.1e}", below
+        if accuracy.get("agreement") is not None:
+            yield "same answers", share(accuracy["agreement"]), below
 
 
-def _measured(report: Report, *, known: bool) -> Iterable[tuple[str, str, str]]:
-    """Return the tiles of what was measured when the conversion was made; `known`: accuracies were measured since."""
+def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str, str, str]]:
+    """Give the tiles of what was measured when the conversion was made."""
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
-        allowed = report.tolerance.get(precision) if report.exact else None
-        below = Markup("allowed: {}").format(small(allowed)) if allowed else "at the logits"
+        below = "at the logits"
+        if report.exact and precision in report.tolerance:
+            below = Markup("allowed: {}").format(small(report.tolerance[precision]))
         yield f"relative L2, {precision}", small(max(errors)), below
-    shares = [error.agreement for error in report.logits if error.agreement is not None] if report.exact else []
-    if shares:
-        yield "same answers", share(min(shares)), f"on {report.inputs}"
     kept = report.kept
     if kept and kept.agreement is not None:
         on = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
         yield "same answers", share(kept.agreement), on
-    if not report.exact and not kept and not known:
+    elif not report.exact and not measured_again:
         yield "same answers", "?", report.unmeasured or "not measured: give images"
 
 
@@ -108,9 +120,7 @@ def _provenance(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
-    """Give (place, skip, norms) of every block, between the norms outside of blocks; paths as seen from the block."""
-    if facts.before:
-        yield "before the blocks", "", facts.before
+    """Give (place, skip, norms) of every block, then the norms outside of blocks; paths as seen from the block."""
     for block in facts.blocks:
         prefix = block.path.partition("+")[0] + "."
         norms = [
@@ -118,5 +128,5 @@ def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
             for norm in block.norms
         ]
         yield block.path, block.skip, norms
-    if facts.elsewhere:
-        yield "elsewhere", "", facts.elsewhere
+    if facts.others:
+        yield "outside of blocks", "", facts.others

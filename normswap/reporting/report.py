@@ -1,4 +1,4 @@
-"""The report about a directory that normswap wrote: its facts as one record, which `page` lays out.
+"""The report about a directory that normswap wrote: everything that the page says, as records.
 
 The source is opened again where it is still what it was; else the network is unfolded, which brings its BatchNorm back;
 else only what the directory itself holds is told.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.analysis import summary
@@ -27,16 +28,113 @@ from normswap.layers import affine
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import planned_layers
 from normswap.models import devices, network_input, zoo
-from normswap.models.calling import Inputs, form
-from normswap.plan import Plan, Step
+from normswap.models.calling import form
+from normswap.plan import Arch, Body, Plan, Step
 from normswap.provenance import Provenance
-from normswap.reporting.records import COLOURS, Alpha, BlockFact, Facts, Gammas, NormFact, StepFact
 from normswap.storage import checkpoint, header_record
 from normswap.surgery import reverification, unfolding
 from normswap.surgery.network import Network
+from normswap.surgery.report import Report
 
 _BINS = 30
 _NOISE = 8
+
+
+@dataclass(frozen=True)
+class StepFact:
+    """One step of the plan: the scheme, what it is, and how many of which layers it placed."""
+
+    scheme: str
+    options: Body
+    summary: str
+    paper: str
+    edits: dict[str, int]
+
+
+@dataclass(frozen=True)
+class NormFact:
+    """A norm of the source, and what the plan did to it: one of `page.OUTCOMES`, and the same in words."""
+
+    path: str
+    role: str
+    outcome: str
+    said: str
+
+
+@dataclass(frozen=True)
+class BlockFact:
+    """A residual block of the source."""
+
+    path: str
+    stage: str
+    skip: str
+    norms: tuple[NormFact, ...]
+
+
+@dataclass(frozen=True)
+class Gammas:
+    """The gammas of the norms of one role, counted between edges that all roles share."""
+
+    role: str
+    norms: int
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """The scalar at the end of a branch: as it is now, and as the plan placed it."""
+
+    block: str
+    path: str
+    value: float
+    planned: float | None
+    bias: float | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the page says.
+
+    Args:
+        others: the norms outside of blocks.
+        sizes: norms and parameters of `before` and `after`.
+        against: what `before` was measured on: `source`, `unfolded` or nothing.
+        notes: what the reader should know about the figures.
+        signal: the points of the networks `before` and `after`, as far as there are any; measured on `signal_inputs`.
+        accuracy: top-1 in percent of source and result, agreement and count, where measured.
+        findings: what the doctor says of the BatchNorms of the network before, or else of the result.
+    """
+
+    source: str
+    sha256: str | None
+    arch: Arch
+    steps: tuple[StepFact, ...]
+    digest: str
+    versions: dict[str, str]
+    report: Report | None
+    blocks: tuple[BlockFact, ...]
+    others: tuple[NormFact, ...]
+    gammas: tuple[Gammas, ...]
+    alphas: tuple[Alpha, ...]
+    sizes: dict[str, dict[str, int]]
+    against: str
+    notes: tuple[str, ...]
+    signal: dict[str, tuple[Point, ...]]
+    signal_inputs: str
+    accuracy: dict[str, float]
+    findings: tuple[Finding, ...]
+
+    @property
+    def title(self) -> str:
+        """The architecture, and what it was converted to."""
+        names = [step.scheme for step in self.steps]
+        return f"{self.arch.name} converted to {', then '.join(names)}" if names else self.arch.name
+
+    @property
+    def norms(self) -> tuple[NormFact, ...]:
+        """Every norm of the source."""
+        return (*(norm for block in self.blocks for norm in block.norms), *self.others)
 
 
 def collect(
@@ -44,7 +142,6 @@ def collect(
     images: Callable[[nn.Module], Loader] | None = None,
     say: Callable[[str], None] = lambda what: None,
     *,
-    inputs: Inputs = None,
     device: str = "cpu",
     trust_factory: bool = False,
 ) -> Facts:
@@ -53,7 +150,6 @@ def collect(
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
-        inputs: what the networks take, as in `convert`, where that is not images alone: what the signal is measured on.
         device: where both networks run, by name.
         trust_factory: as in `checkpoint.load`.
 
@@ -67,37 +163,50 @@ def collect(
     assert record.arch is not None
     say("opening the source")
     loader = None if images is None else images(result)
-    batch, described = _inputs(result, loader) if inputs is None else (inputs, "given inputs")
-    network = Network(result, batch)
+    batch, signal_inputs = _signal_inputs(result, loader)
+    network = Network(result, form(result).of(batch))
     before, against, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
-    seen = bare.anatomy
-    norms = _norms(seen, record.plan)
-    inside = {path for block in seen.blocks for path in block.norms}
+    anatomy = bare.anatomy
+    norms = _norms(anatomy, record.plan)
+    in_blocks = {path for block in anatomy.blocks for path in block.norms}
+    measured = {"before": before, "after": network}
     say("measuring")
     return Facts(
         source=record.source,
         sha256=record.sha256,
         arch=record.arch,
-        steps=tuple(_step(step) for step in record.plan.steps),
+        steps=tuple(map(_step, record.plan.steps)),
         digest=record.plan.digest,
         versions=header_record.read_header(directory).versions,
         report=header_record.read_report(directory),
-        blocks=tuple(BlockFact(b.path, b.stage, b.skip, tuple(norms[path] for path in b.norms)) for b in seen.blocks),
-        others=tuple(norm for path, norm in norms.items() if path not in inside),
+        blocks=tuple(
+            BlockFact(block.path, block.stage, block.skip, tuple(norms[path] for path in block.norms))
+            for block in anatomy.blocks
+        ),
+        others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
         gammas=_gammas(record, norms),
-        alphas=_alphas(result, seen, record.plan),
+        alphas=_alphas(result, anatomy, record.plan),
         sizes={
             name: {"norms": summary.norms(model), "parameters": summary.parameters(model)}
             for name, model in (("before", bare.module), ("after", result))
         },
         against=against,
         notes=tuple(notes),
-        signal=_signal(before, network),
-        signal_inputs=described,
+        signal={name: tuple(signal(net)) for name, net in measured.items() if net is not None and net.anatomy.blocks},
+        signal_inputs=signal_inputs,
         accuracy=_accuracy(before, result, loader),
         findings=_findings(before or network, loader),
     )
+
+
+def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
+    """Return what the signal is measured on, the first batch of the images or noise, and its description."""
+    if loader is not None:
+        batch = next(iter(loader))[0]
+        return batch, f"the first {len(batch)} images"
+    noise = torch.randn(_NOISE, *network_input.size(result), generator=torch.Generator().manual_seed(0))
+    return noise, f"{_NOISE} images of N(0, 1) noise"
 
 
 def _source(network: Network) -> tuple[Network | None, str, list[str]]:
@@ -113,10 +222,10 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
             if reverification.unchanged(source, result) is not False:
                 return network.after(source.to(network.device)), "source", notes
             notes.append("The recorded source has other tensors now than when this was made.")
+    if not all(map(schemes.exact, record.plan.steps)):
+        notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
+        return None, "", notes
     try:
-        if not all(schemes.exact(step) for step in record.plan.steps):
-            notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
-            return None, "", notes
         unfolded = unfolding.unfold(network)
     except NormswapError as error:
         notes.append(f"The result cannot be unfolded: {error}")
@@ -126,34 +235,28 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
 
 
 def _step(step: Step) -> StepFact:
-    known = schemes.get(step.scheme) if step.scheme in schemes.names() else None
+    scheme = schemes.get(step.scheme)
     edits = Counter(edit.layer for edit in step.edits)
-    return StepFact(
-        step.scheme,
-        schemes.changed(step.scheme, step.options),
-        known.summary if known else "",
-        known.paper if known else "",
-        dict(edits.most_common()),
-    )
+    options = schemes.changed(step.scheme, step.options)
+    return StepFact(step.scheme, options, scheme.summary, scheme.paper, dict(edits.most_common()))
 
 
-def _norms(seen: Anatomy, plan: Plan) -> dict[str, NormFact]:
+def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
     """Return every norm of the source by path, with what all steps together did to it."""
-    outcomes = dict.fromkeys((norm.path for norm in seen.norms), "kept")
+    outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
         for edit in step.edits:
             if edit.path in outcomes:
                 outcomes[edit.path] = planned_layers()[edit.layer].OUTCOME
         for path, outcome in step.outcomes.items():
-            if path in sentences:
+            if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
-    said = {path: "; ".join(dict.fromkeys(filter(None, told))) for path, told in sentences.items()}
     return {
         norm.path: NormFact(
-            norm.path, norm.role, norm.channels, outcomes[norm.path], said[norm.path] or "stays as it is"
+            norm.path, norm.role, outcomes[norm.path], "; ".join(sentences[norm.path]) or "stays as it is"
         )
-        for norm in seen.norms
+        for norm in anatomy.norms
     }
 
 
@@ -166,31 +269,17 @@ def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...
             by_role.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
     if not by_role:
         return ()
-    edges = np.histogram_bin_edges(
-        np.concatenate([values for tensors in by_role.values() for values in tensors]), _BINS
+    edges = np.histogram_bin_edges(np.concatenate([values for role in by_role.values() for values in role]), _BINS)
+    return tuple(
+        Gammas(role, len(values), tuple(edges.tolist()), tuple(np.histogram(np.concatenate(values), edges)[0].tolist()))
+        for role, values in sorted(by_role.items())
     )
-    listed = []
-    for role, tensors in sorted(by_role.items(), key=lambda pair: [*COLOURS].index(pair[0])):
-        values = np.concatenate(tensors)
-        counts, _ = np.histogram(values, edges)
-        listed.append(
-            Gammas(
-                role=role,
-                norms=len(tensors),
-                edges=tuple(edges.tolist()),
-                counts=tuple(counts.tolist()),
-                mean=float(values.mean()),
-                negative=int((values < 0).sum()),
-                zero=int((values == 0).sum()),
-            )
-        )
-    return tuple(listed)
 
 
-def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
+def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
     """Return the scalars in order of the blocks whose branches they end; others after those."""
     planned = {edit.path: edit.args.get("alpha") for step in plan.steps for edit in step.edits if edit.layer == "Scale"}
-    blocks = {block.tail: block.path for block in seen.blocks if block.tail}
+    blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
     order = list(blocks)
     alphas = []
     for path, module in result.named_modules():
@@ -199,22 +288,6 @@ def _alphas(result: nn.Module, seen: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
             bias = None if module.bias is None else module.bias.item()
             alphas.append(Alpha(blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias))
     return tuple(sorted(alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)))
-
-
-def _signal(before: Network | None, after: Network) -> dict[str, tuple[Point, ...]]:
-    """Return the signal at the residual blocks of both networks, as far as there are any."""
-    networks = {"before": before, "after": after}
-    return {name: tuple(signal(one)) for name, one in networks.items() if one is not None and one.anatomy.blocks}
-
-
-def _inputs(result: nn.Module, loader: Loader | None) -> tuple[Inputs, str]:
-    """Return what the signal is measured on, the first batch of the images or noise, and its description."""
-    if loader is not None:
-        batch = next(iter(loader))[0]
-        return form(result).of(batch), f"the first {len(batch)} images"
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(_NOISE, *network_input.size(result), generator=generator)
-    return form(result).of(noise), f"{_NOISE} images of N(0, 1) noise"
 
 
 def _findings(network: Network, loader: Loader | None) -> tuple[Finding, ...]:

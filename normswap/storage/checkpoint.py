@@ -85,7 +85,7 @@ def save(
         The directory.
 
     Raises:
-        OutputError: the place is taken, cannot be written, or is being written by another process.
+        OutputError: the place is taken, or cannot be written.
         SourceError: the network's weights are broken: NaN, infinite, or without values.
     """
     place = Path(directory)
@@ -99,12 +99,11 @@ def save(
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
-    with network_folder.one_writer(place):
+    # of a link, the directory that it points to is replaced
+    with atomic_write.writing(place.resolve()) as aside:
+        aside.mkdir()
+        _write(aside, model, record, report)
         network_folder.check_writable(place, force=force)  # somebody may have written it since
-        # of a link, the directory that it points to is replaced
-        with atomic_write.writing(place.resolve()) as aside:
-            aside.mkdir()
-            _write(aside, model, record, report)
     return place
 
 
@@ -209,7 +208,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
     config = {
-        "architecture": kinds.spelled(record.arch) if record.arch else type(model).__name__,
+        "architecture": kinds.named(record.arch) if record.arch else type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "model_args": record.arch.kwargs if record.arch else {},
         "pretrained_cfg": record.pretrained_cfg,
@@ -237,7 +236,7 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
-    zoo.check_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
+    zoo.check_trust(f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.skeleton(arch)
 
 

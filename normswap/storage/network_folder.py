@@ -1,13 +1,8 @@
-"""The files of a network's directory, and whether one may be written somewhere, by whom: without importing torch."""
+"""The files of a network's directory, and whether one may be written somewhere: without importing torch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from normswap.errors import OutputError, spelled
 
@@ -48,28 +43,3 @@ def check_beside(place: Path) -> None:
         if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
             remedy = "Name a place beside it"
             raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
-
-
-@contextmanager
-def one_writer(place: Path) -> Iterator[None]:
-    """Hold a lock beside `place`, which the system lets go when the process ends; the same thread may hold it again.
-
-    Raises:
-        OutputError: another process, or thread, holds it.
-    """
-    real = place.resolve()
-    if not os.access(real.parent, os.W_OK):  # writing to it will say what is wrong
-        yield
-        return
-    lock = FileLock(real.with_name(f".{real.name}.lock"), timeout=0, is_singleton=True)
-    try:
-        lock.acquire()
-    except Timeout:
-        what = f"{place} is being written by another process"
-        raise OutputError(what, remedy="Wait until that is done, or give another directory") from None
-    try:
-        yield
-    finally:
-        if lock.lock_counter == 1:  # removed while it is held
-            Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()

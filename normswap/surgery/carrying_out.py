@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from normswap import copying, provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.modes import evaluating, full_precision, hooked
+from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
 from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, held_out, running
@@ -121,27 +119,16 @@ def applied(network: Network, step: Step) -> nn.Module:
     return provenance.attach(result, origin.after(step, norms))
 
 
-@torch.no_grad()
 def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
     """Check that the network runs on an example.
 
     Raises:
-        RefusedError: a norm does not take what reaches it; names the norm.
+        RefusedError: a norm does not take what reaches it.
     """
-    at = ["the network"]
-
-    def watch(path: str, norm: nn.Module) -> RemovableHandle:
-        return norm.register_forward_pre_hook(lambda _, args: at.append(f"{path} on {tuple(args[0].shape)}"))
-
-    norms = ((path, module) for path, module in model.named_modules() if affine.is_norm(module))
     try:
-        with evaluating(model), hooked(watch(path, norm) for path, norm in norms):
-            example.call(model)
+        running.run(model, example)
     except (RuntimeError, ValueError) as error:
-        why = first_line(error)
-        without = spelled("skip", metavar="PATTERN")
-        remedy = (
-            f"A norm cannot take its statistics from one element: give larger inputs, or leave it out by '{without}'"
-        )
         size = tuple(example.images.shape[1:])
-        raise RefusedError(f"{scheme} does not run on {size}", f"{at[-1]}: {why}", remedy) from None
+        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
+        remedy += f"'{spelled('skip', metavar='PATTERN')}'"
+        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None

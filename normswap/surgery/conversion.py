@@ -11,7 +11,7 @@ from torch import nn
 
 from normswap import copying, schemes
 from normswap.calibration import norm_estimate
-from normswap.errors import OptionError, RefusedError, spelled
+from normswap.errors import OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph import selection
@@ -100,18 +100,13 @@ def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
 
 def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
-    kinds = sorted({norm.kind for norm in norms})
-    where = "what is chosen" if seen.outside else "the network"
-    steps, others = seen.provenance.plan.steps, "`normswap schemes` lists what else there is"
-    why = f"the norms of {where} are {', '.join(kinds)}" if kinds else f"{where} has no norm"
-    remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
+    kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
+    why = f"the norms of {'what is chosen' if seen.outside else 'the network'} are {kinds}"
     if builder.outcomes:
         what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
-        why, remedy = f"the norms of {where} stay as they are: {what}", others
-    if steps and steps[-1].scheme == to:
-        why, remedy = f"{where} is that already", others
-    if per_sample := sum(norm.averages for norm in norms):
-        why += f", {per_sample} with statistics per sample" if builder.outcomes else ""
+        why += f", and stay as they are: {what}"
+    remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
+    if any(norm.averages for norm in norms):
         remedy = f"{norm_estimate.remedy()}, in the way to {to}"
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
@@ -169,8 +164,8 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     done: list[Conversion] = []
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
-        if len(steps) == 1:
-            fitting.require_use(chosen, source)
+        if len(steps) == 1 and source.calibrate is not None and not chosen.fits:
+            raise OptionError(f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted")
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         done.append(replace(last, outcomes=builder.outcomes, notes=notes))
@@ -183,8 +178,9 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
     Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
     target that needs BatchNorms, where they are lost, they come back from the statistics that the network carries.
-    To become `batchnorm` a network that never had a norm gets some (`_adds_norms`). For a target that puts scalars on
-    branches, a normalizer-free block gives up its own first. After it: what the purpose needs.
+    To become `batchnorm` a network without a known norm gets some, if that is asked for or there are images. For a
+    target that puts scalars on branches, a normalizer-free block gives up its own first. After it: what the purpose
+    needs.
 
     Raises:
         OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
@@ -206,27 +202,17 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
         before.append(target.scheme.starts_from)
-    if _adds_norms(target, known=alive or lost or averaged, measured=measured):
-        where = target.options["where"]
+    after = [] if purpose is None else [schemes.chosen(purpose, {})]
+    where = target.options["where"] if to == "batchnorm" else "norms"
+    if where != "norms" or (to == "batchnorm" and measured and not (alive or lost or averaged)):
         adding = schemes.chosen("measured-batchnorm", {**part, "where": "activation" if where == "norms" else where})
-        return _with_purpose([adding, *([target] if target.options["ghost_batch"] else [])], purpose)
+        return [adding, *([target] if target.options["ghost_batch"] else []), *after]
     there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
     way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
     if to == "folded" and target.options["branches"] == "merge":
         merging = schemes.chosen("merged-branches", part)
         way += [merging] if merging.scheme.plan(anatomy).replacements else []
-    return _with_purpose(way, purpose)
-
-
-def _with_purpose(way: list[Chosen], purpose: str | None) -> list[Chosen]:
-    return way if purpose is None else [*way, schemes.chosen(purpose, {})]
-
-
-def _adds_norms(target: Chosen, *, known: bool, measured: bool) -> bool:
-    """Whether BatchNorms are put where there were none: asked for, or there are images and no norm is known."""
-    if target.scheme.name != "batchnorm":
-        return False
-    return target.options["where"] != "norms" or (measured and not known)
+    return way + after
 
 
 def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:
@@ -237,14 +223,13 @@ def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:
 def _alike(network: Network, to: str, options: Options) -> Conversion:
     """BatchNorm back in the class of an architecture."""
     like = options["like"]
-    chosen = schemes.chosen("measured-batchnorm", {})
-    besides = [name for name, value in schemes.changed(to, options).items() if name != "like" and value]
-    if besides:
-        pair = " cannot go with ".join(spelled(name, options[name]) for name in (besides[0], "like"))
-        raise OptionError(pair, "the architecture says where norms stand, and which")
+    for name, value in schemes.changed(to, options).items():
+        if name != "like" and value:
+            pair = f"{spelled(name, value)} cannot go with {spelled('like', like)}"
+            raise OptionError(pair, "the architecture says where norms stand, and which")
     if not isinstance(like, str | nn.Module):
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
-    images = fitting.images_for(chosen, network)
+    images = fitting.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
     return likeness.batchnorm_like(network, like, fitting.calls_of(images, network))
 
@@ -283,7 +268,10 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     precise = None if rounded else comparison.compare_double(network, lambda: _unfolded_in_double(network))
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
-    comparison.require_passed(network, report, "unfold")
+    if not report.passed:
+        why = f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"
+        remedy = "If the network has learned what its source cannot compute (a mean, a bias), keep the source network"
+        raise VerificationError("cannot unfold", why, remedy)
     norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))
 

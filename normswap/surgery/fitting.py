@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from normswap.calibration.fit_task import FitTask
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
-from normswap.images import stem_statistics
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen
 from normswap.surgery import applying
-from normswap.surgery.held_out import COPIES, TOO_FEW, HeldOutSplit
+from normswap.surgery.held_out import TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
 
 
@@ -44,16 +43,6 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     return images
 
 
-def require_use(chosen: Chosen, network: Network) -> None:
-    """Check that images, where there are some, are of use.
-
-    Raises:
-        OptionError: there are images, and nothing in the step is fitted.
-    """
-    if network.calibrate is not None and not chosen.fits:
-        raise OptionError(f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted")
-
-
 @dataclass(frozen=True)
 class Fitted:
     """The outcome of a fit.
@@ -69,12 +58,16 @@ class Fitted:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class _Calls:
-    """Batches of any form, as calls of the network, as often as they are read."""
+    """Batches of any form, or a function that gives them, or a single one, as calls of a network."""
 
-    batches: Iterable[object]
-    form: Example
+    def __init__(self, calibrate: Batches, form: Example) -> None:
+        batches: object = calibrate() if callable(calibrate) else calibrate
+        several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
+        if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
+            batches = [batches]
+        self.batches: Iterable[object] = batches
+        self.form = form
 
     def __iter__(self) -> Iterator[Example]:
         return (self.form.read(batch)[0] for batch in self.batches)
@@ -82,19 +75,10 @@ class _Calls:
     def __length_hint__(self) -> int:
         return operator.length_hint(self.batches)
 
-    @classmethod
-    def of(cls, calibrate: Batches, form: Example) -> _Calls:
-        """Of batches, of a function that gives them, or of a single one."""
-        batches: object = calibrate() if callable(calibrate) else calibrate
-        several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
-        if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
-            batches = [batches]
-        return cls(batches, form)
-
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Images as calls of the network; read once, where they can be read only once."""
-    calls = _Calls.of(images, network.form)
+    """Images as calls of the network, as often as they are read; once, where they can be read only once."""
+    calls = _Calls(images, network.form)
     return iter(calls) if isinstance(calls.batches, Iterator) else calls
 
 
@@ -122,9 +106,4 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
     if split is None:
         return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
-    if split.held and split.copies:
-        notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
-    if split.first is not None:
-        notes += tuple(stem_statistics.doubt(network.module, split.first.images))
-    why = "" if split.held else (COPIES if split.copies else TOO_FEW)
-    return Fitted(tuple(split.held), why, notes)
+    return Fitted(tuple(split.held), "" if split.held else TOO_FEW, notes)

@@ -9,7 +9,6 @@ exact (they are multiplied by 0) and alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.own import scales_branch
 from normswap.layers.placeholders import Holder
-from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
@@ -56,8 +53,6 @@ def unfold(network: Network) -> Network:
     _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
     _copy(state, _living(network.module))
     builder = fold_norms(source.anatomy)
-    _check_places(state, tensors, {edit.path for edit in builder.edits()})
-    _check_centred(network.module, record)
     modules, converted = builder.anatomy.traced.modules, _by_old_path(canonical)
     for edit in builder.edits():
         if edit.path not in converted:
@@ -73,13 +68,18 @@ def _skeleton(network: Network) -> Network:
     Raises:
         RefusedError: nobody knows how to build it.
     """
-    arch, record = architecture(network.module), network.provenance
+    arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    module = zoo.create(arch).to(next(network.module.parameters()))
-    attributes = network.module.__dict__
+    return bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
+
+
+def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
+    """Another module that takes what the network takes, carrying where that is from."""
+    attributes, record = network.module.__dict__, network.provenance
     module.__dict__.update({name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes})
-    origin = Provenance(arch, record.source, record.sha256, record.pretrained_cfg)
+    source = record.source or type(network.module).__name__
+    origin = Provenance(arch, source, record.sha256, record.pretrained_cfg)
     return network.after(provenance.attach(module, origin))
 
 
@@ -90,26 +90,22 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars."""
-    builder = fold_norms(network.anatomy)
-    _check_no_other_norm(builder.anatomy)
-    kept = [path for path, module in builder.anatomy.traced.modules.items()
-            if scales_branch(module) and path not in builder.replacements]  # fmt: skip
-    if builder.refusals or kept:
-        path = next(iter([*builder.refusals, *kept]))
+    """The network without scalars.
+
+    Raises:
+        RefusedError: another kind of norm sits where the source had a BatchNorm, or a scalar cannot be folded.
+    """
+    builder, anatomy = fold_norms(network.anatomy), network.anatomy
+    for norm in anatomy.norms:
+        if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
+            why = f"a {norm.kind} sits there now, which no BatchNorm computes"
+            calibrate = spelled("calibrate", metavar="DATA")
+            remedy = f"Keep the source network; or first convert to folded with `{calibrate}`"
+            raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
+    scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
+    for path in (*builder.refusals, *(path for path in scalars if path not in builder.replacements)):
         raise RefusedError(f"cannot unfold {path}", builder.refusals.get(path) or str(builder.outcomes.get(path, "")))
     return applying.apply_step(network.module, Step("folded", {}, builder.edits()))
-
-
-def _check_no_other_norm(seen: Anatomy) -> None:
-    """See that no other kind of norm sits where the source had a BatchNorm."""
-    folded = "` with `".join((spelled("to", "folded"), spelled("calibrate", metavar="DATA")))
-    for norm in seen.norms:
-        if norm.averages and seen.original_path(norm.path) in seen.provenance.original_paths:
-            raise RefusedError(
-                f"cannot unfold {norm.path}", f"a {norm.kind} sits there now, which no BatchNorm computes",
-                f"Keep the source network; or first `{folded}`, by what it does on average",
-            )  # fmt: skip
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
@@ -146,18 +142,6 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def _check_centred(model: nn.Module, record: Provenance) -> None:
-    """See that streams which were centred for the sake of an RMSNorm still are: a LayerNorm would take a mean off."""
-    modules = _by_old_path(model)
-    for edit in (edit for step in record.plan.steps for edit in step.edits if edit.args.get("centred")):
-        linear = cast(Linearity, modules.get(edit.path))
-        weight = linear.weight.double().movedim(1 if getattr(linear, "transposed", False) else 0, 0)
-        if weight.mean(0).norm() > torch.finfo(linear.weight.dtype).eps ** 0.5 * weight.norm():
-            raise RefusedError(
-                f"cannot unfold {edit.path}", "it has learned to write a mean, which a LayerNorm would take off again"
-            )
-
-
 def _leave_out(source: nn.Module, names: Collection[str]) -> None:
     """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
     for path, module in source.named_modules():
@@ -165,14 +149,6 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in names:
                     parameter.fill_(0 if name == "bias" else 1)
-
-
-def _check_places(state: dict[str, Tensor], tensors: dict[str, Tensor], edited: Collection[str]) -> None:
-    """See that the biases of the converted network have a place in the source, or are brought there by an edit."""
-    for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf == "bias" and name not in state and path not in edited and tensor.any():
-            raise RefusedError(f"cannot unfold {path}", "it has a bias, which the source has no place for")
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:

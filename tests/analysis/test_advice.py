@@ -95,7 +95,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--to skipinit --for opacus" in out
     assert "--calibrate measures what is kept" in out
     assert not re.search(r"\d %", out), "nothing is foretold from other networks"
-    how = ["resnet18", "--weights", "random", "--arch-arg", "channels=8,16,24,32", "--num-classes", "10"]
+    how = ["resnet18", "--weights", "random", "--num-classes", "10", "--arch-arg", "channels=8,16,24,32"]
     assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]

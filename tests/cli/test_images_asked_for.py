@@ -27,11 +27,11 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "convert": (
         ("--to", "groupnorm", "--calibrate", "demo", "--samples", "7", "--seed", "5", "-o", "out"),
-        {"split": "train", "samples": 7, "seed": 5, "labelled": False},
+        {"batch_size": 64, "workers": 2, "split": "train", "samples": 7, "seed": 5, "labelled": False},
     ),
     "convert, a thousand": (
         ("--to", "groupnorm", "--calibrate", "demo", "-o", "out"),
-        {"split": "train", "samples": 1000, "seed": 0, "labelled": False},
+        {"batch_size": 64, "workers": 2, "split": "train", "samples": 1000, "seed": 0, "labelled": False},
     ),
 }  # fmt: skip
 

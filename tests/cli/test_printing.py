@@ -11,7 +11,7 @@ from normswap.cli import conversion_table, progress, tables
 from normswap.cli.commands import recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.exporting.settings import FileSettings
-from normswap.training.progress_records import TrainingProgress
+from normswap.training.engine import TrainingProgress
 
 
 def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +58,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "notes": [],
         "renames": [],
     }
-    conversion_table._print_step("demo", step, dry=dry)
+    conversion_table.print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 

@@ -16,7 +16,6 @@ from own_networks import Anchored
 from torch import nn
 
 import normswap
-from normswap import Int8Settings
 from normswap.errors import NormswapError
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.datasets import make_loader
@@ -71,7 +70,7 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
         ({"dynamic_batch": True}, "one image at a time"),
         ({"dtype": "bf16"}, "Its files are fp32 or int8"),
         ({"dtype": "fp16"}, "Its files are fp32 or int8"),
-        ({"dtype": "int8", "calibrate": IMAGES, "images": IMAGES}, "ExecuTorch's weights have 8 bits"),
+        ({"dtype": "int8", "calibrate": IMAGES, "images": IMAGES, "weight_bits": 7}, "executorch has them of 8"),
     ],
     ids=["any number", "bf16", "fp16", "7 bits"],
 )
@@ -83,13 +82,11 @@ def test_what_it_cannot_hold_is_said(options: dict[str, Any], reason: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_int8_computes_on_bytes_and_keeps_the_answers(per_channel: bool, tmp_path: Path) -> None:
+def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
     demo, file = checkpoint.open_model("demo"), tmp_path / "demo.pte"
     images = make_loader(demo, "demo", samples=100, workers=0)
     calibrate = make_loader(demo, "demo", samples=64, seed=1, workers=0)
-    how = Int8Settings(weight_bits=8, per_channel=per_channel)
-    done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate, int8=how)
+    done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
     assert done.nodes["XnnpackBackend"] == 1
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
     x = torch.cat([batch[0] for batch in images])

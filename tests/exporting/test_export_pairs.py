@@ -46,7 +46,6 @@ OPTIONS = (
     Option(("--precision", "fp16")),
     Option(("--precision", "bf16")),
     Option(INT8, int8=True),
-    Option(("--per-tensor",), int8=True),
     Option(("--weight-bits", "8"), int8=True),
     Option(("--calibrate-samples", "8"), int8=True),
     Option(("--dynamic-batch",)),

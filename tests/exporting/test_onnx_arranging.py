@@ -17,7 +17,7 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
 from normswap.exporting import onnx_arranging, onnx_file
-from normswap.exporting.settings import Int8Settings, Quantization
+from normswap.exporting.settings import Quantization
 from normswap.models.weight_files import quiet
 
 
@@ -121,7 +121,7 @@ def test_in_int8_all_is_computed_on_bytes(tmp_path: Path) -> None:
     network, x = Preactivation(), torch.randn(16, 3, 16, 16)
     file, seen, model = tmp_path / "int8.onnx", tmp_path / "seen.onnx", exported(network, x[:2])
     onnx_arranging.arrange(model)
-    onnx_file.quantize(model, file, Quantization([x], Int8Settings()))
+    onnx_file.quantize(model, file, Quantization([x]))
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(seen)

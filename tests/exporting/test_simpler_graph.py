@@ -117,17 +117,6 @@ def test_parts_of_the_last_dimension_are_slices(
     assert distance(run(network, x), made(x)) == 0
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("size", [(1, 1, 1), (2, 2, 2), (2, 1, 1)])
-def test_a_pool_to_one_number_is_a_mean(dims: int, size: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 4, *(5, 6, 7)[:dims], dtype=torch.float64)
-    network = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1](size[:dims])
-    made = simpler(*exported(network, x))
-    assert operators(made.graph) == ({"mean"} if size[0] == 1 else {f"adaptive_avg_pool{dims}d"})
-    assert distance(run(network, x), made(x)) < 1e-15
-
-
 def test_the_network_as_it_is_comes_first_and_its_refusal_is_the_one_that_is_told() -> None:
     asked: list[nn.Module] = []
 

@@ -28,7 +28,7 @@ from timm.data import create_transform
 
 from normswap import demo_files
 from normswap.cli.app import main
-from normswap.exporting import sidecar
+from normswap.exporting import formats, sidecar
 
 PAGE = blocks(ROOT / "docs" / "browser.md")
 HTML = (ROOT / "docs" / "page" / "index.html").read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ def test_same_top5(
     assert main(["export", str(demo_files.FOLDER), "-o", str(file), *options]) == 0
     if resize:
         body: Any = sidecar.body_of(file, {})
-        sidecar.write(sidecar.place(file), {**body, "resize": resize})
+        sidecar.write(formats.sidecar_of(file), {**body, "resize": resize})
     images = sorted(path.name for path in folder.glob("[0-9]*"))
     for image, lines in zip(images, shown(folder, address, file.name, images), strict=True):
         wanted = answers(file, folder / image)

@@ -146,7 +146,7 @@ def test_what_cannot_be_read_can_be_left() -> None:
     [
         ("folded", {"only": ["layer9"]}, OptionError, 'only="layer9" names no norm.*layer'),
         ("folded", {"only": ["layer1", "nothing"]}, OptionError, '"nothing".*`normswap inspect` lists their paths'),
-        ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: what is chosen has no norm"),
+        ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: the norms of what is chosen are none"),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),
         ("residual-scale", {"rule": "rescale", "only": "layer3.1"}, RefusedError, "layer3.1: a scale cannot pass"),
         ("unfold", {"only": "layer1"}, OptionError, "no option only"),

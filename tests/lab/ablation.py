@@ -36,12 +36,12 @@ import circumstances
 import imagenet
 from kept import Kept, Row
 from kinds_images import ROOT, of_kind
+from normswap.exporting.equalization import AS_FOLDED
 from zoo_networks import trained
 
 import normswap
 from normswap.calibration import activation_cache, natural_noise, sequential_fit
 from normswap.exporting import bias_correction, formats, quantizing, rounding, weight_rounding
-from normswap.exporting.equalization import AS_FOLDED
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 from normswap.schemes import groupnorm

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
 
-import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError
 from normswap.images import stem_statistics
@@ -78,15 +75,6 @@ def test_impossible(values: Preprocessing) -> None:
 # --- the first norm knows ---------------------------------------------------------------------------------------------
 
 
-def trained_on(model: nn.Sequential, pixels: torch.Tensor, mean: float | Tensor, std: float | Tensor) -> nn.Sequential:
-    with torch.no_grad():
-        model[1].momentum = None
-        model.train()(  # its statistics are those of these images
-            (pixels - mean) / std
-        )
-    return model.eval()
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,19 +128,6 @@ def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureF
     assert "mean has 2 numbers" in capfd.readouterr().err
 
 
-def test_the_distance_is_the_divergence_of_two_normal_distributions() -> None:
-    """KL(N(m, v) | N(m0, v0)), by torch's own; the median of the channels."""
-    model, images = silent(), torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(2))
-    norm: Any = model[1]
-    norm.running_mean.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
-    norm.running_var.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(4))
-    x = model[0](images).detach().double().transpose(0, 1).flatten(1)
-    seen, kept = (Normal(mean.double(), var.double().sqrt()) for mean, var in (
-        (x.mean(1), x.var(1)), (norm.running_mean, norm.running_var)))  # fmt: skip
-    found = stem_statistics._distance(model, images)
-    assert found == pytest.approx(float(kl_divergence(seen, kept).median()), rel=1e-6)
-
-
 class ByName(nn.Module):
     """Its first norm is called by the name of its argument, which a hook does not see; its second is not."""
 
@@ -169,34 +144,3 @@ def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
     seen = stem_statistics.at_first_norm(model, torch.randn(2, 3, 4, 4))
     assert seen is not None
     assert seen[0] is model.second
-
-
-@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
-@pytest.mark.parametrize("white", [0, 1, 255])
-def test_pixels_that_were_not_normalized_are_doubted(mean: Any, std: Any, white: int) -> None:
-    """0: they were. To a record of half and a quarter, or to the usual ways."""
-    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
-    middle, spread = (torch.tensor(values).expand(3).reshape(3, 1, 1) for values in (mean, std))
-    model = silent()
-    with torch.no_grad():
-        model[0].weight.abs_()  # an offset of the pixels counts
-        model[0].bias.zero_()
-    model = trained_on(model, pixels, middle, spread)
-    state(model, Preprocessing(mean=(0.5,), std=(0.25,)))
-    images = white * pixels if white else (pixels - middle) / spread
-    doubts = normswap.convert(model, "groupnorm", calibrate=[images], inputs=images[:2]).notes
-    if not white:
-        assert not any("not normalized" in note for note in doubts)
-        return
-    (doubt,) = (note for note in doubts if "not normalized" in note)
-    assert f"pixels in 0..{white}," in doubt
-    assert "with mean " + ",".join(f"{value:.4g}" for value in torch.tensor(mean).reshape(-1).tolist()) in doubt
-
-
-def test_noise_and_a_slightly_other_normalization_are_not_doubted() -> None:
-    pixels = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)) ** 2
-    model = trained_on(silent(), pixels, 0.1, 0.9)
-    state(model, Preprocessing(mean=(0.1,), std=(0.9,)))
-    assert stem_statistics.doubt(model, pixels) == []
-    assert stem_statistics.doubt(model, torch.randn(64, 3, 16, 16)) == []
-    assert stem_statistics.doubt(model, torch.randint(0, 255, (64, 3, 16, 16))) == []

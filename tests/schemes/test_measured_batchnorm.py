@@ -172,24 +172,13 @@ def test_like_an_architecture_it_is_of_that_class() -> None:
     assert torch.allclose(norm.running_var, seen[0].transpose(0, 1).flatten(1).var(1), rtol=1e-12)
 
 
-def test_like_an_architecture_whose_names_are_others() -> None:
-    """Then the order of the forward pass says which convolution is which."""
-    net, batches = network(), images()
-    like = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU(), nn.Conv2d(8, 2, 1))
-    net = nn.Sequential(nn.Identity(), nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1)).double().eval()
-    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, like=like.eval())
-    norm: Any = done.model.get_submodule("1")
-    assert norm.eps == 1e-3
-    assert apart(net, done.model, batches[0]) < LIMIT
-
-
 def test_like_another_architecture_is_refused() -> None:
     net, x = fused()
     wider = skeleton("resnet18", channels=(8, 16, 24, 48))
     ask: dict[str, Any] = {"inputs": x, "calibrate": [x]}
-    with pytest.raises(RefusedError, match="has a weight of"):
+    with pytest.raises(RefusedError, match="it has no layer4"):
         normswap.convert(net, "batchnorm", like=wider, **ask)
-    with pytest.raises(RefusedError, match="linear layers"):
+    with pytest.raises(RefusedError, match="it has no"):
         normswap.convert(net, "batchnorm", like=skeleton("resnet26d"), **ask)
     twisted = skeleton("resnet18")
     twisted.get_submodule("layer1.0").drop_path = nn.SiLU()

@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from lived import distance, lived_in, run, swapped
 from small import ARGS
-from timm.optim import param_groups_layer_decay
 from tiny import ONE, C, Net, bn, conv, net
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 import normswap
 from normswap import schemes
-from normswap.analysis.weight_decay import param_groups
 from normswap.layers.scalars import FixedScale
 from normswap.layers.site_norm import EmptyNorm, SiteNorm
 from normswap.schemes.residual_scale import RULES
@@ -201,16 +199,6 @@ def test_norms_whose_values_data_will_give_keep_eps() -> None:
     with torch.no_grad():
         new: Any = EmptyNorm.replacing(group, like=torch.empty(0))
     assert (new.eps, new.momentum) == (3e-3, nn.BatchNorm2d(1).momentum)
-
-
-@pytest.mark.parametrize("smallest", [0.0, 0.1, 0.6])
-def test_the_smallest_rate_of_layers_is_timms(resnet: nn.Module, smallest: float) -> None:
-    given: dict[str, Any] = {"layer_decay": 0.5, "min_scale": smallest}
-    theirs = {id(p): g["lr_scale"] for g in param_groups_layer_decay(resnet, **given) for p in g["params"]}
-    ours = {id(p): g.get("lr_scale", 1.0) for g in param_groups(resnet, **given) for p in g["params"]}
-    assert ours == pytest.approx(theirs)
-    assert min(ours.values()) >= smallest
-    assert len(set(ours.values())) > 1
 
 
 @pytest.mark.parametrize(("size", "groups"), [(4, 16), (16, 4), (64, 1), (128, 1)])

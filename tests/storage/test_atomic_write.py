@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from timm.data import create_transform
 from torch import nn
 
 from normswap import convert
-from normswap.cli.app import main
 from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.images.datasets import make_loader
@@ -232,13 +228,6 @@ def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
         read_header(tmp_path)
 
 
-HOLDER = (
-    "import pathlib, sys; from normswap.storage import network_folder\n"
-    "with network_folder.one_writer(pathlib.Path(sys.argv[1])): "
-)
-HOLDER += "print('held', flush=True); sys.stdin.read()"
-
-
 def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,45 +245,6 @@ def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
         checkpoint.save(convert(small(), "folded").model, place, force=True)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_one_process_at_a_time_writes_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    place, model = tmp_path / "out", small()
-    said = f"{place} is being written by another process"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(OutputError, match=said):
-            checkpoint.save(model, place)
-        for command in ("convert demo --to folded", "recalibrate demo --data demo"):
-            assert main([*command.split(), "-o", str(place)]) == 2
-            out, err = capfd.readouterr()
-            assert (out, err.count("\n"), said in err) == ("", 1, True)
-        assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
-        other.kill()
-    checkpoint.save(model, place)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_who_holds_a_directory_writes_it_and_another_thread_does_not(tmp_path: Path) -> None:
-    place, model = tmp_path / "out", small()
-    with network_folder.one_writer(place), ThreadPoolExecutor(1) as thread:
-        with pytest.raises(OutputError, match="is being written"):
-            thread.submit(checkpoint.save, model, place).result()
-        checkpoint.save(model, place)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_directory_and_a_link_to_it_are_one_place(tmp_path: Path) -> None:
-    place, model = tmp_path / "out", small()
-    place.mkdir()
-    (tmp_path / "link").symlink_to(place)
-    with network_folder.one_writer(tmp_path / "link"), ThreadPoolExecutor(1) as thread:
-        written = thread.submit(checkpoint.save, model, place, force=True)
-        with pytest.raises(OutputError, match="is being written"):
-            written.result()
 
 
 def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

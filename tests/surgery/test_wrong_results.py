@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from normswap import convert, provenance, save, schemes, verify
 from normswap.errors import VerificationError
-from normswap.exporting import checks, quantizing
+from normswap.exporting import checks
 from normswap.exporting.checks import Reference
 from normswap.graph import inspection
 from normswap.images.accuracy import agreement
@@ -413,7 +413,7 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     assert (kept.agreement, kept.least) == (None, None)
     found = checks.check(Reference.of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
-    assert quantizing.points_lost(found) is None
+    assert found.points_lost is None
     parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
     done = convert(nn.Sequential(*parts).eval(), "folded", input_size=(3, 9, 9))
     save(done, tmp_path / "one")

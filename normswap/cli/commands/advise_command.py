@@ -9,17 +9,14 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.tables import facts, line, listing, show, table
+from normswap.cli.tables import facts, listing, show, table
 from normswap.plan import Body
 
 KEYS = (
     "source, batch_size, private, deploy, choose (scheme, why, command, exact: whether the function is kept), others "
     "(the same of each), refused (scheme: why)"
 )
-EXAMPLES = (
-    "advise demo --batch-size 2",
-    "advise resnet50 --private",
-)
+EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private")
 
 
 def run(
@@ -39,22 +36,20 @@ def run(
     with progress.working("looking"):
         possible, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
-    body = {"source": model, "batch_size": batch_size, "private": private, "deploy": deploy,
-            "choose": first, "others": others, "refused": refused}  # fmt: skip
+    body = {
+        "source": model, "batch_size": batch_size, "private": private, "deploy": deploy, "choose": first,
+        "others": others, "refused": refused,
+    }  # fmt: skip
     show(body, json, _print)
     return 0
 
 
 def _print(body: Body) -> None:
-    chosen = body["choose"]
-    facts(("choose", chosen["scheme"]), ("because", chosen["why"]))
-    if chosen["command"]:
-        line(f"run: {chosen['command']}")
-    rows = [(row["scheme"], "kept" if row["exact"] else "approximate", row["why"]) for row in (chosen, *body["others"])]
+    targets = [body["choose"], *body["others"]]
+    facts(("choose", targets[0]["scheme"]), ("because", targets[0]["why"]))
+    listing("run", (target["command"] for target in targets if target["command"]))
+    rows = [(target["scheme"], "kept" if target["exact"] else "approximate", target["why"]) for target in targets]
     table("Targets that this network admits", ("target", "function", "why"), rows)
-    if not all(row["exact"] for row in (chosen, *body["others"])):
-        line("how much an approximate target keeps differs from network to network: --calibrate measures what is kept")
+    if not all(target["exact"] for target in targets):
+        print("how much an approximate target keeps differs from network to network: --calibrate measures what is kept")
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
-    for row in body["others"]:
-        if row["command"]:
-            line(f"or: {row['command']}")

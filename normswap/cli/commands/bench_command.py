@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,255 +10,170 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.naming import label, last_part
-from normswap.cli.options import Json, Opening, exported_file
+from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import facts, listing, next_step, show, size, table
-from normswap.errors import NormswapError, OptionError, first_line
-from normswap.models import source_names
+from normswap.errors import NormswapError, OptionError
+from normswap.models import kinds
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
     from normswap.benchmarking.timing import Contender
-    from normswap.exporting.exported_file import ExportedFile
+    from normswap.models.calling import Example
 
 KEYS = (
-    "rows (network, form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
-    "quartiles, images_per_s, speedup: over the network's first row), settings, versions, notes"
+    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
+    "quartiles, images_per_s, speedup: over the first row), settings, notes"
 )
 EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
-_VERSIONS = ("torch", "timm", "onnxruntime", "openvino")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The options of how it is timed."""
-
-    batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8"
-    device: Annotated[str, typer.Option(metavar="cpu|cuda|mps", help="Where networks run; not files.")] = "cpu"
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
-    ] = None
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each contender.")] = 15
-    seconds: Annotated[float, typer.Option(metavar="S", help="Time each for about so long, all turns together.")] = 3.0
-
-    @property
-    def batches(self) -> list[int]:
-        """The numbers of images at a time.
-
-        Raises:
-            OptionError: one is no number above 0.
-        """
-        parts = [part.strip() for part in self.batch_size.split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise OptionError(
-                f"--batch-size {self.batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8"
-            )
-        return list(dict.fromkeys(map(int, parts)))
 
 
 def run(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL...", show_default=False, help="As in `inspect`, or a file that `normswap export` wrote."
-        ),
-    ],
+    model: ModelOrFile,
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", show_default=False, help="Exported from MODEL.")
+    ] = None,
     *,
-    timing: Timing,
+    batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
+    device: Device = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Time a network as it is, folded, and exported.
 
-    All take turns in one process, on the same images, with the same number of threads: networks in PyTorch, an exported
-    file in its own runtime, beside the MODEL before it. Their answers are compared first: a wrong one is reported, not
-    timed.
+    All take turns in one process, on the same images, with the same number of threads: the network in PyTorch, exported
+    files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
     """
-    batches = timing.batches
-    if not (timing.seconds > 0 and math.isfinite(timing.seconds)):
-        raise OptionError(f"--seconds {timing.seconds:g}", "it is a positive number")
+    batches = [text.strip() for text in batch_size.split(",")]
+    if not all(batch.isdecimal() and int(batch) for batch in batches):
+        raise OptionError(f"--batch-size {batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8")
     with progress.stages() as say:
-        say("starting")
-        body = _bench(models, opening, timing, batches, say)
-    show(body, json, _print)
+        say(f"opening {model}")
+        import torch
+
+        from normswap.benchmarking import timing
+        from normswap.models import devices
+
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads or threads_before)  # each runtime takes as many
+        settings: Body = {"device": devices.find(device), "threads": torch.get_num_threads(), "seconds": seconds}
+        rows = []
+        try:
+            contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
+            for batch in map(int, batches):
+                images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
+                rows += timing.run(contenders, images, **settings, say=say)
+        finally:
+            torch.set_num_threads(threads_before)
+    settings |= {"device": device, "size": image_size}
+    show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model))
     return 0
 
 
-def _bench(
-    names: Sequence[str], opening: Opening, timing: Timing, batches: Sequence[int], say: Callable[[str], None]
-) -> Body:
-    from importlib import metadata
-
-    import torch
-
-    from normswap.benchmarking import timing as clock
-
-    clock.check_device(timing.device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(timing.threads or before)  # each runtime takes as many
-    settings: Body = {
-        "device": timing.device, "threads": torch.get_num_threads(), "rounds": timing.rounds, "seconds": timing.seconds,
-    }  # fmt: skip
-    try:
-        groups = _groups(names, opening, timing.device, say)
-        rows = [
-            {"network": group.name, **row}
-            for group in groups
-            for batch in batches
-            for row in clock.run(list(group.contenders(batch)), **settings, say=say)
-        ]
-    finally:
-        torch.set_num_threads(before)
-    versions = {package.name: package.version for package in metadata.distributions() if package.name in _VERSIONS}
-    sizes = {group.name: list(group.size) for group in groups}
-    notes = [note for group in groups for note in group.notes]
-    return {"rows": rows, "settings": {**settings, "sizes": sizes}, "versions": versions, "notes": notes}
-
-
-@dataclass
-class _Group:
-    """A network and what is timed beside it.
-
-    Args:
-        size: (C, H, W).
-        model: None where the first MODEL is a file.
-        networks: by form; files: exported ones.
-    """
-
-    name: str
-    size: tuple[int, ...]
-    device: str
-    model: nn.Module | None = None
-    networks: dict[str, nn.Module] = field(default_factory=dict)
-    files: list[ExportedFile] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def contenders(self, batch: int) -> Iterator[Contender]:
-        """All of them, on so many images: the same noise."""
-        import torch
-
-        from normswap.benchmarking.timing import Contender
-
-        images = torch.randn(batch, *self.size, generator=torch.Generator().manual_seed(0))
-        for form, network in self.networks.items():
-            yield Contender(form, "torch", network.eval().to(self.device), images.to(self.device))
-        for file in self.files:
-            contender = Contender(file.file.name, file.form.name, file.network(), images)
-            contender.precision = file.precision or "fp32"
-            if self.model is not None:
-                request = file.request(self.model)
-                contender.images = request.raw(images)
-                if request.settings.softmax:
-                    contender.expected = lambda logits: logits.log_softmax(-1)
-            yield contender
-
-
-def _groups(names: Sequence[str], opening: Opening, device: str, say: Callable[[str], None]) -> list[_Group]:
-    """Open each MODEL; a file belongs to the network before it.
+def _contenders(
+    model: str, files: list[str], opening: Opening, device: torch.device
+) -> tuple[list[Contender], tuple[int, ...], list[str]]:
+    """Return what is timed, the size (C, H, W) of its images, and what could not be timed.
 
     Raises:
-        OptionError: a file takes other images than the network before it, or one cannot be opened.
+        OptionError: a file takes images of another size.
     """
-    groups: list[_Group] = []
-    for name in names:
-        say(f"opening {name}")
+    from normswap.benchmarking.timing import Contender
+    from normswap.models import network_input
+
+    network: nn.Module | None = None
+    contenders: list[Contender] = []
+    notes: list[str] = []
+    image_size: tuple[int, ...] = ()
+    if exported_file(model):
+        files = [model, *files]
+    else:
+        network, contenders, notes = _networks(model, opening, device)
+        image_size = network_input.size(network)
+    for name in files:
         file = exported_file(name)
         if file is None:
-            taken = [group.name for group in groups]
-            groups.append(_with_folded(label(last_part(name), taken), name, opening, device))
-            continue
-        takes = file.shape[1]
-        if not groups:
-            groups.append(_Group(name, takes, device))
-        if groups[-1].size != takes:
-            what = f"{groups[-1].name} is timed on {size(groups[-1].size)}"
-            raise OptionError(f"{name} takes images of {size(takes)}", what)
-        groups[-1].files.append(file)
-    return groups
+            raise OptionError(f"{name} is no exported file", remedy="One network is timed, and files of it")
+        image_size = image_size or file.shape[1]
+        if image_size != file.shape[1]:
+            raise OptionError(
+                f"{name} takes images of {size(file.shape[1])}", f"{model} is timed on {size(image_size)}"
+            )
+        contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision or "fp32")
+        if network is not None:
+            request = file.request(network)
+            contender.prepare = request.raw
+            if request.settings.softmax:
+                contender.expected = lambda logits: logits.log_softmax(-1)
+        contenders.append(contender)
+    return contenders, image_size, notes
 
 
-def _with_folded(called: str, name: str, opening: Opening, device: str) -> _Group:
-    """A network: its source, if it was converted, itself, and folded."""
+def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Module, list[Contender], list[str]]:
+    """A network: its source, if it was converted, itself, and folded; and why one of them is not there."""
     import torch
 
     from normswap import provenance
     from normswap.analysis import signal_propagation
-    from normswap.models import network_input
+    from normswap.benchmarking.timing import Contender
+    from normswap.models import calling
+    from normswap.models.network_input import answer
     from normswap.surgery import conversion, unfolding
     from normswap.surgery.network import Network
 
     torch.manual_seed(0)
-    model = opening.open(name)
-    # the branches of fresh networks begin at zero, and would hide anything that is wrong in them
-    model = signal_propagation.awake(model) if opening.weights == "random" else model
-    group = _Group(called, network_input.size(model), device, model)
+    model = opening.open(name, device=str(device))
+    if opening.weights == "random":
+        # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
+        model = signal_propagation.awake(model)
     record = provenance.of(model)
     scheme = record.plan.steps[-1].scheme if record and record.plan.steps else "original"
+    networks, notes = {}, []
     try:
         if scheme != "original":
-            group.networks["original"] = unfolding.unfold(Network(model)).module
+            networks["original"] = unfolding.unfold(Network(model)).module
     except NormswapError as error:
-        group.notes.append(f"{called} is measured by itself, not by its source: {error}")
-    group.networks[scheme] = model
+        notes.append(f"{name} is measured by itself, not by its source: {error}")
+    networks[scheme] = model
     try:
         if scheme != "folded":
-            group.networks["folded"] = conversion.convert(model, "folded", input_size=group.size).model
+            networks["folded"] = conversion.convert(model, "folded").model
     except NormswapError as error:
-        group.notes.append(f"{called} is not folded: {error}")
-    group.networks = {form: _answering(network, called, group.size) for form, network in group.networks.items()}
-    return group
+        notes.append(f"{name} is not folded: {error}")
+
+    def run(network: nn.Module, call: Example, images: Tensor) -> Tensor:
+        return answer(call.of(images).call(network))
+
+    contenders = [
+        Contender(form, "torch", partial(run, network.eval(), calling.form(network)), lambda images: images.to(device))
+        for form, network in networks.items()
+    ]
+    return model, contenders, notes
 
 
-def _answering(network: nn.Module, called: str, image_size: tuple[int, ...]) -> nn.Module:
-    """The network as one that takes images and gives one tensor.
-
-    Raises:
-        OptionError: it takes or gives something else, or no images of that size.
-    """
-    import torch
-
-    from normswap.models.imaged import imaged
-    from normswap.models.weight_files import quiet
-
-    try:
-        with quiet():
-            return imaged(network, torch.zeros(1, *image_size))
-    except Exception as error:  # torch's and timm's own, whatever does not fit
-        why = f"{error.what}, {error.why}" if isinstance(error, NormswapError) else first_line(error)
-        raise OptionError(f"{called} is not timed on images of {size(image_size)}", why) from None
-
-
-def _print(body: Body) -> None:
-    """A table per network and batch size, then what was not timed."""
+def _print(model: str, body: Body) -> None:
+    """A table per batch size, then what was not timed."""
     settings = body["settings"]
-    facts(
-        ("threads", settings["threads"]),
-        ("versions", ", ".join(f"{name} {version}" for name, version in body["versions"].items())),
-        ("turns", f"{settings['rounds']} rounds of about {settings['seconds'] / settings['rounds']:.2g} s each"),
-    )
-    for (network, batch), group in groupby(body["rows"], lambda row: (row["network"], row["batch"])):
+    facts(("threads", settings["threads"]), ("device", settings["device"]))
+    for batch, group in groupby(body["rows"], lambda row: row["batch"]):
         rows = list(group)
-        timed = [_row(row) for row in rows if row["status"] == "ok"]
-        title = f"{network}, batch {batch} of {size(settings['sizes'][network])}"
-        table(title, _COLUMNS, timed, right=_COLUMNS[1:])
+        timed = [
+            (f"{row['form']}, {row['runtime']}", f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
+             f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}", f"{row['error']:.0e}")
+            for row in rows if row["status"] == "ok"
+        ]  # fmt: skip
+        table(f"{model}, batch {batch} of {size(settings['size'])}", _COLUMNS, timed, right=_COLUMNS[1:])
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])
-    first = body["rows"][0]["network"]
-    if Path(first).suffix.lower() in source_names.EXPORTED:
-        next_step("evaluate", first, "--data", "IMAGES")
+    if Path(model).suffix.lower() in kinds.EXPORTED:
+        next_step("evaluate", model, "--data", "IMAGES")
     else:
-        next_step("export", first, "-o", "FILE.onnx")
-
-
-def _row(row: Body) -> Sequence[object]:
-    quartiles = f"{_figure(row['ms_low'])} .. {_figure(row['ms_high'])}"
-    speeds = (f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}")
-    return f"{row['form']}, {row['runtime']}", _figure(row["ms"]), quartiles, *speeds, f"{row['error']:.0e}"
-
-
-def _figure(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+        next_step("export", model, "-o", "FILE.onnx")

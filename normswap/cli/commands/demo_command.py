@@ -6,18 +6,15 @@ from dataclasses import asdict
 
 from normswap.cli import progress
 from normswap.cli.options import Json
-from normswap.cli.tables import line, network, next_step, show, small, table
+from normswap.cli.tables import network, next_step, show, small, table
 from normswap.plan import Body
 
 KEYS = (
     "passed, seconds, images (how many), anatomy (as `inspect` gives it, without blocks and sites), rows (each with "
-    "network, norms, parameters, top1, agreement, relative_l2 and speed: relative to the source)"
+    "network, norms, parameters, top1, agreement and relative_l2)"
 )
-EXAMPLES = (
-    "demo",
-    "demo --json",
-)
-_COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2", "speed")
+EXAMPLES = ("demo", "demo --json")
+_COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2")
 
 
 def run(json: Json = False) -> int:
@@ -38,12 +35,12 @@ def _print(body: Body) -> None:
     rows = [
         (
             row["network"], row["norms"], f"{row['parameters']:,}", f"{row['top1']:.2f} %",
-            f"{100 * row['agreement']:.2f} %", small(row["relative_l2"]), f"{row['speed']:.2f} x",
+            f"{100 * row['agreement']:.2f} %", small(row["relative_l2"]),
         )
         for row in body["rows"]
     ]  # fmt: skip
     title = f"Converted, saved, loaded again, and measured on {body['images']} images"
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
     done = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
-    line(f"{done}; {body['seconds']:.0f} s")
+    print(f"{done}; {body['seconds']:.0f} s")
     next_step("advise", "MODEL")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.tables import entry, facts, few, listing, show
+from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
 _SAMPLES = 256  # images, unless --samples says more
@@ -32,19 +32,14 @@ def run(
 
     Exit code 1 where something is wrong.
     """
-    from normswap.models.weight_files import with_broken_statistics
-
-    with with_broken_statistics():
-        opened = opening.open(model)
+    net = opening.open_damaged(model, device=images.device)
     from normswap.diagnosis.doctor import body_of, diagnose
-    from normswap.models import devices
 
-    net = devices.place(opened, images.device)
-    seen = (
-        None if images.data is None else replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
-    )
+    loader = None
+    if images.data is not None:
+        loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=seen, name=opening.said(model), data=images.data or "IMAGES")
+        diagnosis = diagnose(net, images=loader, name=opening.said(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 
@@ -52,6 +47,8 @@ def run(
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
-        lines = [row["evidence"], f"where: {few(row['paths'])}", f"sure: {row['certainty']}", f"cost: {row['cost']}"]
-        entry(f"fault: {row['name']}", [*lines, f"mend: {row['mend']}"])
+        facts(
+            ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"])),
+            ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]),
+        )  # fmt: skip
     listing("note", body["notes"])

@@ -12,14 +12,11 @@ from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, ModelOrFile
 from normswap.cli.tables import facts, next_step, show
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.plan import Body
 
 KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s"
-EXAMPLES = (
-    "evaluate demo --data demo",
-    "evaluate demo.onnx --data demo --samples 100",
-)
+EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,9 @@ class Labelled(Images):
 
 def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
     """Accuracy, loss and speed on labelled images."""
-    net = opening.open(model, runs=True)
+    net = opening.open(model, device=images.device, runs=True)
     from normswap.images.accuracy import evaluate
-    from normswap.models import devices
 
-    net = devices.place(net, images.device)
     loader = images.loader(net)
     with progress.bar(f"evaluating {model}") as advance:
         result = evaluate(net, loader, progress=advance)
@@ -53,7 +48,7 @@ def _print(body: Body) -> None:
         ("speed", f"{body['images_per_s']:.0f} images/s"),
     )
     source = body["source"]
-    if source.lower().endswith(tuple(source_names.EXPORTED)):
+    if source.lower().endswith(tuple(kinds.EXPORTED)):
         next_step("bench", source)
     else:
         next_step("export", source, "-o", f"{last_part(source)}.onnx")

@@ -14,7 +14,7 @@ from normswap.cli.options import Json, Model
 from normswap.cli.tables import facts, next_step, show, size
 from normswap.errors import OptionError
 from normswap.exporting import formats
-from normswap.exporting.settings import LEVELS, SAFE_BITS, FileSettings, Int8Settings
+from normswap.exporting.settings import SAFE_BITS, WHOLE_BITS, FileSettings
 from normswap.plan import Body
 
 if TYPE_CHECKING:
@@ -26,12 +26,9 @@ KEYS = (
     "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, "
     "largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; null where the file was "
     "not run), nodes (counts by kind), bytes, notes, seconds, noise_only "
-    "(it was checked on no images), quantized (null but for int8: calibrated_on, gauge, per_channel, weight_bits)"
+    "(it was checked on no images), quantized (null but for int8: calibrated_on, weight_bits)"
 )
-EXAMPLES = (
-    "export demo -o demo.onnx",
-    "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES",
-)
+EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
 _MEASURED = 2000  # images that calibration leaves: what int8 costs is known to 0.3 points then
@@ -58,11 +55,6 @@ class Written:
     ] = False
     softmax: Annotated[bool, typer.Option("--softmax", help="Answer with probabilities.")] = False
 
-    def settings(self, *, force: bool) -> FileSettings:
-        """The same as the exporter takes it."""
-        asked = {name: value for name, value in vars(self).items() if name != "output"}
-        return FileSettings(**asked, force=force)
-
 
 @dataclass(frozen=True)
 class Checked(Images):
@@ -74,10 +66,6 @@ class Checked(Images):
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="Check on this many images of --data [64]."),
     ] = None
-
-    def checks(self, model: nn.Module) -> Loader:
-        """Images of --data: a few, as what is exact shows on any."""
-        return replace(self, samples=self.samples or _FEW).loader(model, labelled=None)
 
 
 @dataclass(frozen=True)
@@ -97,22 +85,13 @@ class Int8:
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half]."),
     ] = None
-    per_tensor: Annotated[
-        bool, typer.Option("--per-tensor", help="For int8: one step for all weights of a layer, not one per channel.")
-    ] = False
     weight_bits: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=min(LEVELS), max=max(LEVELS), metavar="|".join(map(str, LEVELS)),
+            min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False,
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
-    ] = SAFE_BITS  # fmt: skip
-
-    @property
-    def settings(self) -> Int8Settings | None:
-        """None where all is as it is without."""
-        settings = Int8Settings(not self.per_tensor, self.weight_bits)
-        return None if self.calibrate is None and settings == Int8Settings() else settings
+    ] = None  # fmt: skip
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""
@@ -141,73 +120,53 @@ def run(
     answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32: bf16
     arithmetic changes more than 1 answer in 1000.
 
-    int8 is the runtime's own quantizer's, on the folded network: factors that pass from layer to layer are chosen so
-    that channels are alike in size, and ranges are read off --calibrate's images. What it costs is measured on others,
-    printed and written into FILE.preprocess.json.
+    int8 is the runtime's own quantizer's, on the folded network; ranges are read off --calibrate's images. What it
+    costs is measured on others, printed and written into FILE.preprocess.json.
     """
-    settings, quantized = written.settings(force=force), written.dtype == "int8"
+    options = {name: value for name, value in vars(written).items() if name != "output"}
+    settings = FileSettings(**options, weight_bits=int8.weight_bits, force=force)
+    quantized = written.dtype == "int8"
     formats.check(written.output, settings)
     if quantized != (int8.calibrate is not None):
-        missing, stray = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
-        raise OptionError(missing if quantized else stray)
+        missing, needless = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
+        raise OptionError(missing if quantized else needless)
     with progress.working("starting"):
         from normswap.exporting import exporter
-        from normswap.models import devices
-
-        exporter.check_writable(written.output, settings)
-    net = devices.place(opening.open(model), images.device)
+    net = opening.open(model, device=images.device)
     with progress.stages(plain=quantized) as log:
-        calibrate, loader = None, None if images.data is None else images.checks(net)
-        if int8.calibrate is not None:
+        calibrate, loader = None, None
+        if quantized:
             calibrate, loader = int8.parts(images, net)
-        done = exporter.export(
-            net, written.output, images=loader, calibrate=calibrate, int8=int8.settings, log=log, **vars(settings)
-        )  # fmt: skip
+        elif images.data is not None:  # a few, as what is exact shows on any
+            loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
+        done = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
     show({"source": model, **asdict(done)}, json, _print)
     return 0
 
 
 def _print(body: Body) -> None:
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
-    facts(
+    figures, quantized, noise_only = body["figures"], body["quantized"], body["noise_only"]
+    rows = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
         ("nodes", file_table.operators(body["nodes"])),
-        *(_measured(body) if body["figures"] else [("checked", _NOT_RUN + (", on noise" * body["noise_only"]))]),
-        *_quantized(body["quantized"] or {}),
-        *(("note", note) for note in body["notes"]),
-    )
-    if body["figures"]:
-        next_step(*_next(body))
-
-
-def _measured(body: Body) -> list[tuple[str, str]]:
-    """How far it is from the source, in its runtime."""
-    figures = body["figures"]
-    allowed = "" if body["quantized"] else f", allowed {figures['tolerance']:.1e}"
-    return [
-        ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
-        ("same answer", file_table.same(figures)),
-        ("top-1", file_table.top1(figures)),
-        ("checked", file_table.CHECKED_ON_NOISE if body["noise_only"] else ""),
     ]
-
-
-def _next(body: Body) -> tuple[str, ...]:
-    """The command that says more of the file: its accuracy, if it answers with a class for each image."""
-    figures = body["figures"]
-    if figures["answers"] != figures["count"]:
-        return "verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES"
-    return "evaluate", str(body["file"]), "--data", "IMAGES"
-
-
-def _quantized(how: Body) -> list[tuple[str, str]]:
-    """How an int8 file was made."""
-    if not how:
-        return []
-    steps = "a step per output channel" if how["per_channel"] else "one step per tensor"
-    return [
-        ("gauge", f"{how['gauge']}, by {how['calibrated_on']} images"),
-        ("weights", f"{how['weight_bits']} bits, {steps}"),
-    ]
+    if figures:
+        allowed = "" if quantized else f", allowed {figures['tolerance']:.1e}"
+        rows += [
+            ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
+            ("same answer", file_table.same(figures)),
+            ("top-1", file_table.top1(figures)),
+            ("checked", file_table.CHECKED_ON_NOISE if noise_only else ""),
+        ]
+    else:
+        rows.append(("checked", _NOT_RUN + (", on noise" if noise_only else "")))
+    if quantized:
+        rows.append(("weights", f"{quantized['weight_bits']} bits, calibrated on {quantized['calibrated_on']} images"))
+    facts(*rows, *(("note", note) for note in body["notes"]))
+    if figures and figures["answers"] == figures["count"]:
+        next_step("evaluate", str(body["file"]), "--data", "IMAGES")
+    elif figures:
+        next_step("verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,10 +19,7 @@ KEYS = (
     "refusals (path, reason); of an exported file: source, format, bytes, nodes (operators by kind), metadata (noted "
     "inside it), sidecar (FILE.preprocess.json)"
 )
-EXAMPLES = (
-    "inspect demo",
-    "inspect mine.pth --arch resnet18 --num-classes 10",
-)
+EXAMPLES = ("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10")
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
 _NORM_COLUMNS = ("path", "class", "channels", "role", "beta", "|gamma|", "folding")
 
@@ -55,8 +51,7 @@ def _print(named: str, body: Body) -> None:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
         kinds = {norm["class"] for norm in body["sites"]}
-        gone = any(norm["role"] is None for norm in body["sites"])
-        title = "Norms, here and gone" if gone else "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
+        title = "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
         rows = _norm_rows(body["sites"], len(kinds) > 1)
         table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"))
     if body["refusals"]:
@@ -85,12 +80,8 @@ def _inside(block: str, path: str | None) -> str | None:
     return None if path is None else path.removeprefix(f"{block.partition('+')[0]}.")
 
 
-def _norm_rows(rows: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
-    for norm in rows:
+def _norm_rows(norms: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
+    for norm in norms:
         outcome = f"refused: {norm['refused']}" if norm["refused"] else norm["folding"]
-        parent = norm["path"].rpartition(".")[0]
-        for place in filter(None, (parent, parent.rpartition(".")[0])):
-            if outcome:  # neighbours by the name they have there, if it is a name and no number
-                outcome = re.sub(rf"(?<![\w.]){re.escape(place)}\.(?=[a-zA-Z_])", "", outcome)
         kind = norm["class"] if with_class else None
         yield norm["path"], kind, norm["channels"], norm["role"], span(norm["mean"]), span(norm["std"]), outcome

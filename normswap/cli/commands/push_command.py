@@ -9,7 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Trust
-from normswap.cli.tables import facts, line, next_step, show
+from normswap.cli.tables import facts, next_step, show
 from normswap.plan import Body
 
 KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"
@@ -46,7 +46,7 @@ def run(
 def _print(body: Body) -> None:
     facts(("pushed", ", ".join(body["files"])), ("to", body["url"]))
     if body["alone"]:
-        line(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
+        print(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
     else:
-        line(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")
+        print(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")
     next_step("inspect", f"hf-hub:{body['repo']}")

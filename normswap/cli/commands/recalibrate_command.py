@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar
 import typer
 
 from normswap.cli import progress
+from normswap.cli.conversion_table import proof
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
-from normswap.cli.options import Json, Model, open_model
-from normswap.cli.proof_table import proof
-from normswap.cli.tables import facts, line, next_step, show
+from normswap.cli.options import Force, Json, Model, open_model, output_option
+from normswap.cli.tables import facts, next_step, show
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
@@ -49,14 +49,11 @@ class Before:
 def run(
     model: Model,
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Directory to write [default: ./NAME-recalibrated]."),
-    ] = None,
+    output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-recalibrated].")] = None,
     before: Before,
     images: Domain,
     seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    force: Force = False,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
@@ -72,26 +69,20 @@ def run(
         raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
-    with network_folder.one_writer(place):
-        from normswap.models.weight_files import with_broken_statistics
+    net = opening.open_damaged(model, device=images.device)
+    from normswap.analysis import summary
+    from normswap.calibration.restoring import Wanted
+    from normswap.storage import checkpoint
+    from normswap.surgery.recalibration import recalibrate
 
-        with with_broken_statistics():
-            opened = opening.open(model)
-        from normswap.analysis import summary
-        from normswap.calibration.restoring import Wanted
-        from normswap.models import devices
-        from normswap.storage import checkpoint
-        from normswap.surgery.recalibration import recalibrate
-
-        net = devices.place(opened, images.device)
-        sources = tuple(devices.place(opening.state(open_model(name)), images.device) for name in before.against or ())
-        loader = images.loader(net, seed=seed, labelled=False)
-        with progress.bar("estimating statistics") as advance:
-            done = recalibrate(
-                net, loader, against=Wanted(sources, scales=not before.means_only), seed=seed, progress=advance,
-                data=images.data, samples=images.samples, batch_size=images.batch_size,
-            )  # fmt: skip
-        checkpoint.save(done, place, force=force)
+    sources = [opening.state(open_model(name, device=images.device)) for name in before.against or ()]
+    loader = images.loader(net, seed=seed, labelled=False)
+    with progress.bar("estimating statistics") as advance:
+        done = recalibrate(
+            net, loader, against=Wanted(tuple(sources), scales=not before.means_only), seed=seed, progress=advance,
+            data=images.data, samples=images.samples, batch_size=images.batch_size,
+        )  # fmt: skip
+    checkpoint.save(done, place, force=force)
     body = {"source": model, "data": images.data, "output": place, "notes": list(done.notes),
             "report": summary.of_report(done.report)}  # fmt: skip
     show(body, json, _print)
@@ -101,5 +92,5 @@ def run(
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     proof(body["report"])
-    line(f"written to {body['output']}")
+    print(f"written to {body['output']}")
     next_step("evaluate", body["output"], "--data", body["data"])

@@ -11,8 +11,8 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import Images
-from normswap.cli.options import Json, Trust
-from normswap.cli.tables import line, next_step, show
+from normswap.cli.options import Force, Json, Trust, output_option
+from normswap.cli.tables import next_step, show
 from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
@@ -23,21 +23,15 @@ KEYS = (
     "notes, signal (of before and after, a point per block), signal_inputs, accuracy, findings (of the doctor, on the "
     "norms of the network before, or else of the result)"
 )
-_MARK = "<!doctype html>"  # how a page begins
-EXAMPLES = (
-    "report demo-skipinit",
-    "report demo-skipinit --data demo -o skipinit.html",
-)
+EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 
 
 def run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
     *,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Page to write [default: ./DIR.html].")
-    ] = None,
+    output: Annotated[Path | None, output_option("FILE", "Page to write [default: ./DIR.html].")] = None,
     images: Images,
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that exists.")] = False,
+    force: Force = False,
     trust_factory: Trust = False,
     json: Json = False,
 ) -> int:
@@ -65,20 +59,14 @@ def check_writable(file: Path, *, force: bool) -> None:
     """See, before any work, that a page may be written there.
 
     Raises:
-        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is no page of HTML
-            by its content or its name.
+        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is not named as a page.
     """
     network_folder.check_beside(file)
     atomic_write.check_writable(file, force=force)
     if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
         raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
-    if not file.exists():
-        return
-    with file.open(errors="replace") as opened:
-        if opened.read(len(_MARK)).lower() not in (_MARK, ""):
-            raise OutputError(f"{file} is no HTML file", remedy="Give another -o")
 
 
 def _print(directory: Path, body: Body) -> None:
-    line(f"written to {body['output']}: any browser shows it")
+    print(f"written to {body['output']}: any browser shows it")
     next_step("push", directory, "OWNER/NAME")

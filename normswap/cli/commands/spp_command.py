@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.analysis import picture_formats
+from normswap.analysis import plots
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.naming import label, last_part
-from normswap.cli.options import Json, Opening
+from normswap.cli.options import Force, Json, Opening, output_option
 from normswap.cli.tables import next_step, show, table, written
-from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -24,133 +23,86 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
 
 KEYS = (
-    "curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance), expected (analytic "
-    "variances, by network), inputs (what each network was run on), files"
+    "curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance), inputs "
+    "(what each network was run on), files"
 )
-EXAMPLES = (
-    "spp resnet50 nf_resnet50 --weights random",
-    "spp demo demo-skipinit --data demo -o signal.png",
-)
-_STATISTICS = ("auto", "batch", "running")
-_COLUMNS = ("block", "squared mean", "variance", "expected", "branch variance", "added variance")
+EXAMPLES = ("spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png")
+_COLUMNS = ("block", "squared mean", "variance", "branch variance", "added variance")
+_QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_variance")
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Where the picture and the table go, if anywhere."""
-
-    GROUP: ClassVar[str] = "Files to write"
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="Picture: .png, .svg ...")
-    ] = None
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", show_default=False, help="The same as a table.")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False
-
-
-@dataclass(frozen=True)
-class Seen(Images):
-    """The inputs that the networks run on: images, or noise."""
+class ImagesOrNoise(Images):
+    """What the networks run on."""
 
     data: Annotated[str, typer.Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")] = "noise"
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 16
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Take this many images.")] = 16
 
+    def batches(self, model: nn.Module, seed: int) -> tuple[list[Tensor], str]:
+        """The images as the network takes them, and their description."""
+        import torch
 
-@dataclass(frozen=True)
-class Look:
-    """How they are looked at."""
+        from normswap.models import network_input
 
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the noise, and of random weights.")] = 0
-    statistics: Annotated[
-        str,
-        typer.Option(metavar="auto|batch|running", help="Of BatchNorm; auto: those of the batch for random weights."),
-    ] = "auto"
-    asleep: Annotated[
-        bool, typer.Option("--asleep", help="With random weights: leave zeroed last gammas and gains at 0.")
-    ] = False
-    bare: Annotated[bool, typer.Option("--bare", help="Show the networks without their norms as well.")] = False
+        if self.data != "noise":
+            batches = [batch for batch, _ in self.loader(model)]
+            return batches, f"{sum(map(len, batches))} images of {self.data}"
+        size = network_input.size(model)
+        noise = torch.randn(self.samples, *size, generator=torch.Generator().manual_seed(seed))
+        return [noise], f"{self.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {seed}"
 
 
 def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")],
     *,
-    drawn: Drawn,
-    images: Seen,
-    look: Look,
+    output: Annotated[Path | None, output_option("FILE", "Picture: .png, .svg ...")] = None,
+    force: Force = False,
+    images: ImagesOrNoise,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the noise, and of random weights.")] = 0,
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Plot mean and variance of the signal, block by block.
 
     Squared mean and variance after every residual sum, and the variance of the branch; several networks in one figure.
-    For NF networks the analytic variance is drawn with them. With --weights random, branches that timm starts from
-    zero are switched on, as in the paper's plots (Brock et al. 2021).
+    With --weights random, branches that timm starts from zero are switched on, and BatchNorms take the statistics of
+    the batch, as in the paper's plots (Brock et al. 2021).
     """
-    if look.statistics not in _STATISTICS:
-        raise OptionError(f"--statistics {look.statistics!r} is none of {', '.join(_STATISTICS)}")
-    if drawn.output is not None:
-        picture_formats.check(drawn.output)
-    for file in filter(None, (drawn.output, drawn.csv)):
-        atomic_write.check_writable(file, force=drawn.force)
-    show(_measure(models, opening, images, look, drawn), json, partial(_print, models))
-    return 0
-
-
-def _measure(names: Sequence[str], opening: Opening, images: Seen, look: Look, drawn: Drawn) -> Body:
+    if output is not None:
+        plots.format_of(output)
+        atomic_write.check_writable(output, force=force)
     import torch
 
-    from normswap.analysis import plots
-    from normswap.analysis.signal_propagation import Point, awake, expected_nf, signal, unnormalized
-    from normswap.models import devices, network_input
+    from normswap.analysis.signal_propagation import Point, awake, signal
+    from normswap.models import network_input
     from normswap.surgery.network import Network
 
-    network_input.require_seed(look.seed)
+    network_input.require_seed(seed)
     curves: dict[str, list[Point]] = {}
-    expected: dict[str, list[float]] = {}
     inputs: dict[str, str] = {}
-    for source in names:
-        torch.manual_seed(look.seed)
-        model, fresh = devices.place(opening.open(source), images.device), opening.weights == "random"
-        batches, what = _batches(model, images, look)
-        model = awake(model) if fresh and not look.asleep else model
-        batch = look.statistics == "batch" or (look.statistics == "auto" and fresh)
+    is_random = opening.weights == "random"
+    for source in models:
+        torch.manual_seed(seed)
+        model = opening.open(source, device=images.device)
         name = label(last_part(source), curves)
+        batches, inputs[name] = images.batches(model, seed)
         with progress.working(f"measuring {name}"):
-            network = Network(model)
-            seen = network.anatomy
-            curves[name], inputs[name] = signal(network, batches, batch_statistics=batch), what
-            if look.bare and seen.norms:
-                bare = label(f"{name}, norms removed", curves)
-                curves[bare], inputs[bare] = signal(Network(unnormalized(model), batches)), what
-        if (known := expected_nf(seen)) is not None:
-            expected[name] = known
-    overlay = {f"{name}, expected": values for name, values in expected.items()}
-    files = [plots.plot(curves, drawn.output, expected=overlay)] if drawn.output else []
-    files += [plots.write_csv(curves, drawn.csv)] if drawn.csv else []
-    return {**plots.to_json(curves, expected), "inputs": inputs, "files": files}
-
-
-def _batches(model: nn.Module, images: Seen, look: Look) -> tuple[list[Tensor], str]:
-    import torch
-
-    from normswap.models import network_input
-
-    if images.data != "noise":
-        loaded = [x for x, _ in images.loader(model)]
-        return loaded, f"{sum(len(x) for x in loaded)} images of {images.data}"
-    size = network_input.size(model)
-    x = torch.randn(images.samples, *size, generator=torch.Generator().manual_seed(look.seed))
-    return [x], f"{images.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {look.seed}"
+            network = Network(awake(model) if is_random else model)
+            curves[name] = signal(network, batches, batch_statistics=is_random)
+    body = {
+        "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
+        "inputs": inputs,
+        "files": [] if output is None else [plots.plot(curves, output)],
+    }
+    show(body, json, partial(_print, models))
+    return 0
 
 
 def _print(models: Sequence[str], body: Body) -> None:
     """The signal at every residual block, one table per network."""
     for name, points in body["curves"].items():
-        expected = body["expected"].get(name) or [None] * len(points)
-        rows = [(p["block"], p["mean_sq"], p["variance"], value, p["branch_variance"], p["added_variance"])
-                for p, value in zip(points, expected, strict=True)]  # fmt: skip
+        rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
     written(body["files"])
     next_step("advise", models[0])

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import file_table, progress
+from normswap.cli.conversion_table import proof, verdict
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, exported_file, open_model
-from normswap.cli.proof_table import proof, verdict
-from normswap.cli.tables import facts, line, next_step, show, small
+from normswap.cli.tables import facts, next_step, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
-    from torch import nn
-
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
@@ -27,10 +25,7 @@ KEYS = (
     "of source and result, top-1 in percent; without labels relative_l2); of an exported file: directory, against, "
     "passed, figures (as in `export`)"
 )
-EXAMPLES = (
-    "verify demo-skipinit",
-    "verify demo.onnx --against demo --data demo",
-)
+EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
 
 def run(
@@ -49,14 +44,21 @@ def run(
 
     The exit code is 1 if they differ. A file runs in its own runtime, and needs --against.
     """
-    if against is None and (stray := opening.asked()):
-        raise OptionError(f"{' and '.join(stray)} without --against", "it says how that MODEL is opened")
+    asked = [name for name, _ in opening.asked()]
+    if against is None and asked:
+        raise OptionError(f"{' and '.join(asked)} without --against", "it says how that MODEL is opened")
     with progress.working(f"loading {directory}"):
         file = exported_file(str(directory))
-    if file is not None:
+    if file is None:
+        body = _of_directory(directory, against, images, opening)
+    else:
         body = _of_file(file, against, images, opening)
-        show(body, json, _print_file)
-        return 0 if body["passed"] else 1
+    show(body, json, _print)
+    return 0 if body["passed"] else 1
+
+
+def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
+    """A converted network beside its source, or another network."""
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
@@ -67,74 +69,66 @@ def run(
 
         check_no_run(directory)
         result = devices.place(checkpoint.load(directory, trust_factory=opening.trust_factory), images.device)
-    name = against or reverification.recorded(result, directory)
-    opened = opening.open(name) if against else _recorded(name, reverification.how(result))
-    source = devices.place(opened, images.device)
+    name, data = against or reverification.recorded(result, directory), None
+    if against:
+        source = opening.open(against, device=images.device)
+    else:
+        try:
+            source = open_model(name, device=images.device, **reverification.how(result))
+        except SourceError as error:
+            remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
+            raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
     with progress.working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
-    data = None
     if images.data is not None:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
-    unchanged = None if against else reverification.unchanged(source, result)
-    body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": unchanged,
-            "report": summary.of_report(report), "data": data}  # fmt: skip
-    show(body, json, _print)
-    return 0 if report.passed else 1
-
-
-def _recorded(name: str, how: Body) -> nn.Module:
-    """The source that a directory names, opened as it was then."""
-    try:
-        return open_model(name, **how)
-    except SourceError as error:
-        remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
-        raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
+    return {
+        "directory": directory, "against": name, "passed": report.passed,
+        "source_unchanged": None if against else reverification.unchanged(source, result),
+        "report": summary.of_report(report), "data": data,
+    }  # fmt: skip
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
     """An exported file beside the network that it is to be."""
     from normswap.exporting import exported_file
-    from normswap.models import devices
     from normswap.models.preprocessing import for_size
 
     if against is None:
         raise OptionError(f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'")
-    source = for_size(devices.place(opening.open(against), images.device), file.shape[1])
+    source = for_size(opening.open(against, device=images.device), file.shape[1])
     loader = None if images.data is None else images.loader(source, labelled=None)
     with progress.working("comparing"):
         figures = exported_file.verify(file, source, loader)
     return {"directory": file.file, "against": against, "passed": figures.passed, "figures": asdict(figures)}
 
 
-def _print_file(body: Body) -> None:
-    figures = body["figures"]
-    off, allowed = small(figures["relative_l2"]), small(figures["tolerance"])
-    facts(
-        ("file", body["directory"]), ("against", body["against"]),
-        ("relative L2", f"{off}, allowed {allowed} ({figures['inputs']})"),
-        ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
-    )  # fmt: skip
-    line("passed" if body["passed"] else "FAILED: the file is not of this network")
-    if body["passed"]:
-        next_step("bench", body["against"], body["directory"])
-
-
 def _print(body: Body) -> None:
-    facts(("network", body["directory"]), ("against", body["against"]), ("result", verdict(body["report"])))
-    if body["source_unchanged"] is False:
-        line("warning: the source is not what it was: its tensors have another hash than when this was made")
-    proof(body["report"])
-    if body["data"]:
-        data = body["data"]
+    directory, against, figures = body["directory"], body["against"], body.get("figures")
+    facts(("compared", directory), ("against", against))
+    if figures:
+        allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
+        facts(
+            ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
+            ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
+        )  # fmt: skip
+    else:
+        facts(("result", verdict(body["report"])))
+        if body["source_unchanged"] is False:
+            print("warning: the source is not what it was: its tensors have another hash than when this was made")
+        proof(body["report"])
+    if data := body.get("data"):
         facts(
             ("images", data["count"]),
             ("top-1", f"{data['source']:.2f} % -> {data['result']:.2f} %" if "source" in data else None),
-            ("relative L2", small(data["relative_l2"]) if "relative_l2" in data else None),
+            ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
-    line("passed" if body["passed"] else "FAILED: the networks differ")
-    if body["passed"]:
-        next_step("export", body["directory"], "-o", f"{last_part(str(body['directory']))}.onnx")
+    print("passed" if body["passed"] else "FAILED: they differ")
+    if body["passed"] and figures:
+        next_step("bench", against, directory)
+    elif body["passed"]:
+        next_step("export", directory, "-o", f"{last_part(str(directory))}.onnx")

