@@ -53,6 +53,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     if main.untracked:
         _check_constants(model, main, first)
     _follow_heads(model, main, first)
+    _follow_ways(model, main, inputs)
+    main.remarks += _left_out(model, main, first)
     if main.input_independent and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
@@ -152,6 +154,33 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
         main.add_alternative(second)
         main.heads = True
         main.remarks.append("auxiliary heads, which only training runs, were followed, too")
+
+
+def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
+    """Adopt every further way that one of the user's batches takes, by an argument of its own or by its values.
+
+    Raises:
+        TraceError: the network does not run on one of them.
+    """
+    batches = [] if inputs is None else calling.batches(inputs)
+    arguments = {batch.plain for batch in batches[:1]}
+    for batch in batches[1:]:
+        if batch.plain in arguments and not main.branches:
+            continue
+        arguments.add(batch.plain)
+        way = record_once(model, batch.on(calling.anchor(model).device))
+        if all(_outline(way) != _outline(other) for other in (main, *main.alternatives)):
+            main.add_alternative(way)
+            main.remarks.append(f"{batch} takes another way than {batches[0]}; both were followed")
+
+
+def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
+    """Say which norms no forward called, where an argument that was left at its default may lead to them."""
+    norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
+    defaults = calling.defaults(model, example)
+    if norms and defaults:
+        more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
+        yield f"never called: {', '.join(norms[:3])}{more}; forward had the default of {', '.join(defaults)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:

@@ -122,6 +122,12 @@ class Example:
         return len(among) == 1 and all(t.ndim == sides and t.is_floating_point() for t in self.tensors())
 
     @property
+    def plain(self) -> str:
+        """All of the call but its tensors."""
+        values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
+        return repr(tuple(values))
+
+    @property
     def hollow(self) -> Example:
         """The form of the call, without values."""
         return self.map(lambda t: t.new_empty(0))
@@ -185,6 +191,12 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     for i, value in enumerate(example.args):
         values |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
     return values | example.kwargs
+
+
+def defaults(model: nn.Module, example: Example) -> list[str]:
+    """The names of forward's arguments that the call leaves at their defaults."""
+    given = named_arguments(model, example)
+    return [p.name for p in _parameters(model) if p.default is not p.empty and p.name not in given]
 
 
 def form(model: nn.Module) -> Example:

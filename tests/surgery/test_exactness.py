@@ -206,3 +206,151 @@ def test_the_source_stays_as_it_is(name: str) -> None:
     except NormswapError as error:
         assert "Keeper" in str(error) or "4" in str(error), error  # noqa: PT017 - it may be refused, by path
     assert _state(net) == before
+
+
+class Tapped(nn.Module):
+    """Forward reads what a hook on one of its layers keeps."""
+
+    def __init__(self, hook: Callable[[Tapped], Callable[..., None]]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 2, 1)
+        self.features: dict[str, Tensor] = {}
+        self.body[2].register_forward_hook(hook(self))
+
+    def keep(self, module: nn.Module, args: object, output: Tensor) -> None:
+        self.features["last"] = output
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.head(self.features["last"])
+
+
+class Called(nn.Module):
+    """A norm after a convolution, called as `call` does it."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], layers: Any = ()) -> None:
+        super().__init__()
+        self.conv, self.norm, self.call, self.layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), call, layers
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self, x)
+
+
+class Record:
+    def __init__(self, tensors: Tensor, mask: Tensor) -> None:
+        self.tensors, self.mask = tensors, mask
+
+
+def _by_list(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = net.layers[0](net.norm(net.conv(x)))
+    return y
+
+
+def _compiled() -> nn.Module:
+    net = Called(lambda net, x: net.norm(net.conv(x)))
+    net.conv.compile(backend="eager")
+    return net
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a hook that holds the network": (lambda: Tapped(lambda net: lambda *args: net.keep(*args)), "a hook of body.2"),
+    "a norm called by keyword": (lambda: Called(lambda net, x: net.norm(input=net.conv(x))), "norm is called by keyw"),
+    "a layer in a plain list": (lambda: Called(_by_list, [nn.Conv2d(8, 4, 1)]), "no state_dict has"),
+    "a compiled layer": (_compiled, "conv is compiled"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_copied_is_refused_with_its_cause(name: str) -> None:
+    make, cause = REFUSED[name]
+    net = make().eval()
+    with pytest.raises(NormswapError, match=cause):
+        normswap.convert(net, "folded", inputs=IMAGES[:2])
+
+
+def _illegal(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = net.norm(net.conv(x)).mean((2, 3))
+    return y.masked_fill(torch.arange(8) % 3 == 0, -torch.inf)
+
+
+def _one_by_one(net: Any, x: Tensor) -> Tensor:
+    maps = net.norm(net.conv(x))
+    best = torch.zeros(len(maps), 2)
+    for i in range(len(maps)):
+        best[i] = maps[i].amax((1, 2)).sort(descending=True).values[:2]
+    return best
+
+
+WORKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a method as hook": (lambda: Tapped(lambda net: net.keep), IMAGES[:2]),
+    "a list, masked": (lambda: Called(_illegal), IMAGES[:2]),
+    "a loop over the images": (lambda: Called(_one_by_one), IMAGES[:2]),
+    "a record of tensors": (
+        lambda: Called(lambda net, x: {"boxes": net.norm(net.conv(x.tensors)) * ~x.mask[:, None]}),
+        (Record(IMAGES[:2], torch.zeros(2, 14, 14, dtype=torch.bool)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_a_forward_may_do_folds_exactly(name: str) -> None:
+    make, inputs = WORKS[name]
+    torch.manual_seed(0)
+    net: Any = make().eval()
+    norm = net.norm if hasattr(net, "norm") else net.body[1]
+    norm.running_mean.normal_()
+    done = normswap.convert(net, "folded", inputs=inputs)
+    assert done.report.passed
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
+    assert [fault.name for fault in normswap.diagnose(net, inputs=inputs).faults if fault.name == "shared-norm"] == []
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "instancenorm", "dyt"])
+def test_norms_that_the_target_does_not_ask_for_stay(scheme: str) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8, affine=True)]
+    source = lived_in(nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), IMAGES.double()).float()
+    norm: Any = source[4]  # type: ignore[index]
+    for images in (None, [IMAGES]):
+        done: Any = normswap.convert(source, scheme, inputs=IMAGES[:2], calibrate=images).model
+        assert type(done[4]) is nn.InstanceNorm2d
+        assert torch.equal(done[4].weight, norm.weight)
+
+
+class Ways(nn.Module):
+    """A norm for each of two domains, and the features on demand."""
+
+    def __init__(self, way: Callable[[Tensor, Any], int]) -> None:
+        super().__init__()
+        self.conv, self.norms, self.way = nn.Conv2d(3, 8, 3), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)), way
+
+    def forward(self, x: Tensor, domain: Any = 0) -> Tensor:
+        y: Tensor = self.conv(x)
+        way = self.way(x, domain)
+        return y if way == 2 else self.norms[way](y).relu()
+
+
+WAYS: dict[str, tuple[Callable[[Tensor, Any], int], list[Any]]] = {
+    "an argument": (lambda x, domain: domain, [{"x": IMAGES[:2], "domain": i} for i in range(2)]),
+    "positional": (lambda x, domain: domain, [(IMAGES[:2], i) for i in range(2)]),
+    "a flag": (lambda x, flag: 2 if flag else 0, [{"x": IMAGES[:2]}, {"x": IMAGES[:2], "domain": True}]),
+    "a value": (lambda x, _: int(x.mean() > 0), [IMAGES[:2] - 1, IMAGES[:2] + 1]),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("scheme", ["folded", "affine", "tune"])
+def test_every_way_that_inputs_give_is_followed(scheme: str, name: str) -> None:
+    way, batches = WAYS[name]
+    torch.manual_seed(0)
+    net = Ways(way).eval()
+    for norm in net.norms:
+        norm.running_mean.normal_()  # type: ignore[union-attr, operator]
+        norm.running_var.uniform_(0.3, 3)  # type: ignore[union-attr, operator]
+    done = normswap.convert(net, scheme, inputs=batches)
+    for batch in batches:
+        assert normswap.verify(net, done.model, batch).passed
+    assert any("another way" in note for note in done.notes)
+
+
+def test_a_norm_that_an_argument_would_call_is_named() -> None:
+    done = normswap.convert(Ways(lambda x, domain: domain).eval(), "folded", inputs=IMAGES[:2])
+    assert "never called: norms.1; forward had the default of domain" in done.notes
