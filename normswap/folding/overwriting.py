@@ -52,8 +52,8 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
             conflicts[str(node.target)] = "it writes into what it reads, and that is read later by its older name"
         if node.target is not after:
             continue
-        one, other = (_passing(traced, value) for value in inputs(node))
-        for name in (*(n for n in one if n not in other), *(n for n in other if n not in one[1:])):
+        first, second = (_passing(traced, value) for value in inputs(node))
+        for name in (*(n for n in first if n not in second), *(n for n in second if n not in first[1:])):
             path = str(name.target)
             if name.op == "call_module" and _copies(builder, path):
                 conflicts[path] = "what it passes on is written to later, and read under the name it had before"

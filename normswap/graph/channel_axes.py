@@ -153,7 +153,7 @@ class _Reading:
                 return torch.zeros(shape, dtype=torch.float64) if isinstance(shape, torch.Size) else None
             label = self.labels[source]
             if isinstance(label, tuple):
-                return tuple(part and part.numbers(part_shape) for part, part_shape in zip(label, shape, strict=True))
+                return tuple(each and each.numbers(size) for each, size in zip(label, shape, strict=True))
             return label.numbers(shape)
 
         args, kwargs = fx.node.map_arg(node.args, number), fx.node.map_arg(node.kwargs, number)
@@ -162,14 +162,14 @@ class _Reading:
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
         labels = [self.labels[carrier] for carrier in carriers]
-        whole = [part for label in labels for part in (label if isinstance(label, tuple) else (label,)) if part]
+        whole = [tensor for label in labels for tensor in (label if isinstance(label, tuple) else (label,)) if tensor]
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
         varies = node.target is F.pad and self.traced.flexible  # by how much may depend on the size
         pure = all(label.pure for label in whole) and not varies
         if isinstance(moved, tuple | list):
-            return tuple(_recognized(part, *sizes, pure=pure) for part in moved)
+            return tuple(_recognized(tensor, *sizes, pure=pure) for tensor in moved)
         return _recognized(moved, *sizes, pure=pure)
 
 

@@ -200,11 +200,11 @@ class Recorder(TorchFunctionMode):
                 self._keep(tensor, node)
             return node
         while mark.keys:
-            key, *rest = mark.keys
+            key, *later_keys = mark.keys
             fetch = getattr if isinstance(key, spelling.Attribute) else operator.getitem
             name = str(key) if fetch is getattr else key
             mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
-            mark.keys = tuple(rest)
+            mark.keys = tuple(later_keys)
         if mark.written:
             mark.node.meta["old_name"] = True
         if mark.version != version(tensor):
@@ -229,9 +229,9 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, slice):
-            return slice(*(self._mapped(part) for part in (value.start, value.stop, value.step)))
+            return slice(*(self._mapped(entry) for entry in (value.start, value.stop, value.step)))
         if isinstance(value, Mapping):
-            return {key: self._mapped(part) for key, part in value.items()}
+            return {key: self._mapped(entry) for key, entry in value.items()}
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):
@@ -301,8 +301,8 @@ class Recorder(TorchFunctionMode):
         """What the network's own hooks make of a layer's result: methods of its modules, which may keep it."""
         for key, hook in hooks.items():
             if id(getattr(hook, "__self__", None)) in self.paths:
-                given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
-                answer = hook(module, *given, result)
+                arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+                answer = hook(module, *arguments, result)
                 result = result if answer is None else answer
         return result
 

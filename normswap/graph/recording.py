@@ -143,14 +143,14 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
     """Adopt the way that training takes, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
     left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
-    left = [one for one in left if one not in main.calls]
+    left = [key for key in left if key not in main.calls]
     if not left:
         return
     try:
         second = record_once(model, example, heads=True)
     except TraceError:  # in training it takes targets, or larger images
         return
-    if any(one in second.calls for one in left):
+    if any(key in second.calls for key in left):
         main.add_alternative(second)
         main.heads = True
         main.remarks.append("auxiliary heads, which only training runs, were followed, too")
@@ -208,11 +208,11 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
         yield network_input.noise(model, (out, *size), batch=3)
 
 
-def _check_constants(model: nn.Module, one: Traced, example: Example) -> None:
+def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     """Tensors that turned up from nowhere must be the same on another input of the same size."""
-    two = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
-    for name, path in one.untracked.items():
-        a, b = one.constants[name], two.constants.get(name)
+    second = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
+    for name, path in first.untracked.items():
+        a, b = first.constants[name], second.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
                 f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",
@@ -220,16 +220,16 @@ def _check_constants(model: nn.Module, one: Traced, example: Example) -> None:
             )
 
 
-def _same(one: Traced, two: Traced) -> bool:
+def _same(first: Traced, second: Traced) -> bool:
     """Whether both have the same nodes, one by one."""
-    if len(one.nodes) != len(two.nodes):
+    if len(first.nodes) != len(second.nodes):
         return False
     return all(
         a.op == b.op
         and a.target == b.target
         and a.meta["inside"] == b.meta["inside"]
-        and [one.index(i) for i in inputs(a)] == [two.index(i) for i in inputs(b)]
-        for a, b in zip(one.nodes, two.nodes, strict=True)
+        and [first.index(i) for i in inputs(a)] == [second.index(i) for i in inputs(b)]
+        for a, b in zip(first.nodes, second.nodes, strict=True)
     )
 
 
@@ -304,8 +304,14 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             value: object = node.args[0]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
-            one, two = node.args
-            value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
+            first, second = node.args
+            value = (
+                second
+                if isinstance(first, float) and first == 1
+                else first
+                if isinstance(second, float) and second == 1
+                else None
+            )
         else:
             continue
         if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:

@@ -79,7 +79,7 @@ class Traced:
     def owners(self) -> Counter[int]:
         """How many modules hold a parameter, by its id."""
         distinct = {id(module): module for module in self.modules.values()}.values()
-        return Counter(held for module in distinct for held in {id(p) for p in module._parameters.values()})
+        return Counter(parameter for module in distinct for parameter in {id(p) for p in module._parameters.values()})
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
@@ -143,8 +143,8 @@ class Traced:
         """The input that carries the signal: the only one, or, for a gate x * g(x), x."""
         sources = inputs(node)
         if len(sources) == 2 and is_mul(node):
-            one, two = sources
-            return one if self.depends(two, one) else two if self.depends(one, two) else None
+            first, second = sources
+            return first if self.depends(second, first) else second if self.depends(first, second) else None
         return sources[0] if len(sources) == 1 else None
 
     def module(self, node: fx.Node) -> nn.Module | None:

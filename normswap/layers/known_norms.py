@@ -154,8 +154,9 @@ def register_norm(
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
-    kept = Statistics.POPULATION if statistics is not None or issubclass(kind, _BatchNorm) else Statistics.NONE
-    source = Statistics.SAMPLE if per_sample else kept
+    source = Statistics.SAMPLE if per_sample else Statistics.NONE
+    if statistics is not None or issubclass(kind, _BatchNorm):
+        source = Statistics.POPULATION
     _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics)
     return kind
 
@@ -187,7 +188,7 @@ def _registered(module: nn.Module) -> NormKind | None:
 
 def _nearest(kind: type[nn.Module]) -> type[nn.Module] | None:
     classes: Sequence[type] = kind.__mro__
-    return next((one for one in classes if one in KINDS), None)
+    return next((base for base in classes if base in KINDS), None)
 
 
 def has_the_tensors(module: nn.Module) -> bool:
@@ -196,8 +197,8 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
-    held = {**module._parameters, **module._buffers}
-    tensors = [held.get(name) for name in _TENSORS]
+    own_tensors = {**module._parameters, **module._buffers}
+    tensors = [own_tensors.get(name) for name in _TENSORS]
     first = tensors[0]
     if first is None or first.ndim != 1:
         return False

@@ -103,10 +103,10 @@ def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torc
         return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
     sides = _sides(layer, room)
     x = scale * torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
-    seen = padded(layer, x.clone())
+    padded_x = padded(layer, x.clone())
     call = _CALLS[len(sides) - 1]
-    expected = call(seen, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
-    only_padded = torch.equal(seen[tuple(slice(first, last + 1) for first, last in _ends(seen))], x)
+    expected = call(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+    only_padded = torch.equal(padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x)
     return only_padded and _near(layer.forward(x.clone()), expected)
 
 

@@ -83,7 +83,7 @@ def compare(
     logits: list[Error] = [] if precise is None or boxes else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
-    proved, stray = True, 0.0
+    proved, own_change = True, 0.0
     for example in calls:
         pair = both(network, result, example, paths, tails, calls[0])
         if pair is None:
@@ -91,22 +91,22 @@ def compare(
         (a, at), (b, bt) = pair
         x = example.images
         logits.append(worst(precision, x, a, b, exact=exact))
-        stray = max(stray, _allowance(source, example, a, logits[-1], precise, exact=exact))
+        own_change = max(own_change, _allowance(source, example, a, logits[-1], precise, exact=exact))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
                 logits.append(worst(precision, x, *(run(model, example, heads=True)[0] for model in (network, result))))
             if precise is not None:
                 alone = _alone(network, example, a, precise.reference)
-                stray = max(stray, _apart(precision, x, precise.reference, alone))
+                own_change = max(own_change, _apart(precision, x, precise.reference, alone))
             sites = [_error(path, precision, x, at[path], bt[path]) for path in paths if path in at and path in bt]
             vacuous = _vacuous(a, at, blocks)
             proved = bool(sites) or not _unproved(a)
-    tolerance = _tolerance(precision, stray, precise)
-    if precise is not None and stray == float("inf"):  # the source cannot decide by itself how many boxes it sees
+    tolerance = _tolerance(precision, own_change, precise)
+    if precise is not None and own_change == float("inf"):  # the source cannot decide by itself how many boxes it sees
         vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
-    elif _is_half(precision) and stray > _COARSE:
-        vacuous.append(f"{precision} alone moves the source's output by {stray:.0%} of its size")
+    elif _is_half(precision) and own_change > _COARSE:
+        vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
     passed = proved and _passes(logits, tolerance if exact else None)
     if passed and exact and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
         logits.append(larger)
@@ -155,8 +155,8 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
         return None
     error = worst(precision, larger.images, outputs, run(result, larger)[0])
     if error.relative_l2 > allowed:
-        stray = _allowance(source, larger, outputs, error, precise, exact=True)
-        allowed = max(allowed, _tolerance(precision, stray, None)[precision])
+        own_change = _allowance(source, larger, outputs, error, precise, exact=True)
+        allowed = max(allowed, _tolerance(precision, own_change, None)[precision])
     return error if error.relative_l2 > allowed else None
 
 
@@ -234,13 +234,13 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     return 0.0 if shaped and apart == float("inf") else apart
 
 
-def _tolerance(precision: str, stray: float, precise: Precise | None) -> dict[str, float]:
+def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:
     wide = FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.stray))
     if precision == "float64":
-        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * stray))}
+        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * own_change))}
     half = _is_half(precision)
     narrow, times = (torch.finfo(getattr(torch, precision)).eps, ROUNDING) if half else (FLOAT32_TOLERANCE, 4)
-    return {precision: narrow if stray == float("inf") else max(narrow, times * stray), "float64": wide}
+    return {precision: narrow if own_change == float("inf") else max(narrow, times * own_change), "float64": wide}
 
 
 @dataclass(frozen=True)
@@ -273,13 +273,13 @@ def compare_double(
     outputs = parts(example) if parts else None
     error = None if outputs is None else worst("float64", example.images, reference, outputs)
     if error is None or not error.relative_l2 <= FLOAT64_TOLERANCE:
-        made = make()
-        error = worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
-    stray = 0.0
+        result = make()
+        error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
+    own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
         moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-        stray = _apart("float64", example.images, reference, outputs_double(source, moved))
-    return Precise(error, reference, stray)
+        own_change = _apart("float64", example.images, reference, outputs_double(source, moved))
+    return Precise(error, reference, own_change)
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
@@ -351,7 +351,7 @@ def _unproved(outputs: Outputs) -> str:
     return "every input gives the same numbers: nothing was compared" if fixed else ""
 
 
-def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
+def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
     why = _unproved(outputs)
     unseen = [why] if why else []
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
@@ -361,8 +361,8 @@ def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[s
         if not moves > _HARDLY:
             unseen.append(f"the input moves the output by {float(moves):.0e} of its size only")
     for block in blocks:
-        if block.tail in seen and block.path in seen:
-            share = seen[block.tail].norm() / seen[block.path].norm().clamp_min(1e-30)
+        if block.tail in inside and block.path in inside:
+            share = inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30)
             if not share > _HARDLY:
                 unseen.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
     return unseen

@@ -27,12 +27,12 @@ def run(
 
     With `heads`, also what its auxiliary heads return (`modes.with_heads`).
     """
-    seen: Outputs = {}
+    outputs_at_paths: Outputs = {}
 
     def keep(path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                seen[path] = output.clone()  # in-place activations would overwrite it
+                outputs_at_paths[path] = output.clone()  # in-place activations would overwrite it
 
         return hook
 
@@ -40,7 +40,7 @@ def run(
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
     with hooked(handles), undisturbed(model), with_heads(model) if heads else nullcontext():
         output = example.map(torch.clone).call(model)
-    return dict(named_tensors(output)), seen
+    return dict(named_tensors(output)), outputs_at_paths
 
 
 def both(
@@ -58,16 +58,16 @@ def both(
     """
     first = first or example
     try:
-        one = run(source, example, (*paths, *tails) if example is first else paths)
+        outputs = run(source, example, (*paths, *tails) if example is first else paths)
     except Exception as error:  # whatever the network raises
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
-    if not one[0]:
+    if not outputs[0]:
         remedy = "Its forward has to return what it computes"
         raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
     try:
-        return one, run(result, example, paths)
+        return outputs, run(result, example, paths)
     except Exception as error:
         raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
@@ -103,8 +103,10 @@ def by_parts(
     @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
-        made = dict(_tensors(replacements[module]()))
-        ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
+        double_tensors = dict(_tensors(replacements[module]()))
+        ready.update(
+            {id(tensor): double_tensors[name].detach() for name, tensor in _tensors(module) if name in double_tensors}
+        )
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
@@ -112,8 +114,8 @@ def by_parts(
         floats = {name: t for name, t in tensors_of_module.items() if t is not None and t.is_floating_point()}
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
-            made = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
-            _hold(module, name, tensor.data.double() if made is None else made)
+            double_tensor = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
+            _hold(module, name, tensor.data.double() if double_tensor is None else double_tensor)
 
     @_unseen
     def back(module: nn.Module, *_: object) -> None:
