@@ -161,8 +161,11 @@ class _GraphReader(NodeReader):
         inside = {path for block in blocks for path in block.norms}
         for node in self.nodes:
             if self.is_norm(node) and str(node.target) not in inside:
-                before, after = self.traced.depends(first, on=node), self.traced.depends(node, on=final)
-                role[str(node.target)] = "stem" if before else "head" if after else "other"
+                role[str(node.target)] = "other"
+                if self.traced.depends(first, on=node):
+                    role[str(node.target)] = "stem"
+                elif self.traced.depends(node, on=final):
+                    role[str(node.target)] = "head"
         for block in blocks:
             fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
             role.update(dict.fromkeys(fork_norms, "down" if block.skip == "projection" else "other"))

@@ -157,18 +157,17 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
 
 
 def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
-    """Adopt every further way that one of the user's batches takes, by an argument of its own or by its values.
-
-    Raises:
-        TraceError: the network does not run on one of them.
-    """
+    """Adopt every further way that one of the user's batches takes, by an argument of its own or by its values."""
     batches = [] if inputs is None else calling.batches(inputs)
     arguments = {batch.plain for batch in batches[:1]}
     for batch in batches[1:]:
         if batch.plain in arguments and not main.branches:
             continue
         arguments.add(batch.plain)
-        way = record_once(model, batch.on(calling.anchor(model).device))
+        try:
+            way = record_once(model, batch.on(calling.anchor(model).device))
+        except TraceError:  # the proof says what does not run
+            continue
         if all(_outline(way) != _outline(other) for other in (main, *main.alternatives)):
             main.add_alternative(way)
             main.remarks.append(f"{batch} takes another way than {batches[0]}; both were followed")
@@ -302,18 +301,12 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
     """
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
-            value: object = node.args[0]
+            values = [node.args[0]]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
-            first, second = node.args
-            value = (
-                second
-                if isinstance(first, float) and first == 1
-                else first
-                if isinstance(second, float) and second == 1
-                else None
-            )
+            values = [factor for factor in node.args if not (isinstance(factor, float) and factor == 1)]
         else:
             continue
+        value = values[0] if len(values) == 1 else None
         if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:
             node.replace_all_uses_with(value)
             outputs.setdefault(value, []).extend(outputs.pop(node, []))

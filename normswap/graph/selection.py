@@ -59,10 +59,12 @@ def patterns(options: Body) -> dict[str, list[str]]:
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []
-        listed = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        listed = list(value) if several else [value]
         if not all(isinstance(pattern, str) for pattern in listed):
             raise OptionError(f"{spelled(name, value)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
-        by_option |= {name: listed} if listed else {}
+        if listed:
+            by_option[name] = listed
     return by_option
 
 

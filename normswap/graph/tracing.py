@@ -144,7 +144,9 @@ class Traced:
         sources = inputs(node)
         if len(sources) == 2 and is_mul(node):
             first, second = sources
-            return first if self.depends(second, first) else second if self.depends(first, second) else None
+            if self.depends(second, first):
+                return first
+            return second if self.depends(first, second) else None
         return sources[0] if len(sources) == 1 else None
 
     def module(self, node: fx.Node) -> nn.Module | None:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError
 from normswap.layers import channel_norm, known_norms
+from normswap.layers.activations import keeps_forward
 from normswap.layers.known_norms import BatchNorm, Pair, Read, Statistics
 from normswap.layers.own import OwnLayer
 
@@ -176,8 +177,10 @@ def activation(module: nn.Module) -> nn.Module | None:
     if kind is None or not kind.activation:
         return None
     layers = [layer for layer in (getattr(module, "drop", None), getattr(module, "act", None)) if layer is not None]
-    layers = [layer for layer in layers if not isinstance(layer, nn.Identity)]
-    return nn.Sequential(*layers) if len(layers) > 1 else (layers[0] if layers else None)
+    layers = [layer for layer in layers if not keeps_forward(layer, (nn.Identity,))]
+    if len(layers) > 1:
+        return nn.Sequential(*layers)
+    return layers[0] if layers else None
 
 
 def copied_activation(module: nn.Module) -> nn.Module | None:

@@ -71,7 +71,9 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return watch.read, [(total // 2, total - total // 2) for total in totals]
-    sides = (0,) if padding == "valid" else padding if isinstance(padding, tuple | list) else (padding,)
+    if padding == "valid":
+        padding = 0
+    sides = padding if isinstance(padding, tuple | list) else (padding,)
     sides = tuple(sides) * (len(kernel) if len(sides) == 1 else 1)
     return watch.read, [(int(side), int(side)) for side in sides]
 

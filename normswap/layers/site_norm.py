@@ -107,6 +107,15 @@ class EmptyNorm(PlannedLayer):
         return new
 
 
+class FrozenBatchNorm(FrozenBatchNorm2d):
+    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, ...) to (N, C, ...)."""
+        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+        return x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
+
+
 class FrozenNorm(PlannedLayer):
     """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
 
@@ -117,7 +126,8 @@ class FrozenNorm(PlannedLayer):
         """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
         live = SiteNorm.replacing(old, like=like, **moments)
         count, eps = live.num_features, live.eps
-        new: Any = FrozenBatchNorm2d(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
+        kind = FrozenBatchNorm2d if isinstance(old, nn.BatchNorm2d) else FrozenBatchNorm
+        new: Any = kind(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
         new.to(live.weight)
         if live.act is not None:
             new.act = live.act

@@ -5,7 +5,8 @@ a correct fold is off by 1e-14 and a wrong eps by 1e-4. In half precision three 
 costs the source is allowed: itself in that precision against its float64 values. Where a source in float32 strays from
 its own float64 values by more than the tolerance (a chaotic network), four times that is allowed, and float64 decides.
 Where a change of its input in the last digit moves the source's output by more, a multiple of that is allowed, up to
-1e-8 in float64. Of several outputs each is measured by itself, and the worst counts.
+1e-8 in float64. Of several outputs each is measured by itself, and the worst counts; of labels, masks and counts, the
+share of entries that differ. The same must hold at ten times the scale of the input.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
 def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
     """The error at ten times the input's scale, if the source gives finite numbers there and it is not allowed."""
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
-    larger = source.calls[0].map(lambda t: _LARGER * t if t.is_floating_point() else t)
+    larger = _floats(source.calls[0], lambda t: _LARGER * t)
     try:
         outputs, _ = run(network, larger)
     except Exception:  # whatever the network raises
@@ -195,8 +196,17 @@ def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, 
     """By how much the source strays when its input changes in the last digit; asked only where that matters."""
     if error.relative_l2 <= (FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE):
         return 0.0
-    moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-    return _apart(precision, example.images, outputs, run(source, moved)[0])
+    return _apart(precision, example.images, outputs, run(source, _in_the_last_digit(example))[0])
+
+
+def _floats(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
+    """The example with its floating-point tensors changed."""
+    return example.map(lambda t: change(t) if t.is_floating_point() else t)
+
+
+def _in_the_last_digit(example: Example) -> Example:
+    """The example with every number changed in its last digit."""
+    return _floats(example, lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
 
 
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
@@ -213,12 +223,10 @@ def _rounding(source: Network, example: Example, outputs: Outputs, error: Error)
     generator = torch.Generator().manual_seed(source.seed)
 
     def moved(t: Tensor) -> Tensor:
-        if not t.is_floating_point():
-            return t
         signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
         return t * (1 + torch.finfo(t.dtype).eps * signs)
 
-    again = [_apart(precision, x, wide, run(source.module, example.map(moved))[0]) for _ in range(_MOVED)]
+    again = [_apart(precision, x, wide, run(source.module, _floats(example, moved))[0]) for _ in range(_MOVED)]
     few = sum(value.numel() for value in outputs.values()) < _FEW
     return max(off, max(again) if few else math.sqrt(sum(value * value for value in again) / _MOVED))
 
@@ -277,8 +285,8 @@ def compare_double(
         error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
     own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
-        moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-        own_change = _apart("float64", example.images, reference, outputs_double(source, moved))
+        again = outputs_double(source, _in_the_last_digit(example))
+        own_change = _apart("float64", example.images, reference, again)
     return Precise(error, reference, own_change)
 
 
