@@ -177,7 +177,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append(first)
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        sizes += [(channels, 32, 32), (3, 224, 224)]
+        sizes += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
     return list(dict.fromkeys(sizes))
@@ -214,6 +214,10 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return (module.num_features, *_SIDE[2])
     return None
+
+
+def _outputs(model: nn.Module) -> int:
+    return next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
 
 
 @torch.no_grad()
