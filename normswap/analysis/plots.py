@@ -52,14 +52,16 @@ def plot(curves: Curves, file: Path) -> Path:
 
 def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
     """Draw a quantity of `Point` for every network, on a logarithmic axis where the values ask for it."""
+    drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
+        values = [getattr(point, quantity) for point in points]
         # Each network's markers are smaller than those before, so that equal curves are all seen.
         axes.plot(
-            [point.depth for point in points], [getattr(point, quantity) for point in points], label=name,
-            color=COLOURS[i % len(COLOURS)], marker="o", markersize=max(3, 11 - 3 * i), fillstyle="none",
+            [point.depth for point in points], values, label=name, color=COLOURS[i % len(COLOURS)],
+            marker="o", markersize=max(3, 11 - 3 * i), fillstyle="none",
         )  # fmt: skip
-    values = [value for line in axes.get_lines() for value in line.get_ydata() if 0 < value < math.inf]
-    high, low = max(values, default=1.0), max(min(values, default=1.0), _FLOOR)
+        drawn += [value for value in values if 0 < value < math.inf]
+    high, low = max(drawn, default=1.0), max(min(drawn, default=1.0), _FLOOR)
     if high / low > _LOG_ABOVE:
         axes.set_yscale("log")
         axes.set_ylim(bottom=low / 1.6)

@@ -61,11 +61,6 @@ _KIM = {
     "embedding": (False, "the model's no_weight_decay() names it"),
     "vector": (False, "neither a weight nor a gamma; 1-D"),
 }
-_REASONS = {
-    "timm": ("more than one dimension", "at most one dimension, a bias, or named by no_weight_decay()"),
-    "all": ("everything decays", ""),
-    "weights-only": ("weights decay", "nothing but weights decays"),
-}
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,7 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
     decays = _decided(model, policy)
-    yes, no = _REASONS[policy]
-    return [Assignment(path, role, d := decays(path, role), yes if d else no) for path, role in named]
+    return [Assignment(path, role, decays(path, role), f"so says {policy}") for path, role in named]
 
 
 def param_groups(
@@ -175,9 +169,12 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
         owner = model.get_submodule(home)
         role = _own_role(owner, name, of_norms.get(home, "gamma_unknown"))
         if role is None:
-            named = any(fnmatch(path, pattern) for pattern in spared)
-            weight = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
-            role = "embedding" if named else "bias" if name.endswith("bias") else "weight" if weight else "vector"
+            is_matrix = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
+            role = "weight" if is_matrix else "vector"
+            if any(fnmatch(path, pattern) for pattern in spared):
+                role = "embedding"
+            elif name.endswith("bias"):
+                role = "bias"
         yield path, role
 
 

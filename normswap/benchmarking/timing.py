@@ -70,8 +70,10 @@ def run(
         `reason` says why; `error` is the relative L2 of its answers; times are in ms, the median and quartiles.
     """
     rows = compare(contenders, images, device)
-    timed = [(contender, contender.prepare(images), []) for contender, row in zip(contenders, rows, strict=True)
-             if row["status"] == "ok"]  # fmt: skip
+    timed: list[tuple[Contender, Tensor, list[float]]] = []
+    for contender, row in zip(contenders, rows, strict=True):
+        if row["status"] == "ok":
+            timed.append((contender, contender.prepare(images), []))
 
     def now() -> float:
         if device.type != "cpu":
@@ -114,10 +116,10 @@ def compare(contenders: Sequence[Contender], images: Tensor, device: torch.devic
             continue
         if first is None:
             first = answers
-        row["error"] = error = relative_l2(answers, contender.expected(first))
+        row["error"] = distance = relative_l2(answers, contender.expected(first))
         allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
-        if not error <= allowed:
-            reason = f"its answers differ by {error:.1e} (relative L2), allowed is {allowed:.0e}"
+        if not distance <= allowed:
+            reason = f"its answers differ by {distance:.1e} (relative L2), allowed is {allowed:.0e}"
             row |= {"status": "wrong", "reason": reason}
     return rows
 

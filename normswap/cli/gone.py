@@ -27,6 +27,7 @@ REMOVED = (
     Removed("--check", "schemes", "The pytest fixture `check_scheme` tries a scheme on small networks."),
     Removed("--side *", "spp", "Use --input-size C,H,W."),
     Removed("--each", "decay", "Use --json."),
+    Removed("--weight-decay|--layer-decay *", "decay", "normswap.param_groups takes it, and optim of a recipe."),
     Removed("--csv *", "spp", "Use --json."),
     Removed("--statistics *", "spp", "BatchNorms take the statistics of the batch with --weights random."),
     Removed("--asleep|--bare", "spp", "Name another network beside the first."),
@@ -55,6 +56,7 @@ REMOVED = (
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--max-restarts *", "finetune", "Use torchrun --max-restarts N ... finetune ... --resume auto."),
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
+    Removed("copy *", "recipes", "`normswap recipes show NAME > FILE` writes one to a file of your own."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
     Removed(
         "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."

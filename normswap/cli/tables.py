@@ -91,17 +91,6 @@ def facts(*pairs: tuple[str, object]) -> None:
     _print(grid, max(names) + 2 + max(words))
 
 
-def entry(name: str, lines: Iterable[str]) -> None:
-    """A name, and below it, set in, what there is to say about it."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    _print(Text(name, style="bold"))
-    for text in lines:
-        if text:
-            _print(Padding(Text(text), (0, 0, 0, 2)))
-
-
 def next_step(*words: object) -> None:
     """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
     print(f"next: normswap {shlex.join(map(str, words))}")  # to be copied: never broken

@@ -12,7 +12,7 @@ from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, pa
 from normswap.errors import NormswapError
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
-from normswap.layers.activations import IDENTITIES
+from normswap.layers.activations import is_identity
 
 _USUAL = (1e-5, 1e-3)  # torch's eps; TensorFlow's and Ultralytics'
 _CLEARLY, _FAR = 2.0, 0.01  # times nearer; nats of distance that chance does not make
@@ -142,7 +142,7 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
 
 def shared(case: Case) -> Iterator[Finding]:
     """One norm, or one tensor of statistics, for several places."""
-    twice = [site for site in case.sites if len(case.calls(site)) > 1]
+    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
     owners: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         buffer = getattr(site.module, "running_mean", None)
@@ -180,6 +180,6 @@ def in_a_row(case: Case) -> Iterator[Finding]:
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
     """Find the value that the call reads, past what does nothing in eval mode."""
     before = inputs(call)
-    while len(before) == 1 and isinstance(traced.module(before[0]), IDENTITIES):
+    while len(before) == 1 and is_identity(traced.module(before[0])):
         before = inputs(before[0])
     return before[0] if len(before) == 1 else None

@@ -24,7 +24,7 @@ SHORT = ("--seconds", "0.02", "--threads", "1")
 CPU = torch.device("cpu")
 IMAGES = torch.ones(4, 3, 2, 2)
 KEYS = {
-    "network", "form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "images_per_s",
+    "form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "images_per_s",
     "speedup",
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     assert main(["export", "skip", "-o", "a.onnx", *SIZE, "--normalize", "--softmax"]) == 0
     assert main(["export", "skip", "-o", "a.pt2", *SIZE]) == 0
     body = bench(capfd, "skip", "a.onnx", "a.pt2", *SIZE, "--batch-size", "2,1")
-    assert body["settings"]["sizes"] == {"skip": [3, 32, 32]}
+    assert body["settings"]["size"] == [3, 32, 32]
     found = [(row["form"], row["runtime"], row["batch"], row["status"]) for row in body["rows"]]
     forms = [
         ("original", "torch"), ("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2"),
@@ -110,6 +110,8 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     assert capfd.readouterr().out.splitlines()[-1] == "next: normswap evaluate a.onnx --data IMAGES"
     assert main(["bench", "demo", "a.onnx"]) == 2
     assert "takes images of 3x32x32: demo is timed on 3x64x64" in " ".join(capfd.readouterr().err.split())
+    assert main(["bench", "demo", "resnet18"]) == 2
+    assert "resnet18 is no exported file" in capfd.readouterr().err
 
 
 def test_a_wrong_folded_network_is_caught_and_one_that_is_refused_is_noted(

@@ -21,8 +21,7 @@ from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.training.assembly import Task
-from normswap.training.engine import TrainingRun
-from normswap.training.progress_records import TrainingProgress
+from normswap.training.engine import TrainingProgress, TrainingRun
 
 BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
     "data": {"augment": {"hflip": 0.5, "padding": 4, "mixup": 0.2, "erase": 0.2}},
@@ -214,7 +213,7 @@ def test_a_killed_worker_is_restarted_by_torchrun_and_continues(images: Path, tm
         ({"optim": {"lr": 0.02}}, "skipinit", r"optim.lr was 0.01, is 0.02"),
         ({"train": {"epochs": 3}}, "skipinit", r"train.epochs was 2.0, is 3.0"),
         ({"data": {"batch_size": 4}}, "skipinit", r"data.batch_size was 8, is 4"),
-        ({}, "fixup", r"the network is another; it was converted otherwise"),
+        ({}, "fixup", r"the network's hash was .*"),
     ],
 )
 def test_another_run_is_not_continued(
@@ -231,7 +230,7 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
     plan = recipe(images)
     train_until(4, network("skipinit"), plan, tmp_path / "out")
     others = write_images(tmp_path / "others", 5)
-    with pytest.raises(OptionError, match="the training images are others"):
+    with pytest.raises(OptionError, match="the images' was"):
         train(network("skipinit"), recipe(others), tmp_path / "out", resume="auto")
     with pytest.raises(OutputError, match=r'holds a run.*resume="auto"'):
         train(network("skipinit"), plan, tmp_path / "out")
@@ -260,24 +259,28 @@ def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None
     assert not (tmp_path / "broken_in").exists()
 
 
-def poisoned(at: set[int]) -> Any:
-    """The loop, with a NaN in the loss of these updates, each once."""
+def poisoned(at: set[int], *, weights: bool = False) -> Any:
+    """The loop, with a NaN in the loss of these updates, each once; or in a weight, after them."""
     original = TrainingRun._update
 
     def update(self: TrainingRun, batches: Any) -> None:
         original(self, batches)
         if self.at.update in at:
             at.discard(self.at.update)
-            self.sum += float("nan")
+            if weights:
+                next(self.task.raw.parameters()).data.view(-1)[0] = float("nan")
+            else:
+                self.sum += float("nan")
 
     return update
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at", "weights_too"), [(4, False), (5, True)], ids=["loss", "weights"])
+def test_what_is_not_finite_stops_and_names_the_last_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, weights_too: bool
 ) -> None:
-    monkeypatch.setattr(TrainingRun, "_update", poisoned({4}))
-    match = r"not finite at update 5 of 6.*last good checkpoint is .*out/last, of update 3"
+    monkeypatch.setattr(TrainingRun, "_update", poisoned({at}, weights=weights_too))
+    match = rf"not finite at update {at + 1} of 6.*last good checkpoint is .*out/last, of update 3"
     with pytest.raises(TrainingError, match=match):
         train(network("skipinit"), recipe(images), tmp_path / "out")
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/last").values())

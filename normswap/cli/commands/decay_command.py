@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.analysis.weight_decay import Assignment
 
 KEYS = (
-    "source, policy, groups (name, weight_decay, lr_scale, tensors, values), roles (role, decay, reason, tensors, "
-    "values), parameters (path, role, decay, reason), frozen (how many tensors)"
+    "source, policy, roles (role, decay, reason, tensors, values), parameters (path, role, decay, reason), frozen (how "
+    "many tensors)"
 )
 EXAMPLES = ("decay resnet50", "decay demo --policy timm")
 
@@ -44,39 +44,23 @@ def run(
     model: Model,
     *,
     policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only", help="Who decays.")] = "kim2022",
-    weight_decay: Annotated[float, typer.Option(min=0, metavar="X", help="Of those who do.")] = 1e-4,
-    layer_decay: Annotated[
-        float | None, typer.Option(metavar="X", show_default=False, help="Learning rate factor per layer, in (0, 1].")
-    ] = None,
     opening: OpeningByStructure,
     json: Json = False,
 ) -> int:
     """Show which parameters weight decay applies to, and why.
 
-    The groups are those of `normswap.param_groups`; kim2022 sorts the gammas by their place in the network (Kim et al.
-    2022), timm spares whatever is 1-D. --json lists every parameter.
+    `normswap.param_groups` makes the groups for an optimizer; kim2022 sorts the gammas by their place in the network
+    (Kim et al. 2022), timm spares whatever is 1-D. --json lists every parameter.
     """
     net = opening.open(model)
-    from normswap.analysis.weight_decay import param_groups, roles
+    from normswap.analysis.weight_decay import roles
 
     assignments = roles(net, policy)
     body = {
-        "source": model,
-        "policy": policy,
-        "groups": [
-            {
-                "name": group["name"],
-                "weight_decay": group["weight_decay"],
-                "lr_scale": group.get("lr_scale", 1.0),
-                "tensors": len(group["params"]),
-                "values": sum(parameter.numel() for parameter in group["params"]),
-            }
-            for group in param_groups(net, weight_decay, policy, layer_decay=layer_decay)
-        ],
-        "roles": _by_role(net, assignments),
+        "source": model, "policy": policy, "roles": _by_role(net, assignments),
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
-    }
+    }  # fmt: skip
     show(body, json, _print)
     return 0
 
@@ -94,8 +78,6 @@ def _by_role(model: nn.Module, assignments: Sequence[Assignment]) -> list[Body]:
 
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
-    columns = ("name", "tensors", "values", "weight_decay", "lr_scale")
-    table("Groups", columns, [[row[column] for column in columns] for row in body["groups"]], right=columns[1:])
     columns = ("role", "decay", "tensors", "values", "reason")
     table("Roles", columns, [[row[column] for column in columns] for row in body["roles"]], right=columns[2:4])
     next_step("finetune", body["source"], "--recipe", "RECIPE", "--data", "IMAGES")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.tables import entry, facts, few, listing, show
+from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
 _SAMPLES = 256  # images, unless --samples says more
@@ -47,6 +47,8 @@ def run(
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
-        lines = [row["evidence"], f"where: {few(row['paths'])}", f"sure: {row['certainty']}", f"cost: {row['cost']}"]
-        entry(f"fault: {row['name']}", [*lines, f"mend: {row['mend']}"])
+        facts(
+            ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"])),
+            ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]),
+        )  # fmt: skip
     listing("note", body["notes"])

@@ -9,7 +9,7 @@ import typer
 
 from normswap import schemes
 from normswap.cli.options import Json
-from normswap.cli.tables import entry, next_step, show
+from normswap.cli.tables import facts, next_step, show
 from normswap.errors import flag
 from normswap.plan import Body
 
@@ -50,6 +50,11 @@ def _print(bodies: Sequence[Body]) -> None:
         only = body["exact_only_with"]
         options = ", ".join(f"{flag(name)} (default {value})" for name, value in body["options"].items())
         needed = ", ".join(f"{flag(name)} {body['options'][name]}" for name in only)
-        exact = "no" if not body["exact"] else f"with {needed}" if only else "always"
-        entry(body["name"], (body["summary"], body["paper"], options and f"options: {options}", f"exact: {exact}"))
+        exact = "always" if body["exact"] else "no"
+        if only and body["exact"]:
+            exact = f"with {needed}"
+        facts(
+            ("scheme", body["name"]), ("", body["summary"]), ("paper", body["paper"]), ("options", options),
+            ("exact", exact),
+        )  # fmt: skip
     next_step("convert", "MODEL", "--to", bodies[0]["name"] if len(bodies) == 1 else "SCHEME")

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from normswap.cli import file_table, progress
+from normswap.cli.conversion_table import proof, verdict
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.naming import last_part
 from normswap.cli.options import Json, exported_file, open_model
-from normswap.cli.proof_table import proof, verdict
 from normswap.cli.tables import facts, next_step, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
-    from torch import nn
-
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
@@ -51,12 +49,11 @@ def run(
         raise OptionError(f"{' and '.join(asked)} without --against", "it says how that MODEL is opened")
     with progress.working(f"loading {directory}"):
         file = exported_file(str(directory))
-    if file is not None:
-        body = _of_file(file, against, images, opening)
-        show(body, json, _print_file)
-    else:
+    if file is None:
         body = _of_directory(directory, against, images, opening)
-        show(body, json, _print)
+    else:
+        body = _of_file(file, against, images, opening)
+    show(body, json, _print)
     return 0 if body["passed"] else 1
 
 
@@ -72,15 +69,18 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
 
         check_no_run(directory)
         result = devices.place(checkpoint.load(directory, trust_factory=opening.trust_factory), images.device)
+    name, data = against or reverification.recorded(result, directory), None
     if against:
-        name, source = against, opening.open(against, device=images.device)
+        source = opening.open(against, device=images.device)
     else:
-        name = reverification.recorded(result, directory)
-        source = _recorded(name, device=images.device, **reverification.how(result))
+        try:
+            source = open_model(name, device=images.device, **reverification.how(result))
+        except SourceError as error:
+            remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
+            raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
     with progress.working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
-    data = None
     if images.data is not None:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
@@ -90,15 +90,6 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
         "source_unchanged": None if against else reverification.unchanged(source, result),
         "report": summary.of_report(report), "data": data,
     }  # fmt: skip
-
-
-def _recorded(name: str, **how: Any) -> nn.Module:
-    """The source that a directory names, opened as it was then."""
-    try:
-        return open_model(name, **how)
-    except SourceError as error:
-        remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
-        raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -115,31 +106,29 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
     return {"directory": file.file, "against": against, "passed": figures.passed, "figures": asdict(figures)}
 
 
-def _print_file(body: Body) -> None:
-    figures = body["figures"]
-    off, allowed = small(figures["relative_l2"]), small(figures["tolerance"])
-    facts(
-        ("file", body["directory"]), ("against", body["against"]),
-        ("relative L2", f"{off}, allowed {allowed} ({figures['inputs']})"),
-        ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
-    )  # fmt: skip
-    print("passed" if body["passed"] else "FAILED: the file is not of this network")
-    if body["passed"]:
-        next_step("bench", body["against"], body["directory"])
-
-
 def _print(body: Body) -> None:
-    facts(("network", body["directory"]), ("against", body["against"]), ("result", verdict(body["report"])))
-    if body["source_unchanged"] is False:
-        print("warning: the source is not what it was: its tensors have another hash than when this was made")
-    proof(body["report"])
-    if data := body["data"]:
+    directory, against, figures = body["directory"], body["against"], body.get("figures")
+    facts(("compared", directory), ("against", against))
+    if figures:
+        allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
+        facts(
+            ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
+            ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
+        )  # fmt: skip
+    else:
+        facts(("result", verdict(body["report"])))
+        if body["source_unchanged"] is False:
+            print("warning: the source is not what it was: its tensors have another hash than when this was made")
+        proof(body["report"])
+    if data := body.get("data"):
         facts(
             ("images", data["count"]),
             ("top-1", f"{data['source']:.2f} % -> {data['result']:.2f} %" if "source" in data else None),
             ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
-    print("passed" if body["passed"] else "FAILED: the networks differ")
-    if body["passed"]:
-        next_step("export", body["directory"], "-o", f"{last_part(str(body['directory']))}.onnx")
+    print("passed" if body["passed"] else "FAILED: they differ")
+    if body["passed"] and figures:
+        next_step("bench", against, directory)
+    elif body["passed"]:
+        next_step("export", directory, "-o", f"{last_part(str(directory))}.onnx")
