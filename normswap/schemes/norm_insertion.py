@@ -56,9 +56,6 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     if affine.is_frozen(module):
         builder.settle(path, Outcome("frozen", "frozen already"))
-    elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
-        remedy = f"`{spelled('to', 'tune')}` keeps its statistics"
-        builder.refusals[path] = f"there is no frozen {type(module).__name__}; {remedy}"
     else:
         builder.replace(path, "FrozenNorm")
         builder.settle(path, Outcome("frozen", "frozen"))

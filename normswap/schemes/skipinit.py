@@ -22,6 +22,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
+from normswap.layers.activations import keeps_forward
 from normswap.layers.own import BranchScale, scales_branch
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
@@ -174,7 +175,9 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
         return
     if removed and scales_branch(old):
         args["fresh"] = True
-    builder.replacements[path] = Edit(path, layer, args, keep=not (removed or isinstance(old, nn.Identity | Vacant)))
+    builder.replacements[path] = Edit(
+        path, layer, args, keep=not (removed or keeps_forward(old, (nn.Identity, Vacant)))
+    )
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
