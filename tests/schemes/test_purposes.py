@@ -214,3 +214,18 @@ def test_without_copies_opacus_fails() -> None:
     model = normswap.convert(small("resnet18"), "skipinit", input_size=(3, 32, 32)).model
     with pytest.raises(RuntimeError, match="modified inplace"):
         GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+
+
+def test_the_way_back_stays_open() -> None:
+    """Folded, given norms, unfolded: a network made for a purpose is like any other."""
+    for arch in ("resnet18", "resnetv2_18"):
+        model = small(arch)
+        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        made = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 32, 32)).model
+        for to in ("folded", "batchnorm", "fixup", "unfold"):
+            back = normswap.convert(made, to, input_size=(3, 32, 32)).model
+            assert distance(run(model, x), run(back, x)) <= 1e-10
+            if to in ("batchnorm", "unfold"):
+                norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
+                         for net in (model, back)]  # fmt: skip
+                assert norms[0] == norms[1]
