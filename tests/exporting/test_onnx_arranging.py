@@ -16,9 +16,9 @@ from crossed import named, sampled
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
+from normswap.errors import quiet
 from normswap.exporting import onnx_arranging, onnx_file
 from normswap.exporting.settings import Quantization
-from normswap.models.weight_files import quiet
 
 
 class Calls(nn.Module):
