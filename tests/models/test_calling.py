@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.analysis.signal_propagation import signal
-from normswap.calibration import lockstep, share_of_fit
+from normswap.calibration import sequential_fit, share_of_fit
 from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
 from normswap.models import calling
@@ -40,7 +40,7 @@ def same(one: nn.Module, two: nn.Module) -> None:
 
 @functools.cache
 def plain(to: str, mirrored: int, **options: Any) -> Conversion:
-    """The fit on plain tensors, which every form is compared with, by `lockstep.MIRRORED` and options."""
+    """The fit on plain tensors, which every form is compared with, by `sequential_fit.MIRRORED` and options."""
     data = batches()
     return normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
 
@@ -55,10 +55,10 @@ def test_a_fit_is_that_of_plain_tensors(
 ) -> None:
     wrap, given = FORMS[form]
     if form == "two arguments":  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
-        monkeypatch.setattr(lockstep, "MIRRORED", 0)
+        monkeypatch.setattr(sequential_fit, "MIRRORED", 0)
         options = {**options, "steady": 0.0} if to == "groupnorm" else options
     data = batches()
-    wanted = plain(to, lockstep.MIRRORED, **options)
+    wanted = plain(to, sequential_fit.MIRRORED, **options)
     calibrate = [given(x) for x in data]
     done = normswap.convert(wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options)
     same(wanted.model, done.model)
