@@ -39,6 +39,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
     if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
+        remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
     return images
 

@@ -200,7 +200,7 @@ def test_public_names_are_listed() -> None:
 
 def test_pixels_as_bytes() -> None:
     bytes_ = torch.zeros(4, *SIZE, dtype=torch.uint8)
-    with pytest.raises(NormswapError, match=r"of type Tensor, torch.uint8. Give them as the network takes them"):
+    with pytest.raises(NormswapError, match=r"its types are: torch.uint8. Give them as the network takes them"):
         normswap.convert(network(), "groupnorm", input_size=SIZE, calibrate=[bytes_])
 
 
