@@ -44,6 +44,13 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     return images
 
 
+def _exact_options(chosen: Chosen) -> list[str]:
+    """The options with which the scheme keeps the function."""
+    words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
+    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    return [spelled(name, word) for name, word in exact]
+
+
 @dataclass(frozen=True)
 class Fitted:
     """The outcome of a fit.
