@@ -241,7 +241,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     exact = all(schemes.exact(step) for step in steps)
     precise = None
     if exact:
-        precise = comparison.compare_double(source, lambda: applying.in_double(source.module, steps))
+        precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
     fitted = [one.report for one in done if not one.report.exact]
     if len(fitted) == 1:  # the exact ones add nothing to it
