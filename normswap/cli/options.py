@@ -167,7 +167,7 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 def _sides(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise OptionError(f"--input-size {text}", "it is C,H,W of an image, as 3,224,224, or C,T of a series, as 4,6144")
+        raise OptionError(f"--input-size {text}", "it is C,H,W of an image (3,224,224), or C,T of a series (4,6144)")
     return tuple(int(part) for part in parts)
 
 
