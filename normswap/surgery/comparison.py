@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import VerificationError
+from normswap.errors import VerificationError, spelled
 from normswap.graph.anatomy import Block
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
@@ -135,12 +135,19 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if _passes(report.logits, report.tolerance if report.exact else None):
         remedy = "Give inputs that it has an answer to: `inputs=`"
         raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
+    if not report.exact:
+        remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
+        raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
+    doubles = [error for error in report.logits if error.precision == "float64"]
+    remedy = "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
+    if doubles and _passes(doubles, report.tolerance):
+        remedy = f"Nothing was written. In float64 it is right, so {precision} is what differs: convert model.double()"
     raise VerificationError(
         f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits ({precision})",
-        f"allowed: {report.tolerance[precision]:.0e}" if report.exact else "it is not finite",
-        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+        f"allowed: {report.tolerance[precision]:.0e}",
+        remedy,
     )
 
 
