@@ -28,15 +28,22 @@ from normswap.surgery.report import Error, Report
 from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
-_MOST64, _CONDITION = 1e-8, 32  # of float64 at most; how many times the source's own straying
-ROUNDING = 3  # times what half precision costs the source: ten networks under eight schemes were off by up to 2.1 times
-_MOVED = 8  # inputs that differ in the last digit, where one sample says too little about rounding
-_FEW = 8  # numbers in an output: of fewer, the error may be several times its mean, and the largest rounding counts
-_COARSE = 0.1  # of the output: where rounding alone costs more, half precision proves little
-_OF_ERROR = 0.1  # of a result's error: where two runs of the source are that far apart, the source is what differs
+# In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
+_MOST64, _CONDITION = 1e-8, 32
+# Three times what half precision costs the source is allowed: ten networks under eight schemes were off by up to 2.1.
+ROUNDING = 3
+# So many inputs that differ in the last digit are run where one sample says too little about rounding.
+_MOVED = 8
+# Of fewer numbers the error may be several times its mean, and the largest rounding counts.
+_FEW = 8
+# Where rounding alone costs more of the output, half precision proves little.
+_COARSE = 0.1
+# Where two runs of the source are this share of a result's error apart, the source is what differs.
+_OF_ERROR = 0.1
 # Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
 _LARGER = 10
-_HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
+# An input or a branch that moves the output by less proves nothing.
+_HARDLY = 1e-4
 
 
 def verify(
