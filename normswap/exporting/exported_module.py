@@ -8,17 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from normswap.exporting.signature import Signature
 from normswap.graph.node_reader import LINEAR
-from normswap.layers import affine
-from normswap.layers.own import OwnLayer
-
-T = TypeVar("T", bound=nn.Module)
 
 
 class Shipped(nn.Module):
@@ -135,23 +130,3 @@ class FileContents:
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
         count = len(self.example)
         return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)
-
-
-def as_convolutions(network: T) -> T:
-    """A copy whose remaining scales and shifts per channel are 1 x 1 depthwise convolutions.
-
-    ONNX Runtime keeps those in its blocked layout on the CPU, and fuses the activation that follows; a broadcast
-    multiplication or addition makes it convert the layout there and back (5 % of a resnetv2_50's time).
-    """
-    twin = copy.deepcopy(network)
-    for path, module in list(twin.named_modules()):
-        if not isinstance(module, OwnLayer) or not (module.AFFINE and module.PER_CHANNEL):
-            continue
-        scale, shift = module.as_affine()
-        dtype, act = next(module.parameters()).dtype, affine.activation(module)
-        conv = nn.Conv2d(len(shift), len(shift), 1, groups=len(shift), dtype=dtype).requires_grad_(False)
-        conv.weight.copy_(scale.view(-1, 1, 1, 1))
-        assert conv.bias is not None
-        conv.bias.copy_(shift)
-        twin.set_submodule(path, conv if act is None else nn.Sequential(conv, act))
-    return twin

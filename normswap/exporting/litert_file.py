@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from normswap.exporting import simpler_graph
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
 from normswap.exporting.settings import WHOLE_BITS, Quantization
 
@@ -47,7 +47,7 @@ def _converted(contents: FileContents) -> bytes:
     with silent():
         import litert_torch
 
-        network = simpler_graph.with_constants(contents, as_convolutions(contents.network))
+        network = simpler_graph.with_constants(contents)
         return bytes(litert_torch.convert(network, contents.example).model_content())
 
 

@@ -66,11 +66,8 @@ def recalibrate(
     if wanted.networks:
         return _restored(network, wanted, record)
     if not _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network has no BatchNorm with running statistics",
-            "and it does not say by itself what its layers gave before it was changed",
-            f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged",
-        )
+        remedy = f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged"
+        raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
     norms_of(network.module)
     done = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
@@ -87,12 +84,14 @@ def _keeps_statistics(model: nn.Module) -> bool:
 def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network keeps statistics of its own",
-            "its BatchNorms get those of the images without a reference",
-            f"Leave out '{spelled('against')}'",
-        )
-    bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
+        remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
+        raise RefusedError("the network keeps statistics of its own", remedy=remedy)
+    bare = tuple(
+        convert(reference, "folded", inputs=network.inputs, input_size=network.size, branches="keep").model
+        if any(affine.is_batchnorm(module) for module in reference.modules())
+        else reference
+        for reference in wanted.networks
+    )
     images = network.images
     assert images is not None
     step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
@@ -104,12 +103,6 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
     note = f"{what} per channel of {done.layers} layers, {done.images} images"
     lacking = f"{done.without_bias} layers have no bias: their means stay as they are"
     return Conversion(network.after(result), report, {}, (note, lacking) if done.without_bias else (note,))
-
-
-def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
-    if not any(affine.is_batchnorm(module) for module in reference.modules()):
-        return reference
-    return convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep").model
 
 
 def _without_broken_statistics(model: nn.Module) -> tuple[nn.Module, list[str]]:
