@@ -79,9 +79,9 @@ def measured(case: Case) -> list[Drift]:
         return []
     drifts = []
     for site in case.sites:
-        if site.mean is None or site.var is None or any(site.path not in part for part in parts):
+        if site.mean is None or site.var is None or any(site.path not in estimate for estimate in parts):
             continue
-        means, variances = (torch.stack([part[site.path][i] for part in parts]) for i in (0, 1))
+        means, variances = (torch.stack([estimate[site.path][i] for estimate in parts]) for i in (0, 1))
         shifts, ratios = _compared(site, means, variances)
         (mean, error), (log_var, log_error) = _typical(shifts), _typical(ratios)
         drifts.append(Drift(site, mean, error, log_var, log_error, (means.mean(0), variances.mean(0))))

@@ -99,9 +99,9 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
         stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
         tensor.CopyFrom(stored)
         casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))
-    rest = list(graph.node)
+    other_nodes = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*casts, *rest])
+    graph.node.extend([*casts, *other_nodes])
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:

@@ -102,10 +102,10 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
         if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         form = _form(node)
-        read = [one for one in node.all_input_nodes if one not in form]
-        if _writes(node) and any(one in constants for one in read):
+        read = [argument for argument in node.all_input_nodes if argument not in form]
+        if _writes(node) and any(argument in constants for argument in read):
             return {}
-        if all(one in constants for one in read):
+        if all(argument in constants for argument in read):
             values: dict[fx.Node, Argument] = {**form, **constants}
             constants[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
     return constants
@@ -118,15 +118,15 @@ def _writes(node: fx.Node) -> bool:
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
     """The argument of which a node reads no more than shape and dtype, as a tensor of those."""
     place = _FORM.get(node.target)
-    one = None if place is None else node.args[place]
-    if not isinstance(one, fx.Node):
+    argument = None if place is None else node.args[place]
+    if not isinstance(argument, fx.Node):
         return {}
-    return {one: torch.empty(one.meta["val"].shape, dtype=one.meta["val"].dtype)}
+    return {argument: torch.empty(argument.meta["val"].shape, dtype=argument.meta["val"].dtype)}
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
     """Arguments with these values in the places of nodes."""
-    return fx.node.map_arg(args, lambda one: values.get(one, one))
+    return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
 def _as_slices(node: fx.Node) -> None:
@@ -139,7 +139,7 @@ def _as_slices(node: fx.Node) -> None:
         return
     source, order = node.all_input_nodes[0], list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
-        order = [one % len(order) for one in cast(list[int], source.args[1])]
+        order = [dim % len(order) for dim in cast(list[int], source.args[1])]
         source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
@@ -148,14 +148,16 @@ def _as_slices(node: fx.Node) -> None:
     *outer, length = tensor.meta["val"].shape
     if sizes[:axis] != outer:
         return
-    width, rest = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
-    turned = [one - (one > axis) for one in order if one != axis]
+    width, other_sizes = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
+    turned = [dim - (dim > axis) for dim in order if dim != axis]
     call = node.graph.call_function
     for user, index in picked.items():
         start = index % sizes[axis] * width
         with node.graph.inserting_before(user):
-            part = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
-            user.replace_all_uses_with(call(_ATEN.permute.default, (call(_ATEN.reshape.default, (part, rest)), turned)))
+            section = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
+            user.replace_all_uses_with(
+                call(_ATEN.permute.default, (call(_ATEN.reshape.default, (section, other_sizes)), turned))
+            )
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
