@@ -15,8 +15,8 @@ import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, OutputError, first_line
-from normswap.models import hub, timm_models, weight_files
+from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet
+from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES
@@ -75,7 +75,7 @@ def push(
     ]
     api, commit_message = client.HfApi(), message or f"{folder.name}, converted by normswap"
     try:
-        with weight_files.quiet():
+        with quiet():
             api.create_repo(repo, private=private, exist_ok=True)
             commit = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:

@@ -63,5 +63,5 @@ def show_one(
 
     text = recipe_files.text(name)
     body = {"name": name, "text": text, "recipe": recipe_files.load_recipe(name).model_dump(mode="json")}
-    show(body, json, lambda found: print(found["text"], end=""))
+    show(body, json, lambda body: print(body["text"], end=""))
     return 0
