@@ -80,12 +80,10 @@ class Shipped(nn.Module):
                 module.register_forward_hook(lambda _module, _args, output: _halved(output))
         return self.around(twin)
 
-    def prepared(self, images: Tensor) -> Tensor:
-        """The network's input, in float32."""
-        return images if self.mean is None or self.std is None else (images - self.mean) / self.std
-
     def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
-        inputs = self._cast((self.prepared(images), *others), self.dtype)
+        if self.mean is not None and self.std is not None:
+            images = (images - self.mean) / self.std
+        inputs = self._cast((images, *others), self.dtype)
         answers = self._cast(self.signature.call(self.network, inputs), torch.float32)
         if len(answers) > 1:
             return answers

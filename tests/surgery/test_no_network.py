@@ -129,8 +129,6 @@ VERBS: dict[str, Callable[[Any], object]] = {
 
 OTHERS: dict[str, tuple[Callable[..., object], list[str]]] = {
     "a recipe's name": (lambda: normswap.finetune(network(), cast(Any, "skipinit"), "run"), ["load_recipe"]),
-    "another option": (lambda: normswap.export(network(), "net.onnx", **cast(Any, {"precision": "fp16"})),
-                       ["no option precision", "dtype"]),
     "no class": (lambda: normswap.register_norm(cast(Any, 3)), ["a class of norms is wanted, not 3"]),
     "no plan": (lambda: normswap.Plan.from_json("[1]", "p.json"), ["p.json is no plan", "list"]),
 }  # fmt: skip
