@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.errors import TraceError
+from normswap.errors import OptionError, TraceError
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.request import Batches, ExportRequest
-from normswap.exporting.settings import FileSettings
+from normswap.exporting.settings import FileOptions, FileSettings
 from normswap.layers import affine, reparametrized
 from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
@@ -27,6 +28,9 @@ from normswap.storage import atomic_write
 from normswap.surgery import carrying_out, conversion
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
@@ -83,15 +87,8 @@ def export(
     inputs: Inputs = None,
     images: Batches | None = None,
     calibrate: Batches | None = None,
-    format: str | None = None,
-    dtype: str = "fp32",
-    dynamic_batch: bool = False,
-    input_size: Sequence[int] | None = None,
-    normalize: bool = False,
-    softmax: bool = False,
-    weight_bits: int | None = None,
-    force: bool = False,
     log: Callable[[str], None] = lambda line: None,
+    **options: Unpack[FileOptions],
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as a file for another runtime, or as one with another beside it.
 
@@ -108,17 +105,8 @@ def export(
             default smooth noise. The cost of int8 is measured on them, so there they have to be given. With `inputs`:
             batches of such inputs, by default those.
         calibrate: for int8: other batches, which set the ranges.
-        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default the one that the file's ending says.
-        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32: in bf16 more than 1
-            answer in 1000 would change; int8, by the runtime's own quantizer.
-        dynamic_batch: any number of images at a time, else one.
-        input_size: (C, H, W); by default the size the network was made for.
-        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
-        softmax: the file answers with probabilities.
-        weight_bits: of int8: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits (x64 with
-            VNNI, ARM with dot products); by default the fewest that the format has.
-        force: replace a file that exists.
         log: called with what is going on.
+        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, weight_bits, force.
 
     Returns:
         The file, its sidecar, and how far it is from the source.
@@ -129,9 +117,12 @@ def export(
         TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
         VerificationError: the file computes something else than `model`. Nothing was written.
     """
-    start, file = time.perf_counter(), Path(path)
-    settings = FileSettings(format, dtype, dynamic_batch, input_size, normalize, softmax, weight_bits, force)
-    form = formats.check(file, settings)
+    if unknown := sorted(options.keys() - FileOptions.__annotations__.keys()):
+        raise OptionError(
+            f"export has no option {', '.join(unknown)}", f"there are {', '.join(FileOptions.__annotations__)}"
+        )
+    start, settings, file = time.perf_counter(), FileSettings(**options), Path(path)
+    form, dtype = formats.check(file, settings), settings.dtype
     request = ExportRequest.of(model, file, form, inputs, settings)
     how = request.quantization(calibrate, images)
     request, answers = request.answered()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,20 @@ SAFE_BITS, WHOLE_BITS = 7, 8
 
 @dataclass(frozen=True)
 class FileSettings:
-    """How a file is to be written, as `exporter.export` is told."""
+    """How a file is to be written.
+
+    Args:
+        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default the one that the file's ending says.
+        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32: in bf16 more than 1
+            answer in 1000 would change; int8, by the runtime's own quantizer.
+        dynamic_batch: any number of images at a time, else one.
+        input_size: (C, H, W); by default the size the network was made for.
+        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
+        softmax: the file answers with probabilities.
+        weight_bits: of int8: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits (x64 with
+            VNNI, ARM with dot products); by default the fewest that the format has.
+        force: replace a file that exists.
+    """
 
     format: str | None = None
     dtype: str = "fp32"
@@ -26,6 +39,19 @@ class FileSettings:
     softmax: bool = False
     weight_bits: int | None = None
     force: bool = False
+
+
+class FileOptions(TypedDict, total=False):
+    """The same as keywords."""
+
+    format: str | None
+    dtype: str
+    dynamic_batch: bool
+    input_size: Sequence[int] | None
+    normalize: bool
+    softmax: bool
+    weight_bits: int | None
+    force: bool
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ VERBS: dict[str, Callable[[Any], object]] = {
 
 OTHERS: dict[str, tuple[Callable[..., object], list[str]]] = {
     "a recipe's name": (lambda: normswap.finetune(network(), cast(Any, "skipinit"), "run"), ["load_recipe"]),
+    "another option": (lambda: normswap.export(network(), "net.onnx", **cast(Any, {"precision": "fp16"})),
+                       ["no option precision", "dtype"]),
     "no class": (lambda: normswap.register_norm(cast(Any, 3)), ["a class of norms is wanted, not 3"]),
     "no plan": (lambda: normswap.Plan.from_json("[1]", "p.json"), ["p.json is no plan", "list"]),
 }  # fmt: skip
@@ -153,7 +155,7 @@ def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: p
 
 
 PYTHON: list[tuple[Any, dict[str, Any], str]] = [
-    ("nf", {}, '`calibrate=DATA` .*`mean="keep"`'),
+    ("nf", {}, '`calibrate=DATA` .*`calibrate="synthetic"`'),
     ("groupnorm", {"groups": 0}, "groups=0 is not"),
     ("groupnorm", {"groups": 2, "group_size": 4}, "groups= and group_size="),
     ("folded", {"only": "layer9"}, 'only="layer9" names no norm'),
@@ -198,7 +200,7 @@ def test_public_names_are_listed() -> None:
 
 def test_pixels_as_bytes() -> None:
     bytes_ = torch.zeros(4, *SIZE, dtype=torch.uint8)
-    with pytest.raises(NormswapError, match=r"of type Tensor, torch.uint8. Give them as the network takes them"):
+    with pytest.raises(NormswapError, match="floating-point"):
         normswap.convert(network(), "groupnorm", input_size=SIZE, calibrate=[bytes_])
 
 
