@@ -35,7 +35,6 @@ def recalibrate(
     means_only: bool = False,
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
-    seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
@@ -63,7 +62,7 @@ def recalibrate(
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
-    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
+    network = Network.of(model, inputs=inputs, size=input_size, calibrate=batches, progress=progress)
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
         return _restored(network, references, means_only, record)
