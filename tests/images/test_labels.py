@@ -15,8 +15,7 @@ from torch import nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import SourceError
-from normswap.images.datasets import image_record, make_loader
-from normswap.images.labels import Outputs, label_map
+from normswap.images.datasets import Outputs, image_record, label_map, make_loader
 from normswap.storage.checkpoint import open_model
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
