@@ -178,7 +178,11 @@ def open_images(
     names = _names(dataset)
     outputs: dict[int, int] = {}
     if names and labelled is not False:
-        outputs, note = label_map(names, Outputs.of(record), data, needed=labelled is True)
+        class_names = record.get("label_names") or []
+        if isinstance(class_names, Mapping):
+            class_names = class_names.values()
+        classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
+        outputs, note = label_map(names, classes, data, needed=labelled is True)
         notes += [note] if note else []
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
@@ -347,12 +351,6 @@ class Outputs:
 
     count: int | None = None
     names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Outputs:
-        """Read a network's record (`datasets.image_record`)."""
-        names = record.get("label_names") or []
-        return cls(record.get("num_classes"), tuple(map(str, names.values() if isinstance(names, Mapping) else names)))
 
 
 def label_map(
