@@ -166,8 +166,8 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 
 def _sides(text: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise OptionError(f"--input-size {text}", "it is C,H,W, for instance 3,224,224")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise OptionError(f"--input-size {text}", "it is C,H,W of an image (3,224,224), or C,T of a series (4,6144)")
     return tuple(int(part) for part in parts)
 
 

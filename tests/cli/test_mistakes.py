@@ -129,7 +129,7 @@ EARLY: list[Mistake] = [
     ("output exists", text("out", b""), CONVERT, ("out is a file",)),
     ("weights of no architecture", text("w.pth", b"x"), ("inspect", "w.pth"), ("holds weights only", "--arch NAME")),
     ("no weights by its name", text("a.md", b"x"), ("inspect", "a.md"), ("a.md holds weights only, or is no MODEL",)),
-    ("size of two", None, ("inspect", "demo", "--input-size", "3,64"), ("--input-size 3,64", "C,H,W")),
+    ("no size", None, ("inspect", "demo", "--input-size", "3,x"), ("--input-size 3,x", "C,H,W")),
     ("mean of bytes", None, ("evaluate", "demo", "--data", "demo", "--image-mean", "123,116,103"),
      ("mean 123,116,103", "0..1", "divided by 255")),
     ("options of no source", None, ("verify", "demo", "--weights", "random", "--arch", "x"),
