@@ -19,7 +19,7 @@ from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
 from normswap.models import kinds
-from normswap.models.hub_config import Cfg
+from normswap.models.hub import Cfg
 from normswap.models.preprocessing import for_size
 from normswap.plan import Body
 from normswap.provenance import Provenance
