@@ -34,7 +34,6 @@ def recalibrate(
     against: nn.Module | Sequence[nn.Module] = (),
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
-    seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
@@ -63,16 +62,13 @@ def recalibrate(
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
-    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
+    network = Network.of(model, inputs=inputs, size=input_size, calibrate=batches, progress=progress)
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
         return _restored(network, references, means_only, record)
     if not _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network has no BatchNorm with running statistics",
-            "and it does not say by itself what its layers gave before it was changed",
-            f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged",
-        )
+        remedy = f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged"
+        raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
     norms_of(network.module)
     done = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
@@ -89,11 +85,8 @@ def _keeps_statistics(model: nn.Module) -> bool:
 def _restored(network: Network, references: Sequence[nn.Module], means_only: bool, record: Body) -> Conversion:
     """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network keeps statistics of its own",
-            "its BatchNorms get those of the images without a reference",
-            f"Leave out '{spelled('against')}'",
-        )
+        remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
+        raise RefusedError("the network keeps statistics of its own", remedy=remedy)
     bare = tuple(_without_norms(reference, network) for reference in references)
     images = network.images
     assert images is not None
