@@ -25,8 +25,8 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
 
 
 @dataclass(frozen=True)
-class Stated:
-    """How a network wants its images, where it does not say so itself, or says something else."""
+class ImageOpening(Opening):
+    """How a MODEL that reads images is opened, and how it wants them where it does not say so itself."""
 
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[str | None, typer.Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")] = None
@@ -39,7 +39,7 @@ class Stated:
     )
 
     def stated(self) -> Preprocessing:
-        """The record of it.
+        """What the options say of its images.
 
         Raises:
             OptionError: no image can be prepared so.
@@ -54,11 +54,6 @@ class Stated:
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
-
-
-@dataclass(frozen=True)
-class ImageOpening(Stated, Opening):
-    """How a MODEL that reads images is opened."""
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """See `Opening.open`."""

@@ -16,7 +16,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.errors import OptionError, flag
-from normswap.models import source_names
+from normswap.models import kinds, source_names
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -184,3 +184,15 @@ def _scalar(text: str) -> Value:
     except (ValueError, SyntaxError):
         return text
     return value
+
+
+def last_part(name: str) -> str:
+    """The name of a network: the last part of its source."""
+    prefix, _, after = name.partition(":")
+    has_prefix = prefix in kinds.prefixes()
+    path = Path(after if has_prefix else name)
+    if path.is_dir():
+        return path.resolve().name
+    if path.is_file():
+        return path.stem
+    return Path(after.partition("@")[0] if has_prefix else name).name.replace(":", "-")

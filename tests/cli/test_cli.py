@@ -23,8 +23,7 @@ from normswap import demo_files
 from normswap.cli import commands, gone
 from normswap.cli.app import load, main
 from normswap.cli.commands import schemes_command
-from normswap.cli.naming import last_part
-from normswap.cli.options import parse
+from normswap.cli.options import last_part, parse
 from normswap.plan import VERSION
 from normswap.storage import checkpoint
 from normswap.training import recipe_files

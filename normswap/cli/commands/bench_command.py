@@ -54,8 +54,7 @@ def run(
     batches = [text.strip() for text in batch_size.split(",")]
     if not all(batch.isdecimal() and int(batch) for batch in batches):
         raise OptionError(f"--batch-size {batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8")
-    with progress.stages() as say:
-        say(f"opening {model}")
+    with progress.working(f"opening {model}") as say:
         import torch
 
         from normswap.benchmarking import timing

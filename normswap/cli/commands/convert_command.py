@@ -12,8 +12,7 @@ import typer
 from normswap import schemes
 from normswap.cli import conversion_table, progress
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Device, Force, Json, Model, output_option
+from normswap.cli.options import Device, Force, Json, Model, last_part, output_option
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan

@@ -22,9 +22,9 @@ def run(json: Json = False) -> int:
 
     Offline, in seconds. The exit code is 1 if any figure disagrees.
     """
-    with progress.working("starting"):
+    with progress.working("starting") as say:
         from normswap.reporting import demo
-    with progress.stages() as say:
+
         result = demo.run(say)
     show(asdict(result), json, _print)
     return 0 if result.passed else 1

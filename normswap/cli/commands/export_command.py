@@ -40,12 +40,10 @@ class Written:
 
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
     format: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
+        str | None, typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]")
     ] = None
     dtype: Annotated[
-        str,
-        typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone."),
+        str, typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")
     ] = "fp32"
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
@@ -130,10 +128,10 @@ def run(
     if quantized != (int8.calibrate is not None):
         missing, needless = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else needless)
-    with progress.working("starting"):
-        from normswap.exporting import exporter
     net = opening.open(model, device=images.device)
-    with progress.stages(plain=quantized) as log:
+    with progress.working("exporting", plain=quantized) as log:
+        from normswap.exporting import exporter
+
         calibrate, loader = None, None
         if quantized:
             calibrate, loader = int8.parts(images, net)

@@ -12,8 +12,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
-from normswap.cli.naming import last_part
-from normswap.cli.options import Device, Json
+from normswap.cli.options import Device, Json, last_part
 from normswap.cli.tables import next_step, show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body

@@ -11,8 +11,7 @@ import typer
 from normswap.cli import progress
 from normswap.cli.conversion_table import proof
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Force, Json, Model, open_model, output_option
+from normswap.cli.options import Force, Json, Model, last_part, open_model, output_option
 from normswap.cli.tables import facts, next_step, show
 from normswap.errors import OptionError
 from normswap.plan import Body

@@ -42,8 +42,7 @@ def run(
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
     check_writable(file, force=force)
-    with progress.stages() as say:
-        say("starting")
+    with progress.working("starting") as say:
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
 

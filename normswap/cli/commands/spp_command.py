@@ -13,8 +13,7 @@ import typer
 from normswap.analysis import plots
 from normswap.cli import progress
 from normswap.cli.image_options import Images
-from normswap.cli.naming import label, last_part
-from normswap.cli.options import Force, Json, Opening, output_option
+from normswap.cli.options import Force, Json, Opening, last_part, output_option
 from normswap.cli.tables import next_step, show, table, written
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -85,7 +84,9 @@ def run(
     for source in models:
         torch.manual_seed(seed)
         model = opening.open(source, device=images.device)
-        name = label(last_part(source), curves)
+        name = last_part(source)
+        if name in curves:
+            name = f"{name} ({len(curves) + 1})"
         batches, inputs[name] = images.batches(model, seed)
         with progress.working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)

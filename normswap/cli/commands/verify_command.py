@@ -11,8 +11,7 @@ import typer
 from normswap.cli import file_table, progress
 from normswap.cli.conversion_table import proof, verdict
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Json, exported_file, open_model
+from normswap.cli.options import Json, exported_file, last_part, open_model
 from normswap.cli.tables import facts, next_step, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
