@@ -198,26 +198,26 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     """Return the gamma's role of every norm, or of the norm that once stood there, by module path."""
     twin = _with_its_norms(model)
     try:
-        seen = (network if network is not None and twin is model else Network(twin)).anatomy
+        anatomy = (network if network is not None and twin is model else Network(twin)).anatomy
     except TraceError:
         return {}
-    gammas = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
-    for block in seen.blocks:
+    gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
+    for block in anatomy.blocks:
         for path in block.norms:
-            if is_at_each_position(seen.traced.modules[path]) and gammas[path] == "gamma_last":
-                gammas[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
+            if is_at_each_position(anatomy.traced.modules[path]) and gammas[path] == "gamma_last":
+                gammas[path] = "gamma_last" if _ends_in(path, block, anatomy) else "gamma_other"
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
     return gammas | {conv: gammas[norm] for conv, norm in _tuned(model) if norm in gammas}
 
 
-def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
+def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
     """Tell whether no linear layer stands between the norm and the residual sum."""
     node: fx.Node | None = block.branch
     while node is not None and str(node.target) != path:
-        if isinstance(seen.traced.module(node), LINEAR):
+        if isinstance(anatomy.traced.module(node), LINEAR):
             return False
-        node = seen.traced.main_input(node)
+        node = anatomy.traced.main_input(node)
     return node is not None
 
 

@@ -39,8 +39,8 @@ class CommandGroup(typer.core.TyperGroup):
         self.commands = {name: typer.core.TyperCommand(name, help=said) for name, said in commands.SUMMARIES.items()}
 
     def resolve_command(self, ctx: Clicks, args: list[str]) -> Clicks:
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, load(str(name)), rest
+        name, _, arguments = super().resolve_command(ctx, args)
+        return name, load(str(name)), arguments
 
     def get_help_option(self, ctx: Clicks) -> Clicks:
         """Say that a --help that is not given is false; typer imports pydantic to find that out, in 0.1 s."""

@@ -165,10 +165,10 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 
 
 def _sides(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
+    sides = text.split(",")
+    if len(sides) != 3 or not all(side.strip().isdecimal() and int(side) for side in sides):
         raise OptionError(f"--input-size {text}", "it is C,H,W, for instance 3,224,224")
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, sides))
 
 
 def parse(text: str) -> Value | list[Value]:

@@ -12,10 +12,7 @@ from normswap.cli.options import Json, Model, Opening
 from normswap.cli.tables import facts, listing, show, table
 from normswap.plan import Body
 
-KEYS = (
-    "source, batch_size, private, deploy, choose (scheme, why, command, exact: whether the function is kept), others "
-    "(the same of each), refused (scheme: why)"
-)
+KEYS = "source, batch_size, private, deploy, choose (scheme, why, command, exact), others, refused (scheme: why)"
 EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.models.calling import Example
 
 KEYS = (
-    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
+    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low and ms_high: "
     "quartiles, images_per_s, speedup: over the first row), settings, notes"
 )
 EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")

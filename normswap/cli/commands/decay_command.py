@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
 
     from normswap.analysis.weight_decay import Assignment
 
-KEYS = (
-    "source, policy, roles (role, decay, reason, tensors, values), parameters (path, role, decay, reason), frozen (how "
-    "many tensors)"
-)
+KEYS = "source, policy, roles, parameters (path, role, decay, reason), frozen (how many tensors)"
 EXAMPLES = ("decay resnet50", "decay demo --policy timm")
 
 

@@ -11,10 +11,7 @@ from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
 _SAMPLES = 256  # images, unless --samples says more
-KEYS = (
-    "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend; "
-    "the root of the trouble first)"
-)
+KEYS = "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend)"
 EXAMPLES = ("doctor demo", "doctor demo --data demo")
 
 

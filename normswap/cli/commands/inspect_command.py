@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from normswap.cli import file_table, progress
+from normswap.cli import progress, result_tables
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import network, next_step, show, span, table
 from normswap.plan import Body
 
 KEYS = (
     "source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts by class), roles "
-    "(counts), blocks (path, stage, skip, order, tail, norms, last, gate, drop_path, alpha), sites (one per norm: "
-    "path, class, channels, role, block, mean, std: the smallest and largest of any channel, folding, refused), "
-    "refusals (path, reason); of an exported file: source, format, bytes, nodes (operators by kind), metadata (noted "
-    "inside it), sidecar (FILE.preprocess.json)"
+    "(counts), blocks, sites (one per norm), refusals (path, reason); of an exported file: source, format, bytes, "
+    "nodes (operators by kind), metadata (noted inside it), sidecar (FILE.preprocess.json)"
 )
 EXAMPLES = ("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10")
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
@@ -33,7 +31,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
         file = exported_file(model)
         described = None if file is None else file.described()
     if described is not None:
-        show(described, json, file_table.described)
+        show(described, json, result_tables.described)
         return 0
     net = opening.open(model)
     from normswap.analysis import summary

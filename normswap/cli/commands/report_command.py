@@ -20,8 +20,7 @@ from normswap.storage import atomic_write, network_folder
 KEYS = (
     "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
     "(histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded or nothing), "
-    "notes, signal (of before and after, a point per block), signal_inputs, accuracy, findings (of the doctor, on the "
-    "norms of the network before, or else of the result)"
+    "notes, signal (a point per block), signal_inputs, accuracy, findings (of the doctor)"
 )
 EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 

@@ -21,10 +21,7 @@ from normswap.storage import atomic_write
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
 
-KEYS = (
-    "curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance), inputs "
-    "(what each network was run on), files"
-)
+KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"
 EXAMPLES = ("spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png")
 _COLUMNS = ("block", "squared mean", "variance", "branch variance", "added variance")
 _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_variance")
