@@ -21,7 +21,7 @@ decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 202
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -87,8 +87,13 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
-    decays = _decided(model, policy)
-    return [Assignment(path, role, decays(path, role), f"so says {policy}") for path, role in named]
+    if policy == "timm":
+        groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
+        decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    else:
+        decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role == "weight"}
+    reason = f"so says {policy}"
+    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, reason) for path, role in named]
 
 
 def param_groups(
@@ -143,16 +148,6 @@ def param_groups(
                 groups[key]["lr_scale"] = scale
         groups[key]["params"].append(parameter)
     return list(groups.values())
-
-
-def _decided(model: nn.Module, policy: str) -> Callable[[str, str], bool]:
-    if policy == "all":
-        return lambda path, role: True
-    if policy == "weights-only":
-        return lambda path, role: role == "weight"
-    groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-    return lambda path, role: id(model.get_parameter(path)) in decayed
 
 
 def _spared(model: nn.Module) -> tuple[str, ...]:

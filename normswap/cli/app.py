@@ -65,22 +65,11 @@ def load(name: str) -> Clicks:
     return typer.main.get_command(single)
 
 
-_START = """\
-normswap moves a pretrained vision network to another normalization scheme
-and keeps the function it learned.
-
-  normswap demo                         the whole way on a small network
-  normswap inspect demo                 its blocks and norms (or: resnet50 ...)
-  normswap advise demo --batch-size 2   which scheme to choose, and why
-  normswap convert demo --to skipinit   another scheme (normswap schemes)
-  normswap export demo -o demo.onnx     no norm left, checked in ONNX Runtime
-
-normswap --help lists all commands, normswap COMMAND --help what one takes."""
-
 app = typer.Typer(
     name="normswap",
     cls=CommandGroup,
-    help="Move a pretrained vision network to another normalization scheme, keeping the function it learned.",
+    help="Move a pretrained vision network to another normalization scheme, keeping the function it learned. "
+    "Begin with `normswap demo`, then `normswap convert demo --to skipinit`.",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings=_SETTINGS,
@@ -94,12 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         with _quiet(), command_line():
-            if not arguments:
-                print(_START)
-                return 0
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
-            result = app(arguments, prog_name="normswap", standalone_mode=False)
+            result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
         return _fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]

@@ -46,6 +46,7 @@ REMOVED = (
     Removed("--per-tensor", "export", "Weights have a step per output channel, which costs less."),
     Removed("--max-drop *", "export", "What int8 loses is printed, and written into FILE.preprocess.json."),
     Removed("--rounds *", "bench", "Use --seconds."),
+    Removed("--threads *", "bench", "Set OMP_NUM_THREADS."),
     Removed("--runtime *", "bench", "Name exported files after MODEL: each runs in its own runtime."),
     Removed("--precision|--dtype *", "bench", "Export the file with --precision, and name it after MODEL."),
     Removed("--channels-last", "bench", "Networks are timed in PyTorch's own layout."),

@@ -114,11 +114,7 @@ def test_another_mistake_is_not_taken_for_something_removed() -> None:
 
 def test_no_command_shows_where_to_begin(capfd: Capture) -> None:
     assert main([]) == 0
-    out = capfd.readouterr().out
-    begin = [shlex.split(line.partition("   ")[0]) for line in out.splitlines() if line.startswith("  normswap ")]
-    assert [words[1] for words in begin] == ["demo", "inspect", "advise", "convert", "export"]
-    assert all(set(words[1:2]) < set(COMMANDS) and main([words[1], "--help"]) == 0 for words in begin)
-    assert max(map(len, out.splitlines())) <= 110
+    assert "Begin with `normswap demo`" in " ".join(capfd.readouterr().out.split())
 
 
 def test_version(capfd: Capture) -> None:

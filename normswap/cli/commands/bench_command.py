@@ -39,17 +39,14 @@ def run(
     *,
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
     device: Device = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
-    ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Time a network as it is, folded, and exported.
 
-    All take turns in one process, on the same images, with the same number of threads: the network in PyTorch, exported
-    files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
+    All take turns in one process, on the same images, with torch's number of threads (OMP_NUM_THREADS): the network in
+    PyTorch, exported files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
     """
     batches = [text.strip() for text in batch_size.split(",")]
     if not all(batch.isdecimal() and int(batch) for batch in batches):
@@ -60,17 +57,12 @@ def run(
         from normswap.benchmarking import timing
         from normswap.models import devices
 
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(threads or threads_before)  # each runtime takes as many
         settings: Body = {"device": devices.find(device), "threads": torch.get_num_threads(), "seconds": seconds}
+        contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
         rows = []
-        try:
-            contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
-            for batch in map(int, batches):
-                images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
-                rows += timing.run(contenders, images, **settings, say=say)
-        finally:
-            torch.set_num_threads(threads_before)
+        for batch in map(int, batches):
+            images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
+            rows += timing.run(contenders, images, **settings, say=say)
     settings |= {"device": device, "size": image_size}
     show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model))
     return 0
