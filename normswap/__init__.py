@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.network import Network as Network
     from normswap.surgery.report import Report as Report
+    from normswap.training.engine import Result as Result
     from normswap.training.engine import finetune as finetune
-    from normswap.training.progress_records import Result as Result
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
@@ -80,7 +80,7 @@ _HOMES = {
     "Scheme": "schemes",
     "Recipe": "training.recipe",
     "Report": "surgery.report",
-    "Result": "training.progress_records",
+    "Result": "training.engine",
     "convert": "surgery.conversion",
     "diagnose": "diagnosis.doctor",
     "export": "exporting.exporter",

@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import normswap
-from normswap.training.engine import finetune
-from normswap.training.progress_records import Result, TrainingProgress
+from normswap.training.engine import Result, TrainingProgress, finetune
 from normswap.training.recipe import Recipe
 
 TINY: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (2, 1, 1, 1)}  # a block without downsample, and some with

@@ -16,7 +16,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.errors import OptionError, flag
-from normswap.models import kinds, source_names
+from normswap.models import kinds
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
@@ -120,8 +120,8 @@ def open_model(
     **asked: Unpack[Asked],
 ) -> nn.Module:
     """See `checkpoint.open_model` and `Opening.open`; a terminal shows that it is going on."""
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in source_names.EXPORTED:
-        source_names.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in kinds.EXPORTED:
+        kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with progress.working(f"opening {name}") if local else nullcontext():
@@ -144,7 +144,7 @@ def exported_file(name: str) -> ExportedFile | None:
     Raises:
         OptionError, SourceError: as `ExportedFile.find`.
     """
-    if Path(name).suffix.lower() not in source_names.EXPORTED:  # what reads them takes long to import
+    if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
         return None
     from normswap.exporting.exported_file import ExportedFile
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from normswap.training.progress_records import TrainingProgress
+    from normswap.training.engine import TrainingProgress
 
 
 def _console() -> Console:

@@ -18,7 +18,7 @@ from normswap.exporting.formats import Format, Runs
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.models.hub_config import Cfg
 from normswap.models.preprocessing import for_size
 from normswap.plan import Body
@@ -48,9 +48,9 @@ class ExportedFile:
             SourceError: it cannot be read.
         """
         file = Path(name)
-        if file.suffix.lower() not in source_names.EXPORTED:
+        if file.suffix.lower() not in kinds.EXPORTED:
             return None
-        if not source_names.exported(file):
+        if not kinds.exported(file):
             return None
         form = formats.choose(file, None)
         try:

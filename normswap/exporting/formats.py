@@ -36,7 +36,7 @@ from normswap.errors import (
     spelled,
 )
 from normswap.exporting.settings import DTYPES, SAFE_BITS, WHOLE_BITS, FileSettings, Quantization
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
@@ -257,7 +257,7 @@ def check(file: Path, settings: FileSettings) -> Format:
     if settings.weight_bits not in (None, *form.weight_bits):
         bits = " or ".join(map(str, form.weight_bits))
         raise OptionError(f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}")
-    folder_with = source_names.FOLDERS.get(file.suffix.lower())
+    folder_with = kinds.FOLDERS.get(file.suffix.lower())
     atomic_write.check_writable(file, force=settings.force, folder_with=folder_with)
     for part in form.files(file)[1:]:
         others = [part.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == part.suffix]

@@ -12,21 +12,17 @@ from torch.nn.functional import cross_entropy
 
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models import calling
-from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating
 from normswap.models.network_input import scores
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass.
+    """One pass over `count` images, so many a second, loading included.
 
     Args:
-        top1: percentage of images whose best class is right.
-        top5: percentage with the right class among the best five (among all, for fewer classes).
+        top1, top5: percentage of images whose right class is the best, or among the best five.
         loss: mean cross-entropy.
-        count: number of images.
-        images_per_s: images per second of wall time, loading included.
     """
 
     top1: float
@@ -37,10 +33,17 @@ class Evaluation:
 
 
 def evaluate(model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None) -> Evaluation:
-    """Classify every image of `loader` in eval mode; the modes of `model` are restored.
+    """Evaluate as `classify` does, without the answers."""
+    return classify(model, loader, progress=progress)[0]
+
+
+def classify(
+    model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
+) -> tuple[Evaluation, Tensor]:
+    """Classify every image of `loader` in eval mode; also gives the answers (N,) in its order.
 
     Args:
-        model: gives logits (N, classes), perhaps among other things.
+        model: gives logits (N, classes), perhaps among other things; its modes are restored.
         loader: batches of images (N, C, H, W), or of whatever the network takes, and labels (N,): as pairs, after its
             arguments, or as "labels" in a dict of keywords.
         progress: called after each batch with the images done and their total (0 when unknown).
@@ -49,22 +52,21 @@ def evaluate(model: nn.Module, loader: Iterable[object], *, progress: Progress |
         SourceError: no images, none that it takes, no labels, or a label that is no class of the network.
         OptionError: it does not classify images.
     """
-    return classify(model, loader, progress=progress)[0]
-
-
-def classify(
-    model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
-) -> tuple[Evaluation, Tensor]:
-    """Evaluate as `evaluate` does; also gives the network's answers (N,) in the order of the loader."""
-    known = getattr(loader, "count", None)  # a list has a method of that name
-    total, start = known if isinstance(known, int) else 0, time.perf_counter()
+    stated = getattr(loader, "count", None)  # a list has a method of that name
+    total, start = stated if isinstance(stated, int) else 0, time.perf_counter()
     sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
     answers: list[Tensor] = []
     count, form = 0, calling.form(model)
     with evaluating(model), torch.inference_mode():
         for batch in loader:
             example, labels = form.read(batch)
-            logits = scores(_run(model, example.like(model))).cpu().double()
+            try:
+                output = example.like(model).call(model)
+            except NormswapError:
+                raise
+            except Exception as error:  # whatever the network raises
+                raise SourceError(f"the network does not run on {example}", first_line(error)) from None
+            logits = scores(output).cpu().double()
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
                 raise SourceError("a batch without a label for each image", remedy="Give pairs (images, labels)")
             sums += _score(logits, labels.cpu())
@@ -79,23 +81,14 @@ def classify(
     return Evaluation(100 * top1, 100 * top5, loss, count, speed), torch.cat(answers)
 
 
-def agreement(one: Tensor, two: Tensor) -> float:
+def agreement(answers: Tensor, others: Tensor) -> float:
     """Compute the fraction of images with the same answer."""
-    return float((one == two).double().mean())
+    return float((answers == others).double().mean())
 
 
 def unit(scores: Tensor) -> str:
     """Give the word for what each answer in (N, classes, ...) is about: an image, or a place in its map."""
     return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
-
-
-def _run(model: nn.Module, example: Example) -> object:
-    try:
-        return example.call(model)
-    except NormswapError:
-        raise
-    except Exception as error:  # whatever the network raises
-        raise SourceError(f"the network does not run on {example}", first_line(error)) from None
 
 
 def _score(logits: Tensor, labels: Tensor) -> Tensor:

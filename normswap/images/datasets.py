@@ -1,4 +1,4 @@
-"""Images with labels, preprocessed as the network wants them, through timm's datasets and transforms.
+"""Images with labels: where they are, and batches of them, preprocessed as the network wants them; on timm's readers.
 
 timm's own dataset replaces an image it cannot read by the next one, and its labels follow the folders present. Both
 would bend a measured accuracy, so here an unreadable image is an error that names it, and labels follow the network.
@@ -6,57 +6,54 @@ would bend a measured accuracy, so here an unreadable image is an error that nam
 
 from __future__ import annotations
 
+import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
+from timm.data.readers.reader import Reader
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.utils.misc import natural_key
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from normswap import demo_files, provenance
+from normswap import demo_files
 from normswap.errors import OptionError, SourceError, first_line, spelled
-from normswap.images.labels import LabelMap, Outputs, label_map, no_labels
-from normswap.images.places import CsvReader, chosen
+from normswap.images.labels import Outputs, label_map
 from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
 from normswap.models.modes import evaluating
+from normswap.models.preprocessing import stated
 from normswap.models.weight_files import quiet
 
-PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")  # timm's dataset families
-_MOST_TO_CALIBRATE = 512  # images, unless a number is given
-
-
-@dataclass(frozen=True)
-class _Unreadable:
-    """The value that a worker gives for an image it could not read: errors raised there arrive as a traceback."""
-
-    name: str
-    why: str
+TRAIN = ("train", "training")
+VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
+# timm's families of datasets
+PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")
+# Calibration takes at most so many images, unless a number is given.
+_MOST_TO_CALIBRATE = 512
+_TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 class Loader:
     """Batches of images (N, C, H, W) and labels (N,), in a fixed order.
 
     Args:
-        batches: the DataLoader underneath.
         origin: what the user named, for errors.
-        count: how many images one pass has; None when the dataset cannot tell.
-        limit: stop after this many (a stream cannot be sampled).
-        notes: what the user should know of them: which part of a dataset they are, how labels were read.
+        count: how many images one pass has, of a stream at most; None where that is not known.
+        notes: which part of a dataset they are, and how labels were read, where the user should know.
     """
 
     def __init__(
-        self, batches: DataLoader[object], origin: str, count: int | None, limit: int | None = None,
-        notes: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self.batches, self.origin, self.count, self.limit, self.notes = batches, origin, count, limit, notes
+        self, batches: DataLoader[object], origin: str, count: int | None, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.batches, self.origin, self.count, self.notes = batches, origin, count, notes
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -68,18 +65,19 @@ class Loader:
             Subset(old.dataset, rows), old.batch_size, num_workers=old.num_workers, collate_fn=old.collate_fn,
             generator=old.generator,
         )  # fmt: skip
-        return Loader(some, self.origin, len(rows), notes=self.notes)
+        return Loader(some, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        left = self.limit
+        left = self.count
         for batch in self.batches:
-            if isinstance(batch, _Unreadable):
-                raise SourceError(f"{self.origin}: {batch.name} cannot be read", batch.why, "Remove or replace it.")
+            if isinstance(batch, str):
+                raise SourceError(f"{self.origin}: {batch}", remedy="Remove or replace it.")
             images, labels = batch
             yield images[:left], labels[:left]
-            left = None if left is None else left - len(labels)
-            if left is not None and left <= 0:
-                return
+            if left is not None:
+                left -= len(labels)
+                if left <= 0:
+                    return
 
 
 def make_loader(
@@ -96,8 +94,7 @@ def make_loader(
     """Batches from `data`, resized, cropped and normalized for evaluating `model`.
 
     Args:
-        model: the network, or its preprocessing record (`zoo.data_config`, with `num_classes` and `label_names` if
-            labels are to be checked against them).
+        model: the network, or its record (`image_record`).
         data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, or a dataset
             of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
@@ -112,21 +109,31 @@ def make_loader(
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
     network_input.require_seed(seed)
-    dataset = open_images(model, data, split, create_transform(**_wanted(model)), labelled=labelled)
-    notes = dataset.notes if isinstance(dataset, LabelledImages) else ()
-    count: int | None = None
-    if isinstance(dataset, IterableDataset):
-        if hasattr(dataset, "set_loader_cfg"):
-            dataset.set_loader_cfg(num_workers=workers)  # shards are dealt out by it
-    else:
-        count = len(dataset)
-        if samples is not None and samples < count:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
-            dataset, count = Subset(dataset, sorted(order.tolist())), samples
+    record = image_record(model) if isinstance(model, nn.Module) else model
+    values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    transform = create_transform(**values)
+    dataset: Any = open_images(record, data, split, transform, labelled=labelled)
+    notes = getattr(dataset, "notes", ())
+    count = samples
+    if not isinstance(dataset, IterableDataset):
+        rows = drawn_rows(len(dataset), samples, seed)
+        dataset, count = dataset if len(rows) == len(dataset) else Subset(dataset, rows), len(rows)
+    elif hasattr(dataset, "set_loader_cfg"):
+        # timm deals out the shards of a stream by it.
+        dataset.set_loader_cfg(num_workers=workers)
     batches: DataLoader[object] = DataLoader(
         dataset, batch_size, num_workers=workers, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
     )
-    return Loader(batches, data, count if count is not None else samples, samples if count is None else None, notes)
+    return Loader(batches, data, count, notes)
+
+
+def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
+    """Draw which of so many images are used, ascending."""
+    if samples is None or samples >= count:
+        return range(count)
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
+    return sorted(order)
 
 
 def split_for_calibration(
@@ -134,81 +141,54 @@ def split_for_calibration(
 ) -> tuple[Loader, Loader]:
     """Draw `first` images by `seed` to set numbers by, and `most` others, or all, to measure on.
 
-    Without a number half of them, at most 512, are the first part.
-
-    Raises:
-        OptionError: none are left for the second part, or the loader cannot tell how many it has.
+    Without a number half of them, at most 512, are the first part. Raises OptionError where a part has none.
     """
-    if loader.count is None:
-        remedy = f"Give {spelled('samples', metavar='N')}, or a folder"
-        raise OptionError(f"how many images {loader.origin} has is not known", remedy=remedy)
-    if loader.count < 2 or (first is not None and first >= loader.count):
-        why = f"{'half of them' if first is None else first} to calibrate on leave none to measure on"
-        remedy = f"Give more of them, or lower {spelled('samples')}"
-        raise OptionError(f"{loader.origin} has {loader.count} images", why, remedy)
-    drawn = torch.randperm(loader.count, generator=torch.Generator().manual_seed(seed))
-    count = min(loader.count // 2, _MOST_TO_CALIBRATE) if first is None else first
-    calibration, others = drawn[:count], drawn[count:][:most]
-    return loader.only(sorted(calibration.tolist())), loader.only(sorted(others.tolist()))
+    total = loader.count or 0
+    count = min(total // 2, _MOST_TO_CALIBRATE) if first is None else first
+    if not 0 < count < total:
+        what = f"{loader.origin} has {'an unknown number of' if loader.count is None else total} images"
+        why = f"{count or 'some'} to calibrate on leave none to measure on"
+        raise OptionError(what, why, f"Give more of them, or lower {spelled('samples')}")
+    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    return loader.only(sorted(drawn[:count])), loader.only(sorted(drawn[count:][:most]))
 
 
 def open_images(
-    model: nn.Module | Mapping[str, object], data: str, split: str, transform: object, *, labelled: bool | None
-) -> Any:
-    """Return a dataset of (transformed image, the network's label); one that streams has no length.
+    record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
+) -> LabelledImages | IterableDataset[object]:
+    """Return a dataset of (transformed PIL image, the network's label); one that streams has no length.
 
-    Args:
-        model, data, split: as in `make_loader`.
-        transform: what becomes of a PIL image.
-        labelled: as in `make_loader`.
-
-    Raises:
-        SourceError: as `make_loader`.
+    Its arguments are those of `make_loader`, and `record` is the network's (`image_record`).
     """
-    mode = "RGB" if _wanted(model)["input_size"][0] == 3 else "L"
+    channels = record["input_size"][0]
+    if channels not in (1, 3):
+        raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
+    mode = "RGB" if channels == 3 else "L"
     place = _place(data, split)
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
-    whole = place in (Path(data), demo_files.IMAGES)
-    notes = [] if whole else [f"images of {place}" if place else f"images of the part {split} of {data}"]
+    notes = [f"images of {place or f'the part {split} of {data}'}"]
+    if place in (Path(data), demo_files.IMAGES):
+        notes = []
     names = _names(dataset)
-    labels = LabelMap({}) if labelled is False or not names else _labels(model, names, data, needed=labelled is True)
-    notes += [labels.note] if labels.note else []
-    return LabelledImages(dataset, mode, transform, labels.outputs or None, tuple(notes))
+    outputs: dict[int, int] = {}
+    if names and labelled is not False:
+        outputs, note = label_map(names, Outputs.of(record), data, needed=labelled is True)
+        notes += [note] if note else []
+    return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
-def _labels(model: nn.Module | Mapping[str, object], names: Mapping[str, int], data: str, *, needed: bool) -> LabelMap:
-    outputs = outputs_of(model)
-    none = set(names) == {""} or outputs.count == 0  # no class folders, no classifier
-    return no_labels(names, outputs) if none and not needed else label_map(names, outputs, data)
+def image_record(model: nn.Module) -> Cfg:
+    """Return how a network wants its images (`zoo.data_config`), and what is known of its classes.
 
-
-def _wanted(model: nn.Module | Mapping[str, object]) -> Cfg:
-    """The transform's arguments."""
-    config: Cfg = zoo.data_config(model) if isinstance(model, nn.Module) else dict(model)
-    kept = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-    config = {key: tuple(v) if isinstance(v := config[key], list) else v for key in kept if key in config}
-    if config["input_size"][0] not in (1, 3):
-        raise SourceError(f"the network takes {config['input_size'][0]} channels", "images have 1 or 3")
-    return config
-
-
-def outputs_of(model: nn.Module | Mapping[str, object]) -> Outputs:
-    """How many outputs the network has, and their names, as it or its record says; else by running it once."""
-    record: Mapping[str, Any]
-    count: Any
-    if isinstance(model, nn.Module):
-        origin = provenance.of(model)
-        record = dict(origin.pretrained_cfg) if origin else {}
-        count = getattr(model, "num_classes", record.get("num_classes"))
-        count = _counted(model) if count is None else count
-    else:
-        record = model
-        count = record.get("num_classes")
-    names: Any = record.get("label_names") or []
-    return Outputs(count, tuple(map(str, names.values() if isinstance(names, Mapping) else names)))
+    Their number, `num_classes`, is counted by running the network where nothing states it.
+    """
+    record = stated(model)
+    count = getattr(model, "num_classes", record.get("num_classes"))
+    count = _counted(model) if count is None else count
+    return {**zoo.data_config(model), "num_classes": count, "label_names": record.get("label_names")}
 
 
 def _counted(model: nn.Module) -> int | None:
@@ -225,7 +205,7 @@ def _place(data: str, split: str) -> Path | None:
     path = Path(data)
     if data == demo_files.NAME and not path.exists():
         path = demo_files.IMAGES
-    return chosen(path, split) if path.exists() else None
+    return part_of(path, split) if path.exists() else None
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
@@ -243,10 +223,8 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
     except ImportError as error:
         raise SourceError(f"{data} needs a package that is not installed", first_line(error)) from None
     except Exception as error:  # timm and the libraries behind it raise whatever they like
-        what = f"{data} is not a dataset of images" if place is not None else f"{data} cannot be opened"
-        remedy = "" if place is None else "Expected class folders with images, a .tar of them, or a CSV of files."
-        why = "no images in it" if isinstance(error, ValueError) and Path(root).suffix == ".tar" else first_line(error)
-        raise SourceError(what, why, remedy) from None
+        remedy = "Expected class folders with images, a .tar of them, a CSV of files, or a dataset of timm's."
+        raise SourceError(f"{data} is not a dataset of images", first_line(error), remedy) from None
 
 
 def _names(dataset: object) -> Mapping[str, int]:
@@ -260,7 +238,10 @@ def _names(dataset: object) -> Mapping[str, int]:
 
 
 class LabelledImages(Dataset[object]):
-    """Images and the network's labels; an image that cannot be read comes as `_Unreadable`."""
+    """Images and the network's labels; of an image that cannot be read a sentence that says so.
+
+    An error that is raised in a worker would arrive as a traceback.
+    """
 
     def __init__(
         self, images: Any, mode: str, transform: Any, outputs: Mapping[int, int] | None, notes: tuple[str, ...] = ()
@@ -270,42 +251,32 @@ class LabelledImages(Dataset[object]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | _Unreadable:
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
         try:
             image, label = self._image(index)
-        except UnidentifiedImageError:  # whose message shows an object of Python's
-            return _Unreadable(self._name(index), "it is no image that Pillow knows")
         except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for broken files
-            return _Unreadable(self._name(index), first_line(error))
+            named = getattr(self.images, "filename", None)
+            return f"{named(index) if named else f'image {index}'} cannot be read: {first_line(error)}"
         label = -1 if label is None else int(label)
         return self.transform(image), label if self.outputs is None else self.outputs[label]
 
     def _image(self, index: int) -> tuple[Image.Image, int]:
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
-            return converted(image, self.mode), label
+            return _converted(image, self.mode), label
         reader = self.images.reader
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
         else:
             file, label, *_ = reader[index]
         with file, Image.open(file) as image:
-            return converted(image, self.mode), label
-
-    def _name(self, index: int) -> str:
-        named = getattr(self.images, "filename", None)
-        return str(named(index)) if named else f"image {index}"
+            return _converted(image, self.mode), label
 
 
-def converted(image: Image.Image, mode: str) -> Image.Image:
-    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused.
-
-    Raises:
-        ValueError: its pixels have more bits.
-    """
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused (ValueError)."""
     if image.mode.startswith(("I", "F")):
-        bits = 16 if ";16" in image.mode else 32
-        raise ValueError(f"its pixels have {bits} bits (mode {image.mode}), and networks are given 8: scale them to 8")
+        raise ValueError(f"its pixels (mode {image.mode}) have more than 8 bits: scale them to 8")
     return image.convert(mode)
 
 
@@ -319,5 +290,53 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
 
 def collate(batch: list[object]) -> object:
     """Make a batch for `Loader`, which raises what a worker could not read."""
-    broken = next((item for item in batch if isinstance(item, _Unreadable)), None)
+    broken = next((item for item in batch if isinstance(item, str)), None)
     return default_collate(batch) if broken is None else broken
+
+
+def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
+    """The folder or tar in `folder` that has one of these names, the first first."""
+    paths = (folder / f"{name}{ending}" for name in names for ending in ("", ".tar"))
+    return next((path for path in paths if path.exists() and _is_part(path)), None)
+
+
+def _is_part(path: Path) -> bool:
+    """Whether that is a part, and not the class of trains: folders are in it, or only parts are beside it."""
+    if path.is_file():
+        return True
+    beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
+    return beside <= {*TRAIN, *VALIDATION} or any(other.is_dir() for other in path.iterdir())
+
+
+def part_of(folder: Path, split: str) -> Path:
+    """The part of a folder that a split's name means, or the folder itself where it has none of a usual name."""
+    usual = next((names for names in (TRAIN, VALIDATION) if split in names), ())
+    named_part = part_named(folder, (split, *usual))
+    if named_part is None and not usual:
+        raise SourceError(f"{folder} has no part {split}", remedy="A part is a folder in it: train, val, test ...")
+    return named_part or folder
+
+
+class CsvReader(ReaderImageFolder):
+    """timm's reader of images that a CSV lists: its first line is `file,label`, files are named relative to it."""
+
+    def __init__(self, file: Path) -> None:
+        Reader.__init__(self)
+        self.root = str(file.parent)
+        try:
+            with file.open(newline="", encoding="utf-8-sig") as lines:
+                head, *rows = [*csv.reader(lines)] or [[]]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise SourceError(f"{file} cannot be read", first_line(error), "It is a CSV in UTF-8") from None
+        if head != ["file", "label"]:
+            remedy = "A line for each image follows: its file, a comma, its label"
+            raise SourceError(f"{file} does not begin with the line file,label", remedy=remedy)
+        pairs = []
+        for number, row in enumerate(rows, 2):
+            if row and (len(row) != 2 or not (file.parent / row[0].strip()).is_file()):
+                remedy = "Files are named relative to the CSV's folder"
+                raise SourceError(f"{file}, line {number}", "it is no file that is there, and its label", remedy)
+            pairs += [(str(file.parent / row[0].strip()), row[1].strip())] if row else []
+        ordered = sorted({label for _, label in pairs}, key=natural_key)
+        self.class_to_idx = {label: number for number, label in enumerate(ordered)}
+        self.samples = [(path, self.class_to_idx[label]) for path, label in pairs]

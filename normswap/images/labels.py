@@ -1,8 +1,8 @@
 """Which output of a network each label of a dataset is: the one home of that question.
 
 A label has a name (a class folder, a column of a CSV, the dataset's own list). It is looked for among the names that
-the network has for its outputs, then among ImageNet's WordNet ids, then taken as a number; only where none of these
-says anything, the order of the names is taken.
+the network has for its outputs, then among ImageNet's WordNet ids, then read as an output's number. Where a network
+has no names for its outputs, as many names go in their order, as they did in training.
 """
 
 from __future__ import annotations
@@ -10,47 +10,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from normswap.errors import SourceError, counted
-from normswap.models.building import near
 from normswap.models.weight_files import some
 
-_WORDNET = re.compile(r"n\d{8}")
-_WHOLE = re.compile(r"-?\d+")
-_SHOWN = 10
 _REMEDY = "Name the folders as the network names its classes, or give a CSV of files and labels"
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a network, as far as it says what they are.
-
-    Args:
-        count: how many there are; None where that is not known.
-        names: of all of them, in order; empty where there are none.
-    """
+    """How many outputs a network has, and the names of all, in order; None and empty where it does not say."""
 
     count: int | None = None
     names: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class LabelMap:
-    """The output of each label.
-
-    Args:
-        outputs: by the dataset's number of a label.
-        note: how that was found, where the user should know; else empty.
-    """
-
-    outputs: Mapping[int, int]
-    note: str = ""
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Outputs:
+        """Read a network's record (`datasets.image_record`)."""
+        names = record.get("label_names") or []
+        return cls(record.get("num_classes"), tuple(map(str, names.values() if isinstance(names, Mapping) else names)))
 
 
-def label_map(labels: Mapping[str, int], outputs: Outputs, origin: str) -> LabelMap:
-    """The network's output for every label of a dataset.
+def label_map(
+    labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
+) -> tuple[dict[int, int], str]:
+    """The network's output for each number of a label, and a note on how that was found, where it should be known.
+
+    Where labels are not needed and mean nothing, the output is -1.
 
     Args:
         labels: the dataset's number of a label, by its name.
@@ -59,86 +48,54 @@ def label_map(labels: Mapping[str, int], outputs: Outputs, origin: str) -> Label
     Raises:
         SourceError: some names are the network's and others are not, or nothing says which output a label is.
     """
-    if set(labels) == {""} and outputs.count != 1:
-        why = "labels are needed" if outputs.count is None else f"the network has {outputs.count}"
-        remedy = "Every class is a folder of images, or give a CSV of files and labels"
-        raise SourceError(f"{origin} has no class folders", why, remedy)
-    if outputs.count == 0:
-        remedy = "`normswap verify` compares its features with those of its source"
-        raise SourceError("the network has no classifier", "features have no accuracy", remedy)
-    for way, output_of in (("name", _by_name(outputs)), ("WordNet id", _by_wordnet(labels, outputs))):
-        outputs_of_labels = {label: output_of.get(label, output_of.get(_plain(label))) for label in labels}
-        strange = [label for label, output in outputs_of_labels.items() if output is None]
-        if output_of and len(strange) < len(labels):
-            if strange:
-                raise _partly_known(strange, labels, outputs, origin)
-            chosen = {labels[label]: output for label, output in outputs_of_labels.items() if output is not None}
-            return LabelMap(chosen, _few(labels, outputs, way))
-    if all(_WHOLE.fullmatch(label) for label in labels):
-        return _by_number(labels, outputs, origin)
-    return _by_order(labels, outputs, origin)
-
-
-def no_labels(labels: Mapping[str, int], outputs: Outputs) -> LabelMap:
-    """No output for any label: -1."""
-    why = "the network has no classifier" if outputs.count == 0 else "no class folders"
-    what = "features are" if outputs.count == 0 else "answers are"
-    return LabelMap(dict.fromkeys(labels.values(), -1), f"{why}: {what} compared, accuracy is not known")
-
-
-def _by_name(outputs: Outputs) -> dict[str, int]:
-    """The network's own names, letter for letter and without regard to case, `_` and `-`; not those that two have."""
-    output_of: dict[str, int] = {}
-    for spelled in (_plain, str):
-        names = [spelled(name) for name in outputs.names]
-        output_of |= {name: index for index, name in enumerate(names) if names.count(name) == 1}
-    return output_of
-
-
-def _by_wordnet(labels: Mapping[str, int], outputs: Outputs) -> dict[str, int]:
-    """timm's list of the WordNet ids of a network with as many classes as a set of ImageNet's."""
-    subset = infer_imagenet_subset({"num_classes": outputs.count})
-    if subset is None or not any(_WORDNET.fullmatch(label) for label in labels):
-        return {}
-    return {wordnet: index for index, wordnet in enumerate(ImageNetInfo(subset).label_names())}
-
-
-def _partly_known(strange: list[str], labels: Mapping[str, int], outputs: Outputs, origin: str) -> SourceError:
-    unknown = strange[0] or "(images outside of the class folders)"
-    what = f"{origin}: {len(strange)} of {len(labels)} labels are no classes of the network ({some(strange)})"
-    why = near(unknown, outputs.names, f"its classes are {some(outputs.names)}") if outputs.names else ""
-    return SourceError(what, why.rstrip("?."), _REMEDY)
-
-
-def _by_number(labels: Mapping[str, int], outputs: Outputs, origin: str) -> LabelMap:
-    """The number that a label's name is, where all are different numbers of outputs."""
-    numbers = [int(label) for label in labels]
-    first, last = min(numbers), max(numbers)
-    if first < 0 or len(set(numbers)) < len(labels) or (outputs.count is not None and last >= outputs.count):
-        known = "" if outputs.count is None else f"the network's outputs are 0 to {outputs.count - 1}"
-        raise SourceError(f"{origin} has labels from {first} to {last}", known, "Number them so, or name the classes")
-    chosen = {number: int(label) for label, number in labels.items()}
-    return LabelMap(chosen, _few(labels, outputs, "number"))
-
-
-def _by_order(labels: Mapping[str, int], outputs: Outputs, origin: str) -> LabelMap:
-    if outputs.count is not None and len(labels) != outputs.count:
+    flat = set(labels) == {""}
+    if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):
+        what, why = f"{origin} has no class folders", "labels are needed"
+        if outputs.count == 0:
+            what, why = "the network has no classifier", "features have no accuracy"
+        if needed:
+            raise SourceError(what, why, _REMEDY)
+        return dict.fromkeys(labels.values(), -1), f"{what}: accuracy is not known"
+    for way, output_of in _ways(labels, outputs).items():
+        output_of_label = {label: output_of.get(label) for label in labels}
+        strange = [label for label, output in output_of_label.items() if output is None]
+        if len(strange) == len(labels):
+            continue
+        if strange:
+            names = some(label or "(images outside of the class folders)" for label in strange)
+            what = f"{origin}: {len(strange)} of {len(labels)} labels are no classes of the network ({names})"
+            raise SourceError(what, f"its classes are {some(outputs.names)}" if outputs.names else "", _REMEDY)
+        output_of_number = {labels[label]: output for label, output in output_of_label.items() if output is not None}
+        largest = max(output_of_number.values())
+        if outputs.count is not None and largest >= outputs.count:
+            what = f"{origin} has a label {largest}"
+            raise SourceError(what, f"the network's outputs are 0 to {outputs.count - 1}", _REMEDY)
+        few = outputs.count is not None and len(labels) < outputs.count
+        note = f"labels by {way}: {len(labels)} of the network's {outputs.count} classes" if few else ""
+        return output_of_number, note
+    if outputs.names or outputs.count not in (None, len(labels)):
         what = f"{origin} has {counted(len(labels), 'class', 'classes')} ({some(sorted(labels))})"
-        raise SourceError(what, f"the network has {outputs.count}", "Every class is a folder of images.")
-    chosen = {number: number for number in labels.values()}
-    if not outputs.names:
-        return LabelMap(chosen)
-    ordered = sorted(labels.items(), key=lambda pair: pair[1])
-    shown = ", ".join(f"{label} -> {outputs.names[number]}" for label, number in ordered[:_SHOWN])
-    more = f", and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return LabelMap(chosen, f"no label is a name of the network's classes, so they go in order: {shown}{more}")
+        why = f"the network has {outputs.count}" + (f" ({some(outputs.names)})" if outputs.names else "")
+        raise SourceError(what, why, _REMEDY)
+    return {number: number for number in labels.values()}, ""
 
 
-def _few(labels: Mapping[str, int], outputs: Outputs, way: str) -> str:
-    """A note where classes are missing."""
-    if outputs.count is None or len(labels) >= outputs.count:
-        return ""
-    return f"labels by {way}: {len(labels)} of the network's {outputs.count} classes"
+def _ways(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
+    """The outputs that labels may mean: by name, by WordNet id, by number.
+
+    Names are compared letter for letter, then without regard to case, `_` and `-`; a name that two outputs have is
+    none. timm lists the WordNet ids of networks with as many classes as a set of ImageNet's.
+    """
+    by_name: dict[str, int] = {}
+    for names in ([_plain(name) for name in outputs.names], outputs.names):
+        by_name |= {name: index for index, name in enumerate(names) if names.count(name) == 1}
+    subset = infer_imagenet_subset({"num_classes": outputs.count})
+    wordnet_ids = ImageNetInfo(subset).label_names() if subset else []
+    return {
+        "name": {label: by_name[name] for label in labels for name in (_plain(label), label) if name in by_name},
+        "WordNet id": {label: index for index, label in enumerate(wordnet_ids)},
+        "number": {label: int(label) for label in labels if label.isdecimal()},
+    }
 
 
 def _plain(name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,6 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
 
     None where there is none, or the network does not run on them.
     """
-    with evaluating(model), _first_norm(model) as seen:
-        try:
-            calling.form(model).of(images).like(model).call(model)
-        except _SeenError:
-            pass
-        except Exception:  # whatever the network raises: others will say what is wrong
-            return None
-    return seen[0] if seen else None
-
-
-@contextmanager
-def _first_norm(model: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
-    """Runs of the network end at its first norm with statistics of its own, which is handed out with its input."""
     seen: list[tuple[nn.Module, Tensor]] = []
 
     def look(module: nn.Module, args: tuple[object, ...]) -> None:
@@ -43,5 +29,9 @@ def _first_norm(model: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
             seen.append((module, args[0]))
             raise _SeenError
 
-    with hooked(norm.register_forward_pre_hook(look) for norm in model.modules() if affine.has_moments(norm)):
-        yield seen
+    norms = [module for module in model.modules() if affine.has_moments(module)]
+    hooks = hooked(norm.register_forward_pre_hook(look) for norm in norms)
+    # The end at the norm is suppressed, and whatever the network raises: others will say it.
+    with suppress(Exception), evaluating(model), hooks:
+        calling.form(model).of(images).like(model).call(model)
+    return seen[0] if seen else None

@@ -21,13 +21,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The user's wishes about a network beside its name.
-
-    Args:
-        args: further arguments of the architecture.
-        num_classes, in_chans: another head, another number of input channels; None: those of the source.
-        trained: whether the weights that the name stands for are wanted.
-    """
+    """The user's wishes beside a name: arguments of the architecture, another head or stem, trained weights or none."""
 
     args: Cfg = field(default_factory=dict)
     num_classes: int | None = None
@@ -65,11 +59,7 @@ class Built:
 
 
 def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:
-    """Call `factory`.
-
-    Raises:
-        SourceError: it does not take the arguments, or fails; in one line.
-    """
+    """Call `factory`; raises SourceError where it does not take the arguments, or fails."""
     try:
         with quiet():
             return factory(**kwargs)
@@ -86,11 +76,7 @@ def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 
 def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
-    """Check that no argument would load weights, or give something else than the network.
-
-    Raises:
-        SourceError: one would.
-    """
+    """Raises SourceError for an argument that would load weights, or give something else than the network."""
     wrong = sorted(set(kwargs) & set(forbidden))
     if wrong:
         raise SourceError(f"{arch} cannot be built with {', '.join(wrong)}", "not part of an architecture")

@@ -6,8 +6,10 @@ A user holds a tensor, a tuple of arguments, a dict of keywords, or a list of ba
 from __future__ import annotations
 
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,15 +62,13 @@ class Example:
         """Cut every tensor and list; None where not each of them has the same number of samples."""
         sizes: set[int] = set()
 
-        def measured(value: Any) -> object:
-            sizes.add(len(value) if isinstance(value, list) or value.ndim else 0)
-            return value
+        def measure(value: Any) -> None:
+            sizes.add(0 if isinstance(value, Tensor) and not value.ndim else len(value))
 
-        for change in (measured, cut):
-            done = Example(changed(self.args, change, list), changed(self.kwargs, change, list))
-            if len(sizes) != 1 or not min(sizes):
-                return None
-        return done
+        changed((self.args, self.kwargs), measure, list)
+        if len(sizes) != 1 or not min(sizes):
+            return None
+        return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
         """Return the first samples of the batch, where every argument has the same number of them."""
@@ -78,13 +78,13 @@ class Example:
         """Return the samples that are marked in `rows` (N,), bool; None where it cannot be parted."""
         if bool(rows.all()):
             return self
-        return self._cut(
-            lambda value: (
-                value[rows.to(value.device)]
-                if isinstance(value, Tensor)
-                else [part for part, wanted in zip(value, rows.tolist(), strict=True) if wanted]
-            )
-        )
+
+        def marked(value: Any) -> object:
+            if isinstance(value, Tensor):
+                return value[rows.to(value.device)]
+            return list(itertools.compress(value, rows.tolist()))
+
+        return self._cut(marked)
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
@@ -126,11 +126,7 @@ class Example:
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Make a call of this form with images (N, C, H, W).
-
-        Raises:
-            TraceError: it takes more than images.
-        """
+        """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than images."""
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
             raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
@@ -220,42 +216,33 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    try:
-        hint = typing.get_type_hints(model.forward).get(parameter.name)
-    except Exception:  # names that are not there any more
-        hint = None
-    return typing.get_origin(hint) in (list, Sequence)
+    with suppress(Exception):  # of names that are not there any more
+        return typing.get_origin(typing.get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
+    return False
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the user's inputs, one call each.
-
-    Args:
-        form: how the network takes images, if tensors among it are some.
+    """Return the user's inputs, one call each; tensors among them are images, if `form` says how they are taken.
 
     Raises:
         OptionError: there is no tensor in it, or one without values.
         TraceError: the network takes more than images.
     """
-    parts = list(inputs) if isinstance(inputs, list) else [inputs]
-    calls = [form.of(one) if form and isinstance(one, Tensor) else _call(one) for one in parts]
-    if not calls or not all(one.tensors() for one in calls):
-        raise OptionError(
-            "there is no tensor in the inputs",
-            remedy="Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these",
-        )
-    tensors = [tensor for one in calls for tensor in one.tensors()]
-    if any(tensor.is_meta for tensor in tensors):
+    calls = []
+    for call in inputs if isinstance(inputs, list) else [inputs]:
+        if form and isinstance(call, Tensor):
+            call = form.of(call)
+        elif isinstance(call, Mapping):
+            call = Example((), dict(call))
+        elif not isinstance(call, Example):
+            call = Example(tuple(call) if isinstance(call, tuple) else (call,))
+        calls.append(call)
+    if not calls or not all(call.tensors() for call in calls):
+        remedy = "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"
+        raise OptionError("there is no tensor in the inputs", remedy=remedy)
+    if any(tensor.is_meta for call in calls for tensor in call.tensors()):
         raise OptionError("the inputs have no values", "they are on the meta device")
     return calls
-
-
-def _call(one: object) -> Example:
-    if isinstance(one, Example):
-        return one
-    if isinstance(one, Mapping):
-        return Example((), dict(one))
-    return Example(tuple(one)) if isinstance(one, tuple) else Example((one,))
 
 
 def anchor(model: nn.Module) -> Tensor:

@@ -29,11 +29,7 @@ def find(name: str) -> torch.device:
 
 
 def place(model: nn.Module, name: str) -> nn.Module:
-    """Move a network to the device of a name, and give it back.
-
-    Raises:
-        OptionError: as `find`; or the network is an exported file.
-    """
+    """Move a network to the device of a name, and give it back; raises OptionError, also for an exported file."""
     device = find(name)
     if name != "auto" and device.type != "cpu" and not calling.anchor(model).numel():
         raise OptionError(f"device {name} is not for exported files", "they run in their own runtime")

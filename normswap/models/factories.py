@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,20 +19,17 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make, near
-from normswap.models.weight_files import check_finite, some
+from normswap.models.hub_config import RECORDED
+from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 
 
 def build(name: str, wanted: BuildRequest) -> Built:
-    """Call the factory; the weights are those that it gives the network.
-
-    Raises:
-        SourceError: it cannot be imported, does not take the arguments, or gives something else than a network.
-    """
+    """Call the factory; the weights are those that it gives the network; or raises SourceError."""
     arch = Arch(name, wanted.given, "factory")
     model = create(arch)
     stated: object = getattr(model, "pretrained_cfg", None)
-    seen = {key: value for key, value in stated.items() if _plain(value)} if isinstance(stated, Mapping) else {}
+    seen = {key: stated[key] for key in RECORDED if key in stated} if isinstance(stated, Mapping) else {}
     if wanted.num_classes is not None:
         seen["num_classes"] = wanted.num_classes
 
@@ -51,8 +47,8 @@ def create(arch: Arch) -> nn.Module:
         with seeded():
             model = make(arch.name, factory, arch.kwargs)
     if not isinstance(model, nn.Module):
-        result = "a class" if isinstance(model, type) else f"something of type {type(model).__name__}"
-        raise SourceError(f"{arch.name} gives {result}", "it must give a torch.nn.Module")
+        what = f"{arch.name} gives something of type {type(model).__name__}"
+        raise SourceError(what, "it must give a torch.nn.Module")
     return model.cpu().eval()
 
 
@@ -74,24 +70,12 @@ def _found(name: str) -> Callable[..., object]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does when it is run
         why = f"{type(error).__name__}: {first_line(error)}"
-        where = "It is looked for in the working directory and on PYTHONPATH"
-        remedy = near(module_name, kinds.prefixes(), where) if isinstance(error, ModuleNotFoundError) else ""
+        remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
     try:
         factory: object = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
-        public = [one for one in vars(module) if not one.startswith("_")]
-        raise SourceError(f"{module_name} has no {path}", remedy=near(path, public, f"It has {some(public)}")) from None
+        raise SourceError(f"{module_name} has no {path}", remedy=near(path, vars(module))) from None
     if not callable(factory):
-        what = f"{name} is of type {type(factory).__name__}"
-        raise SourceError(what, "it must be a function or class that gives a network")
+        raise SourceError(f"{name} is of type {type(factory).__name__}", "it must be a function or class")
     return factory
-
-
-def _plain(value: object) -> bool:
-    """Tell whether JSON has it."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

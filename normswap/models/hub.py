@@ -64,14 +64,9 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
 
 def _explained(error: Exception, repo: str) -> SourceError:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    answer = f"{endpoint()} answers {status}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(f"hub repository {repo} has no such revision", f"asked {endpoint()}")
-    if status in (401, 403, 404):
-        remedy = "Check the name; a private or gated repository needs a token (HF_TOKEN)."
-        return SourceError(f"hub repository {repo} does not exist or is not open to you", answer, remedy)
     if status is not None:
-        return SourceError(f"the hub cannot serve {repo}", answer, "Try again later.")
+        remedy = "Check the name and the revision; a private or gated repository needs a token (HF_TOKEN)."
+        return SourceError(f"hub repository {repo} cannot be had", f"{endpoint()} answers {status}", remedy)
     why = f"{endpoint()} cannot be reached ({first_line(error)}) and the cache has no copy"
     remedy = (
         f"Ways on: '{spelled('weights', 'random')}'; weights on this disk, as 'local-dir:DIR', 'hf:DIR' or a file with "

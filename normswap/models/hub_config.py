@@ -24,15 +24,11 @@ _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolatio
 _STEM_AND_HEAD = ("first_conv", "classifier")
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 _OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
-_RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
+RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
 
 
 def read_json(file: Path, origin: str) -> Cfg:
-    """Read a file that holds an object of JSON.
-
-    Raises:
-        SourceError: it is missing, cannot be read, or holds something else.
-    """
+    """Read a file that holds an object of JSON; raises SourceError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -91,7 +87,7 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
         kwargs: the arguments the network was built with.
     """
     classes = getattr(model, "num_classes", cfg["num_classes"])
-    kept = {key: cfg[key] for key in _RECORDED if cfg.get(key) is not None}
+    kept = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
     if classes != kept.get("num_classes"):
         kept = {key: value for key, value in kept.items() if not key.startswith("label_")}
         kept["num_classes"] = classes

@@ -1,7 +1,8 @@
-"""The kinds of sources there are: a row each, and a file each that builds them, imported when first needed.
+"""What a MODEL may be: the kinds of sources, files of weights and exported files; known before torch is imported.
 
-A file has `build(name, wanted)`, from a name to a `Built`, and `create(arch)`, from a recorded `Arch` to the bare
-network; it may have `identify(model, rebuild)`, from a network that somebody else built to its `Arch`.
+A kind is a row, and a file that builds its networks, imported when first needed. A file has `build(name, wanted)`, from
+a name to a `Built`, and `create(arch)`, from a recorded `Arch` to the bare network; it may have
+`identify(model, rebuild)`, from a network that somebody else built to its `Arch`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
-from normswap.errors import SourceError
+from normswap.errors import OptionError, SourceError, spelled
 from normswap.plan import Arch
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+# files that run by themselves, by the endings of their names
+EXPORTED = {
+    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2",
+    ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
+    ".mlpackage": "coreml",
+}  # fmt: skip
+FOLDERS = {".mlpackage": "Manifest.json"}  # those of them that are directories, with a file that each has
 
 
 @dataclass(frozen=True)
@@ -41,11 +52,7 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the file that builds such networks.
-
-        Raises:
-            SourceError: a package that it needs is not installed.
-        """
+        """Return the file that builds such networks; raises SourceError where a package is missing that it needs."""
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
             raise SourceError(what, "it is not installed", f"pip install {self.package}")
@@ -81,11 +88,7 @@ def prefixes() -> tuple[str, ...]:
 
 
 def by_builder(builder: str) -> Kind:
-    """Return the kind whose networks the builder makes.
-
-    Raises:
-        SourceError: there is none.
-    """
+    """Return the kind whose networks the builder makes; raises SourceError where there is none."""
     match = next((kind for kind in KINDS if kind.builder == builder), None)
     if match is None:
         known = ", ".join(kind.builder for kind in KINDS)
@@ -93,7 +96,42 @@ def by_builder(builder: str) -> Kind:
     return match
 
 
-def spelled(arch: Arch) -> str:
+def named(arch: Arch) -> str:
     """Return the architecture as MODEL and `--arch` name it."""
     kind = by_builder(arch.builder)
     return f"{kind.prefix}:{arch.name}" if kind.prefix else arch.name
+
+
+def exported(file: Path) -> bool:
+    """Whether there is a file, or a directory, that runs by itself."""
+    ending = file.suffix.lower()
+    return ending in EXPORTED and (file.is_dir() if ending in FOLDERS else file.is_file())
+
+
+def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
+    """Return the name of the architecture, and the weights file, if it is to be filled from one.
+
+    Raises:
+        SourceError: there is no such file; OptionError: options that do not go together.
+    """
+    file, (prefix, colon, _) = Path(source), source.partition(":")
+    if exported(file):
+        remedy = "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was exported from"
+        raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
+    named_so = (colon and prefix in prefixes()) or file.is_dir()
+    if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
+        if not file.is_file():
+            raise SourceError(f"{file} does not exist")
+        if weights != "pretrained":
+            raise OptionError(f"{file} and weights '{weights}' exclude each other")
+        if arch is None:
+            remedy = f"Say what it is: '{spelled('arch', metavar='NAME')}' (named as a MODEL is)."
+            raise OptionError(f"{file} holds weights only, or is no MODEL", remedy=remedy)
+        return arch, file
+    if arch is not None:
+        raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
+    if weights in ("pretrained", "random"):
+        return source, None
+    if not (weights.endswith(SUFFIXES) or Path(weights).is_file()):
+        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random', or a weights file")
+    return source, Path(weights)

@@ -24,11 +24,7 @@ _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where noth
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Check that the network's tensors have shapes.
-
-    Raises:
-        SourceError: it is the result of `torch.compile`, or has a lazy layer that has not run yet.
-    """
+    """Raises SourceError for the result of `torch.compile`, and for a lazy layer that has not run yet."""
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         raise SourceError("the network is compiled", f"it stands for a {type(inner).__name__}", "Give model._orig_mod")
@@ -38,25 +34,17 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def check_values(model: nn.Module) -> None:
-    """Check that the network's tensors have values.
-
-    Raises:
-        SourceError: there are tensors on the meta device, parameters that are not finite, running statistics that no
-            training gives, or layers that are quantized.
-    """
+    """Raises SourceError for tensors without values, or with such as no training gives, and for quantized layers."""
     remedy = "Load the network's weights again"
     for where, tensor in _tensors(model):
-        if is_lazy(tensor):
-            continue
-        if tensor.is_meta:
-            raise SourceError(f"{where} has no values", "it is on the meta device", "Load the network's weights first")
-        if isinstance(tensor, nn.Parameter) and not is_finite(tensor):
-            held = "NaN" if bool(torch.isnan(tensor).any()) else "infinite numbers"
-            raise SourceError(f"{where} holds {held}", "the network's weights are broken", remedy)
+        if tensor.is_meta and not is_lazy(tensor):
+            raise SourceError(f"{where} has no values", "it is on the meta device", remedy)
+        if isinstance(tensor, nn.Parameter) and not is_lazy(tensor) and not is_finite(tensor):
+            raise SourceError(f"{where} holds NaN or infinite numbers", remedy=remedy)
     for path, module in nn.Module.named_modules(model):
         if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
-            kind = f"{path}: {type(module).__name__}".removeprefix(": ")
-            raise SourceError("the network is quantized", kind, "Convert it as it was before, and quantize the result")
+            what = f"{path}: {type(module).__name__} is quantized".removeprefix(": ")
+            raise SourceError(what, remedy="Convert the network as it was before, and quantize the result")
         if has_broken_statistics(module):
             why = "they are not finite, or a variance is below zero"
             raise SourceError(f"the running statistics of {path or 'the network'} are broken", why, remedy)
@@ -86,12 +74,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_module(model: object) -> nn.Module:
-    """Check that something is a network, and give it back.
-
-    Raises:
-        SourceError: it is the name of one, its weights, its class, or something else; or torch makes tensors on another
-            device than the CPU by default, which is not supported.
-    """
+    """Check that something is a network, and give it back; or raises SourceError."""
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
         what = f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
@@ -101,40 +84,25 @@ def require_module(model: object) -> nn.Module:
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
     if isinstance(model, nn.Module):
         return model
-    what = model.__name__ if isinstance(model, type) else f"something of type {type(model).__name__}"
-    remedy = "Give an instance of it: timm.create_model(NAME, pretrained=True), normswap.load(DIR), MyNetwork()"
-    raise SourceError(f"a network is wanted, not {what}", remedy=remedy)
+    remedy = "Give an instance: timm.create_model(NAME, pretrained=True), normswap.load(DIR), MyNetwork()"
+    raise SourceError(f"a network is wanted, not something of type {type(model).__name__}", remedy=remedy)
 
 
 def require_size(size: object) -> None:
-    """Check that a size is that of one input, without a batch.
-
-    Raises:
-        OptionError: it is something else.
-    """
-    if size is None:
-        return
-    sides = list(size) if isinstance(size, Sequence) and not isinstance(size, str) else []
-    if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
+    """Raises OptionError for what is neither None nor the size of one input, without a batch."""
+    sides = size if isinstance(size, Sequence) and not isinstance(size, str) else ()
+    if size is not None and not (sides and all(isinstance(side, int) and side > 0 for side in sides)):
         raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
 
 
 def require_seed(seed: object) -> None:
-    """Check that a seed is one that torch's generators take.
-
-    Raises:
-        OptionError: it is something else.
-    """
+    """Raises OptionError for what is no seed of torch's generators."""
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"{spelled('seed', seed)} is no whole number from 0 to 2**63 - 1")
 
 
 def check_calls(calls: Sequence[Example]) -> None:
-    """Check that the network can be looked at on these calls: a proof on nothing, or on NaN, proves nothing.
-
-    Raises:
-        OptionError: the images of a call are none, or hold numbers that are not finite.
-    """
+    """Raises OptionError for calls without images, or with NaN: a proof on nothing, or on NaN, proves nothing."""
     for call in calls:
         if not call.images.numel():
             raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
@@ -161,11 +129,7 @@ def answer(output: object) -> Tensor:
 
 
 def scores(output: object) -> Tensor:
-    """Return the scores of the classes (N, classes) in what the network gives.
-
-    Raises:
-        OptionError: it does not classify images.
-    """
+    """Return the scores of the classes (N, classes) in what a network gives; raises OptionError if there are none."""
     logits = answer(output)
     if logits.ndim != 2:
         shape = "x".join(map(str, logits.shape))
@@ -190,18 +154,17 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
 def size(model: nn.Module) -> tuple[int, ...]:
     """Return the size of one input, (C, H, W) of an image, that the network is made for."""
     sizes = candidates(model)
-    channels = {one[0] for one in sizes[:2]}
-    if len(channels) < 2:
+    if len({channels for channels, *_ in sizes[:2]}) < 2:
         return sizes[0]
     # its stem may rearrange channels
-    return next((one for one in sizes[:2] if runs(model, partial(noise, model, one))), sizes[0])
+    return next((shape for shape in sizes[:2] if runs(model, partial(noise, model, shape))), sizes[0])
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
     """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is larger than they are."""
     channels, *sides = size
     reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97)] if len(sides) == 2 else []
-    return [one for one in dict.fromkeys(reduced) if one != tuple(size)]
+    return [shape for shape in dict.fromkeys(reduced) if shape != tuple(size)]
 
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
@@ -214,7 +177,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append(first)
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        sizes += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+        sizes += [(channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
     return list(dict.fromkeys(sizes))
@@ -251,10 +214,6 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return (module.num_features, *_SIDE[2])
     return None
-
-
-def _outputs(model: nn.Module) -> int:
-    return next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
 
 
 @torch.no_grad()

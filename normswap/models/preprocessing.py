@@ -10,15 +10,15 @@ from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, spelled
-from normswap.models import network_input, stated_images
+from normswap.models import network_input
 from normswap.models.hub_config import GENERAL, Cfg, per_channel
-from normswap.models.stated_images import Preprocessing
+from normswap.models.stated_images import Preprocessing, comma_list
 from normswap.provenance import Provenance
 
 
 def data_config(model: nn.Module) -> Cfg:
     """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
-    cfg = {**GENERAL, **{key: value for key, value in _stated(model).items() if value is not None}}
+    cfg = {**GENERAL, **{key: value for key, value in stated(model).items() if value is not None}}
     if not cfg.get("input_size"):
         size = network_input.size(model)
         cfg["input_size"] = size if len(size) == 3 else (size[0], 224, 224)
@@ -28,7 +28,7 @@ def data_config(model: nn.Module) -> Cfg:
 
 def assumed(model: nn.Module) -> tuple[str, ...]:
     """The parts of a `Preprocessing` that no record of the network states."""
-    cfg = _stated(model)
+    cfg = stated(model)
     return tuple(part.name for part in fields(Preprocessing) if cfg.get(part.name) is None)
 
 
@@ -40,21 +40,14 @@ def assumption(model: nn.Module) -> str:
 
 
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
-    """The network itself, whose record states these values from now on.
-
-    Raises:
-        OptionError: a value that no image can be prepared by.
-    """
+    """The network itself, whose record states these values from now on; or raises OptionError."""
     values.check()
-    stated = {
-        part.name: getattr(values, part.name) for part in fields(values) if getattr(values, part.name) is not None
-    }
-    if stated:
+    asked = {name: value for name, value in vars(values).items() if value is not None}
+    if asked:
         channels = data_config(model)["input_size"][0]
-        for name in {"mean", "std"} & set(stated):
-            stated[name] = _per_channel(name, stated[name], channels)
-        origin = provenance.of(model) or Provenance()
-        provenance.attach(model, replace(origin, pretrained_cfg={**_stated(model), **stated}))
+        for name in {"mean", "std"} & set(asked):
+            asked[name] = _per_channel(name, asked[name], channels)
+        _record(model, asked)
     return model
 
 
@@ -64,21 +57,21 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     Raises:
         OptionError: it is built for another.
     """
-    origin = provenance.of(model) or Provenance()
-    record = {**_stated(model), "input_size": tuple(size)}
-    provenance.attach(model, replace(origin, pretrained_cfg=record))
+    _record(model, {"input_size": tuple(size)})
     built = network_input.size(model)
     if tuple(built) != tuple(size):
-        text, built_for = (",".join(map(str, one)) for one in (size, built))
-        raise OptionError(
-            f"input size {text}",
-            f"the network is built for {built_for}",
-            f"See `{spelled('arch_args', metavar='img_size=...')}`",
-        )
+        remedy = f"See `{spelled('arch_args', metavar='img_size=...')}`"
+        raise OptionError(f"input size {comma_list(size)}", f"the network is built for {comma_list(built)}", remedy)
     return model
 
 
-def _stated(model: nn.Module) -> Cfg:
+def _record(model: nn.Module, values: Cfg) -> None:
+    origin = provenance.of(model) or Provenance()
+    provenance.attach(model, replace(origin, pretrained_cfg={**stated(model), **values}))
+
+
+def stated(model: nn.Module) -> Cfg:
+    """Return what a network's record, or timm's, states of its images and classes."""
     origin = provenance.of(model)
     config: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     return dict((origin.pretrained_cfg if origin else None) or (config if isinstance(config, Mapping) else {}))
@@ -91,4 +84,4 @@ def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[f
 
 
 def _said(value: object) -> str:
-    return stated_images.comma_list(value) if isinstance(value, list | tuple) else str(value)
+    return comma_list(value) if isinstance(value, list | tuple) else str(value)

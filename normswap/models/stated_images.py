@@ -26,11 +26,7 @@ class Preprocessing:
     interpolation: str | None = None
 
     def check(self) -> None:
-        """See that images can be prepared so.
-
-        Raises:
-            OptionError: they cannot.
-        """
+        """See that images can be prepared so; raises OptionError: they cannot."""
         if self.std is not None and min(self.std) <= 0:
             raise OptionError(f"std {comma_list(self.std)}", "it must be positive: images are divided by it")
         for name, numbers in (("mean", self.mean), ("std", self.std)):

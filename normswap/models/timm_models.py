@@ -27,11 +27,7 @@ _USUAL = {**GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}  # where 
 
 
 def create(arch: Arch) -> nn.Module:
-    """Return the bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file.
-
-    Raises:
-        SourceError: timm does not know the name (near ones are suggested), or rejects the arguments.
-    """
+    """Build the bare network; see `kinds`."""
     _check_known(arch.name)
     check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     model: nn.Module = make(arch.name, functools.partial(timm.create_model, arch.name, pretrained=False), arch.kwargs)
@@ -44,8 +40,7 @@ def _check_known(name: str) -> None:
         shipped.register_networks()
     if _looks_like_path(name) or not is_model(base):
         names = timm.list_models() + timm.list_models(pretrained=True)
-        nowhere = "No file or folder is called that, and no network of timm's; timm.list_models() has the names"
-        raise SourceError(f"unknown model '{name}'", remedy=near(name, names, nowhere))
+        raise SourceError(f"unknown model '{name}'", remedy=near(name, names, "timm.list_models() has the names"))
     try:
         get_pretrained_cfg(name)
     except RuntimeError:  # the tag is unknown
@@ -82,9 +77,7 @@ def build(name: str, wanted: BuildRequest) -> Built:
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         return _from_directory(Path(name.removeprefix("local-dir:")), wanted.given)
     if _looks_like_path(name):
-        remedy = "A network of another library is written package.module:factory" if ":" in name else ""
-        if name.count("/") == 1:
-            remedy = f"A hub repository is written hf-hub:{name}, or hf:{name}"
+        remedy = "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code package.module:factory"
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
     return _from_name(name, wanted.given)
 
@@ -120,17 +113,13 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
         load_into(model, read(hub.fetch(repo, named)), repo, cfg)
         return model
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
-        trained = timm.list_models(f"{cfg['architecture']}.*", pretrained=True)
         remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
-        if trained:
-            remedy = f"Try {' or '.join(trained[:3])}."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
     try:  # weights outside the hub, or in their authors' own format
         with quiet():
             model = timm.create_model(source, pretrained=True, **arguments).eval()
     except Exception as error:
-        remedy = f"Use '{spelled('weights', 'random')}', or a file with '{spelled('arch', cfg['architecture'])}'."
-        raise SourceError(f"cannot get the weights of {source}", first_line(error), remedy) from None
+        raise SourceError(f"cannot get the weights of {source}", first_line(error)) from None
     check_finite(model.state_dict(), source)
     return model
 
@@ -142,7 +131,7 @@ def _from_hub(repo: str, arguments: Cfg) -> Built:
 
 def _from_directory(folder: Path, arguments: Cfg) -> Built:
     if not folder.is_dir():
-        raise SourceError(f"{folder} is not a directory" if folder.exists() else f"{folder} does not exist")
+        raise SourceError(f"{folder} is no directory")
 
     def weights() -> Path:
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
@@ -179,12 +168,9 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """Find how to rebuild a timm network that the user made, or None when no candidate gives the same modules.
+    """Find how to rebuild a network that the user made; see `zoo.identify`.
 
-    `rebuild` does to a skeleton what has been done to the network since (replays a plan).
-
-    Tried: the arguments timm remembers, then the number of classes and of input channels. Tensor names and shapes
-    must agree, and so must each module's class and settings (a stride leaves no trace in the shapes).
+    Tried: the arguments timm remembers, then the number of classes and of input channels.
     """
     name = _own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
@@ -74,53 +73,24 @@ def read(file: Path) -> State:
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
-    content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    try:
+        if file.suffix == ".safetensors":
+            content: object = load_file(file)
+        else:
+            # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
+            with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
+        if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
+            what = f"{file} is a pickle of Python objects, and normswap never executes those"
+            remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+            raise SourceError(what, f"it needs {some(names)}", remedy) from None
+        remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
+        raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
     state = _unwrapped(content, file)
     check_plain(state, str(file))
     check_finite(state, str(file))
     return state
-
-
-def _read_safetensors(file: Path) -> State:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        _refuse_other_file(file)
-        remedy = "It may be truncated: fetch or write it again."
-        raise SourceError(f"{file} is not a readable safetensors file", first_line(error), remedy) from None
-
-
-def _read_pickle(file: Path) -> object:
-    try:
-        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
-        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
-        names = _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error))
-        if names or "TorchScript" in str(error) or _head(file).startswith(b"\x80"):  # how a pickle begins
-            what = f"{file} is a pickle of Python objects, and normswap never executes those"
-            why = f"it needs {some(names)}" if names else "it was not written by torch.save"
-            remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-            raise SourceError(what, why, remedy) from None
-        _refuse_other_file(file)
-        remedy = "It may be truncated, or something else under this name: fetch or write it again."
-        raise SourceError(f"{file} is not a readable torch file", remedy=remedy) from None
-
-
-def _refuse_other_file(file: Path) -> None:
-    """Raise SourceError for what lies under the name of a weights file though it never was one."""
-    head, what, remedy = _head(file), f"{file} is not a readable weights file", "Fetch or write it again."
-    if not head:
-        raise SourceError(what, "it is empty", remedy)
-    if head.startswith(b"version "):
-        raise SourceError(what, "it is a pointer of Git LFS to one", "`git lfs pull` fetches it.")
-    if head.lstrip().startswith(b"<"):
-        raise SourceError(what, "it is a page of text", remedy)
-
-
-def _head(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(8)
 
 
 def _foreign_names(file: Path) -> list[str]:
@@ -141,9 +111,7 @@ def _unwrapped(content: object, file: Path) -> State:
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
-    if len(strangers) == len(content):
-        raise SourceError(f"{file} holds no tensors", f"its keys are {some(strangers)}" if strangers else "")
-    if strangers:
+    if strangers or not content:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
     state: State = {}
     for key, tensor in content.items():
@@ -173,8 +141,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     bad = [name for name, tensor in state.items() if tensor.is_floating_point() and not is_finite(tensor)]
     statistics_only = all(name.endswith(("running_mean", "running_var")) for name in bad)
     if bad and not (statistics_only and _TAKES_BROKEN_STATISTICS.get()):
-        measure = "`normswap recalibrate` measures statistics anew"
-        remedy = measure if statistics_only else "These weights are broken."
+        remedy = "`normswap recalibrate` measures statistics anew" if statistics_only else "These weights are broken."
         raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy=remedy)
 
 
@@ -182,9 +149,6 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than the file's.
 
     Args:
-        model: the bare network.
-        state: tensors by name, from `read`.
-        origin: what the error calls the weights.
         cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
             `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
 
@@ -263,37 +227,31 @@ def listed(misfits: Mapping[str, Sequence[str]]) -> str:
 
 
 def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming the tensors that are sparse, quantized or complex, which no weights here may be."""
+    """Raises SourceError naming a tensor that is sparse, quantized or complex, which no weights here may be."""
     for name, tensor in state.items():
-        kinds = {"quantized": tensor.is_quantized, "sparse": tensor.layout is not torch.strided,
-                 "complex": torch.is_complex(tensor)}  # fmt: skip
-        for kind in (kind for kind, is_kind in kinds.items() if is_kind):
-            remedy = "Save what it was made from: plain tensors of real numbers."
-            raise SourceError(f"{origin} holds {kind} tensors", name, remedy)
+        if tensor.is_quantized or tensor.layout is not torch.strided or torch.is_complex(tensor):
+            what = f"{origin} holds a sparse, quantized or complex tensor"
+            raise SourceError(what, name, "Save what it was made from: plain tensors of real numbers.")
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
-    """Check that a file's tensors are those of the bare network.
-
-    Raises:
-        SourceError: some are missing, nobody's, of another shape, or whole numbers in place of real ones.
-    """
-    # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
-    missing = [key for key in bare if key not in state and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in state if key not in bare]
-    both = [key for key in bare if key in state]
-    shapes = [
-        f"{key} is {tuple(state[key].shape)} in the file, {tuple(bare[key].shape)} in the network"
-        for key in both
-        if state[key].shape != bare[key].shape
-    ]
-    whole = [
-        f"{key} is {str(state[key].dtype).removeprefix('torch.')}"
-        for key in both
-        if bare[key].is_floating_point() and not state[key].is_floating_point()
-    ]
-    misfits = {"missing": missing, "unexpected": unexpected, "of another shape": shapes,
-               "of whole numbers, not real ones": whole}  # fmt: skip
+    """Check that a file's tensors are those of the bare network; or raises SourceError."""
+    both = [(key, state[key], bare[key]) for key in bare if key in state]
+    misfits = {
+        # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
+        "missing": [key for key in bare if key not in state and not key.endswith("num_batches_tracked")],
+        "unexpected": [key for key in state if key not in bare],
+        "of another shape": [
+            f"{key} is {tuple(tensor.shape)} in the file, {tuple(own.shape)} in the network"
+            for key, tensor, own in both
+            if tensor.shape != own.shape
+        ],
+        "of whole numbers, not real ones": [
+            f"{key} is {str(tensor.dtype).removeprefix('torch.')}"
+            for key, tensor, own in both
+            if own.is_floating_point() and not tensor.is_floating_point()
+        ],
+    }
     if any(misfits.values()):
         remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
         raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

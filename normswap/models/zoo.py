@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import SourceError, spelled
-from normswap.models import kinds, source_names
+from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
 from normswap.models.preprocessing import data_config, for_size
 from normswap.models.weight_files import hash_tensors, load_into, read
@@ -36,11 +35,7 @@ class Asked(TypedDict, total=False):
 
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
-    """Check that nothing is asked of a MODEL that says all of it itself.
-
-    Raises:
-        SourceError: something is.
-    """
+    """Raises SourceError where something is asked of a MODEL that says all of it itself."""
     useless = [spelled(key) for key in OPTIONS if asked.get(key) not in (None, {}, 0, "pretrained")]
     if useless:
         raise SourceError(f"{name} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}")
@@ -49,8 +44,7 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 def create(arch: Arch) -> nn.Module:
     """Return the bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file of weights.
 
-    Raises:
-        SourceError: the builder does not know the name (near ones are suggested), or rejects the arguments.
+    Raises SourceError where the builder does not know the name, or rejects the arguments.
     """
     model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
     return model
@@ -98,11 +92,7 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
 
 
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
-    """Check that the code which builds such networks may be imported.
-
-    Raises:
-        SourceError: it is code of this machine, and nobody has said that it may.
-    """
+    """Raises SourceError for code of this machine that nobody has said may be imported."""
     if kind.foreign and not trusted:
         raise SourceError(
             f"{what} is code of this machine, which a file asks for",
@@ -138,7 +128,7 @@ def open_source(
         SourceError: the source cannot be found, read, understood or built.
         OptionError: options that do not go together.
     """
-    name, file = source_names.parts(source, weights, arch)
+    name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)
     check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
@@ -154,23 +144,14 @@ def open_source(
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return the network with the tensors of a file, strictly."""
-    tensors = read(file)
-    with ThreadPoolExecutor(1) as beside:
-        hashed = beside.submit(hash_tensors, tensors)
-        built = _undrawn(build, lambda built: built.model)
-        load_into(built.model, tensors, str(file), {})
-    state = built.model.state_dict()
-    sha256 = hashed.result() if _layout(state) == _layout(tensors) else hash_tensors(state)
-    return _carry(built, built.model, str(file.resolve()), sha256)
-
-
-def _layout(state: Mapping[str, Tensor]) -> dict[str, object]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
+    built = _undrawn(build, lambda built: built.model)
+    load_into(built.model, read(file), str(file), {})
+    return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     """Let the model carry its origin, and let timm see the same preprocessing."""
-    known = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
-    model.__dict__.update(pretrained_cfg=known, default_cfg=known)  # plain attributes, as timm sets them
+    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
+    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)  # plain attributes, as timm sets them
     record = Provenance(built.arch, source, sha256, built.seen)
     return provenance.attach(model, record)

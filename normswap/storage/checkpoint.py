@@ -208,7 +208,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
     config = {
-        "architecture": kinds.spelled(record.arch) if record.arch else type(model).__name__,
+        "architecture": kinds.named(record.arch) if record.arch else type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "model_args": record.arch.kwargs if record.arch else {},
         "pretrained_cfg": record.pretrained_cfg,
@@ -236,7 +236,7 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
-    zoo.check_trust(f"{kinds.spelled(arch)}, which builds the network of {folder},", kind, trusted=trusted)
+    zoo.check_trust(f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.skeleton(arch)
 
 

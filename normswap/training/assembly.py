@@ -1,12 +1,17 @@
-"""All that a run moves, put together from a recipe and its network; the machine it runs on, and its trackers."""
+"""All that a run moves, put together from a recipe and its network; the machine and processes it runs on; trackers."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,20 +19,89 @@ from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap.errors import OptionError, first_line
+from normswap.errors import OptionError, RecipeError, first_line
 from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices
-from normswap.training import processes, recipe_files
-from normswap.training.objective import Objective, Teacher
-from normswap.training.optimizing import Clipping, Rate, optimizer
+from normswap.training.optimizing import Objective, Teacher, clipped, optimizer, scheduler
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import State
 from normswap.training.subject import Subject, classifier
 from normswap.training.training_images import Share, TrainingImages, validation
 
-if TYPE_CHECKING:  # an optional package
+if TYPE_CHECKING:  # an optional package, or one that takes long to import
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+
+
+T = TypeVar("T")
+
+
+def read_slurm() -> None:
+    """Where srun has started this process, say so in the variables that torchrun sets; as timm reads SLURM's.
+
+    SLURM_STEP_ID is srun's: a batch script has SLURM_NTASKS, too, and is one process.
+
+    Raises:
+        OptionError: nobody says where the processes meet.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        remedy = "Export the first node's name and a free port before srun, as recipes/finetune.sbatch does"
+        raise OptionError(f"srun has started {tasks} processes", f"no {missing[0]}", remedy)
+    for name, slurms in (("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID"), ("WORLD_SIZE", "NTASKS")):
+        os.environ[name] = os.environ[f"SLURM_{slurms}"]
+
+
+def meet(backend: str) -> None:
+    """Join the other processes that torchrun has started, under a name that this start of them alone has.
+
+    torchrun's store outlives the processes that it starts again: under torch's own name, which stays the same, they
+    would find the addresses of processes that are gone.
+    """
+    variables = os.environ
+    if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    shared = dist.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"start {variables['TORCHELASTIC_RESTART_COUNT']}", shared)
+    rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
+    """Let the first process read something from its disk, and return it in all of them."""
+    from accelerate.utils import broadcast_object_list
+
+    value: T = broadcast_object_list([read() if engine.is_main_process else None])[0]
+    return value
+
+
+class Stop:
+    """Whether somebody has asked to stop, by SIGTERM as schedulers send it."""
+
+    asked = False
+
+
+@contextmanager
+def stop_on_request() -> Iterator[Stop]:
+    """Note a SIGTERM instead of dying of it. Only the main thread may; elsewhere nothing is ever asked."""
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> Accelerator:
@@ -37,7 +111,9 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
         RecipeError: it is no recipe.
         OptionError: a device that is not there, or a precision that it has not; or accelerate is not installed.
     """
-    recipe_files.require_recipe(recipe)
+    if not isinstance(recipe, Recipe):
+        remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
+        raise RecipeError(f"a recipe is wanted, not {recipe!r:.80}", remedy=remedy)
     try:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
@@ -46,8 +122,8 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     cpu = devices.find(device).type == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
-    processes.read_slurm()
-    processes.meet("gloo" if cpu else "nccl")
+    read_slurm()
+    meet("gloo" if cpu else "nccl")
     # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
@@ -57,22 +133,19 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     )  # fmt: skip
 
 
-def trackers(wanted: str) -> list[str]:
-    """Return Accelerate's names of the trackers to use: `auto` (those that are set up here), `none`, or a comma list.
+def trackers(asked: str) -> list[str]:
+    """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there), `none`, or a comma list.
 
     Raises:
         OptionError: unknown, or not installed.
     """
-    asked_by = {"tensorboard": (), "wandb": ("WANDB_API_KEY", "WANDB_MODE"), "mlflow": ("MLFLOW_TRACKING_URI",)}
-    if wanted == "auto":  # asking for a login, or writing ./mlruns, is not for us to decide
-        here = [name for name in asked_by if importlib.util.find_spec(name) is not None]
-        return [name for name in here if name == "tensorboard" or any(v in os.environ for v in asked_by[name])]
-    names = [] if wanted == "none" else wanted.split(",")
+    if asked == "auto":
+        return [name for name in _TRACKERS[:1] if importlib.util.find_spec(name)]
+    names = [] if asked == "none" else asked.split(",")
     for name in names:
-        if name not in asked_by:
-            raise OptionError(f"unknown tracker {name!r}", remedy=f"Known: {', '.join(asked_by)}, auto, none")
-        if importlib.util.find_spec(name) is None:
-            raise OptionError(f"tracker {name} is not installed", remedy=f"pip install {name}")
+        if name not in _TRACKERS or importlib.util.find_spec(name) is None:
+            remedy = f"Known: {', '.join(_TRACKERS)}, auto, none; pip installs one"
+            raise OptionError(f"tracker {name!r} is unknown, or not installed", remedy=remedy)
     return names
 
 
@@ -105,26 +178,23 @@ class Task:
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)
         self.ema = ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup) if train.ema else None
-        clip = recipe.optim.clip
-        adaptive = clip is not None and clip.mode == "agc"
-        head = self.raw.get_submodule(classifier(subject.network)) if adaptive else None
-        self.objective = Objective(recipe, self.raw, self._teacher(subject))
+        self.clip, head = recipe.optim.clip, None
+        if self.clip is not None and self.clip.mode == "agc":
+            head = self.raw.get_submodule(classifier(subject.network))
+        self.clipped = clipped(self.raw, self.clip, head) if self.clip else []
+        teacher = None
+        if recipe.distill is not None:
+            teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)
+            teacher = teacher.to(memory_format=self.layout)
+        self.objective = Objective(recipe, self.raw, teacher)
         optim = optimizer(self.raw, recipe.optim, subject.network)
-        self.rate = Rate(optim, recipe.schedule, self.updates, self.per_epoch)
-        self.clipping = Clipping(self.raw, clip, head) if clip else None
+        self.scheduler = scheduler(optim, recipe.schedule, self.updates, self.per_epoch)
         if train.compile:
             self.raw.compile()
         self.model: nn.Module = engine.prepare_model(self.raw)
         self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
             self.ema.set(self.raw)  # DDP has given every process the weights of the first
-
-    def _teacher(self, subject: Subject) -> Teacher | None:
-        part = self.recipe.distill
-        if part is None:
-            return None
-        teacher = Teacher(subject.teacher(part), subject.module)
-        return teacher.to(self.engine.device).to(memory_format=self.layout)
 
     def parts(self) -> State:
         """Return the tensors of a state."""

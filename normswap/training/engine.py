@@ -11,28 +11,74 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, SourceError, TrainingError, spelled
+from normswap.errors import OptionError, SourceError, TrainingError
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
 from normswap.training import assembly, recipe_files
-from normswap.training.assembly import Task
-from normswap.training.processes import Stop, from_first, stop_on_request
-from normswap.training.progress_records import GONE, Result, TrainingProgress
+from normswap.training.assembly import Stop, Task, from_first, stop_on_request
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
 from normswap.training.subject import begin, converted
-from normswap.training.training_images import UNMEASURED, image_notes, key
+from normswap.training.training_images import TrainingImages, image_notes, key
 
-if TYPE_CHECKING:  # an optional package
+if TYPE_CHECKING:  # an optional package, or one that takes long to import
     from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a run is: in updates and epochs, of all of them.
+
+    Args:
+        images_per_s: over all processes, validation left out.
+        lr: of the latest update.
+        loss: mean over the epoch so far.
+        top1: of the latest validation, in percent.
+    """
+
+    update: int
+    updates: int
+    epoch: float
+    epochs: float
+    images_per_s: float
+    lr: float
+    loss: float
+    top1: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Args:
+        best: directory of the network with the best validation accuracy, averaged or not; without validation images,
+            with the lowest training loss.
+        last: directory of the network after the last update.
+        model: that network, in eval mode, on the CPU.
+        rows: of metrics.csv.
+        updates: done.
+        finished: False if the run was asked to stop, and can be continued.
+        notes: what the user should know.
+    """
+
+    best: Path
+    last: Path
+    model: nn.Module
+    rows: tuple[Row, ...]
+    best_epoch: float | None
+    updates: int
+    finished: bool
+    notes: tuple[str, ...]
 
 
 def finetune(
@@ -68,40 +114,34 @@ def finetune(
     """
     if resume not in (None, "auto"):
         raise OptionError(f"resume {resume!r} is not auto", remedy="Copy the run's folder, and continue the copy")
-    tracked = assembly.trackers(track)
-    engine = assembly.accelerator(recipe, device, Path(out), tracked)
+    engine = assembly.accelerator(recipe, device, Path(out), assembly.trackers(track))
     notes: list[str] = []
-
-    def remark(text: str) -> None:
-        if say is not None and engine.is_main_process:
-            say(text)
 
     def log(text: str) -> None:
         notes.append(text)
-        remark(text)
+        if say is not None and engine.is_main_process:
+            say(text)
 
     before = torch.get_rng_state()
     try:
         subject = begin(model, recipe)
-        images = subject.images(recipe)  # what is wrong with them is said before anything is converted for them
+        labelled = recipe.distill is None or recipe.distill.weight < 1
+        record = subject.preprocessing(recipe.data.input_size)
+        # What is wrong with the images is said before anything is converted for them.
+        images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
         folder = Folder(Path(out), identify(subject.given, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
         subject = converted(subject, recipe, log)
         task = Task(subject, images, recipe, engine)
-        for note in filter(None, [assumption(subject.module), *image_notes(recipe.data, images, task.validation)]):
-            remark(note)
-        if task.validation is None:
-            log(UNMEASURED)
+        for note in (assumption(subject.module), *image_notes(recipe.data, images, task.validation)):
+            if note:
+                log(note)
         run = TrainingRun(task, folder, subject.blank(), progress if engine.is_main_process else None, log)
         run.open(resume=resume is not None)
         with stop_on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
-    except RuntimeError as error:
-        if engine.num_processes > 1 and ("gloo" in str(error) or isinstance(error, dist.DistError)):
-            raise TrainingError(GONE, remedy=f"{spelled('resume', 'auto')} continues the run") from None
-        raise
     finally:
         torch.set_rng_state(before)
     at = run.at
@@ -112,14 +152,7 @@ def finetune(
 
 
 class TrainingRun:
-    """The loop and what it leaves behind.
-
-    Args:
-        task: what is trained.
-        folder: where it is kept.
-        blank: the network as training begins, for its structure.
-        progress, log: as in `finetune`.
-    """
+    """The loop and what it leaves behind; `blank` is the network as training begins, for its structure."""
 
     def __init__(
         self,
@@ -134,41 +167,44 @@ class TrainingRun:
         device = task.engine.device
         self.sum = torch.zeros((), device=device, dtype=precise(device))  # of this process's losses since the last look
         self.lr = 0.0
-        self.every = 1 if task.engine.device.type == "cpu" else 10  # a look waits for the device
+        self.every = 1 if device.type == "cpu" else 10  # a look waits for the device
 
     def open(self, *, resume: bool) -> None:
         """Begin the run, or continue the one in the folder if there is one."""
-        if not (resume and from_first(self.engine, self.folder.state.is_file)):
-            self._main(lambda: self.folder.begin(self.recipe))
-            self._watch()
+        continues = resume and from_first(self.engine, self.folder.state.is_file)
+        if continues:
+            self.at, parts = from_first(self.engine, self.folder.read_state)
+            self.task.restore(parts)
+            self.log(f"continuing at update {self.at.update} of {self.task.updates}")
+        elif self.engine.is_main_process:
+            self.folder.begin(self.recipe)
+        keys = recipe_files.flat(self.recipe).items()
+        self.engine.init_trackers(
+            "normswap", {name: value if isinstance(value, float | str) else str(value) for name, value in keys}
+        )
+        if not continues:
             self._end_epoch(began=False)
-            return
-        self.at, parts = from_first(self.engine, self.folder.read_state)
-        self.task.restore(parts)
-        self._watch()
-        self.log(f"continuing at update {self.at.update} of {self.task.updates}")
-
-    def _watch(self) -> None:
-        items = recipe_files.flat(self.recipe).items()
-        plain = {key: value if isinstance(value, float | str) else str(value) for key, value in items}
-        self.engine.init_trackers("normswap", plain)
 
     def train(self, stop: Stop) -> bool:
         """Do all updates that are left; returns False if somebody asked to stop before the end."""
-        task, every = self.task, self.recipe.train.checkpoint
-        batches = self._batches()
-        while self.at.update < task.updates:
+        task, at, every = self.task, self.at, self.recipe.train.checkpoint
+        batches = task.images.batches(task.share, at.update, task.updates, pin=self.engine.device.type == "cuda")
+        while at.update < task.updates:
             start = time.perf_counter()
             self._update(batches)
-            self.at.update += 1
-            self.at.seconds += time.perf_counter() - start
-            ends = self.at.update % task.per_epoch == 0 or self.at.update == task.updates
-            due = ends or (every is not None and self.at.update % every == 0)
-            if not due and self.at.update % self.every:
+            at.update += 1
+            at.seconds += time.perf_counter() - start
+            ends = at.update % task.per_epoch == 0 or at.update == task.updates
+            due = ends or (every is not None and at.update % every == 0)
+            if not due and at.update % self.every:
                 continue
             finite, asked = self._agree(stop.asked)
-            if not finite or ((due or asked) and not self._sound()):
-                raise self._not_finite()
+            if finite and (due or asked):  # every process has the same weights
+                finite = all(bool(parameter.isfinite().all()) for parameter in task.raw.parameters())
+            if not finite:
+                last = f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
+                what = f"the loss is not finite at update {at.update} of {task.updates}"
+                raise TrainingError(what, remedy=f"{last}. Lower optim.lr")
             self._show()
             if ends:
                 self._end_epoch()
@@ -176,13 +212,15 @@ class TrainingRun:
                 self._save()
             if asked:
                 break
-        return self.at.update == task.updates
+        return at.update == task.updates
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
-        self.lr = task.rate.set(update)
+        task.scheduler.step_update(update)
+        first = task.optimizer.param_groups[0]
+        self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
         task.model.train()
         for _ in range(self.recipe.train.accumulate):
             images, labels = self._placed(*next(batches))
@@ -190,18 +228,14 @@ class TrainingRun:
                 with engine.autocast():
                     loss = task.objective(task.model, images, labels, (seed, "mixup", update))
                 engine.backward(loss)
-                if engine.sync_gradients and task.clipping is not None:
+                if engine.sync_gradients and task.clip is not None:
                     engine.unscale_gradients()
-                    task.clipping.clip()
+                    dispatch_clip_grad(task.clipped, task.clip.value, mode=task.clip.mode)
                 task.optimizer.step()
                 task.optimizer.zero_grad()
             self.sum += loss.detach() / self.recipe.train.accumulate
         if task.ema is not None:
             task.ema.update(task.raw, step=update + 1)
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        pin = self.engine.device.type == "cuda"
-        return self.task.images.batches(self.task.share, self.at.update, self.task.updates, pin=pin)
 
     def _placed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         classes = self.task.classes
@@ -220,70 +254,52 @@ class TrainingRun:
         self.sum.zero_()
         return math.isfinite(loss), stop > 0
 
-    def _sound(self) -> bool:
-        """Return whether the weights are finite; every process has the same."""
-        return bool(torch.stack([parameter.isfinite().all() for parameter in self.task.raw.parameters()]).all())
-
-    def _not_finite(self) -> TrainingError:
-        at = self.at
-        remedy = f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}. Lower optim.lr"
-        return TrainingError(f"the loss is not finite at update {at.update} of {self.task.updates}", remedy=remedy)
+    @property
+    def _count(self) -> int:
+        """The updates of the epoch so far."""
+        return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
         """Validate, write a row, the network and, if it is the best so far, the best one."""
-        at, task = self.at, self.task
+        at, task, network = self.at, self.task, self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
         averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
-        count = (at.update - 1) % task.per_epoch + 1
-        epoch = at.update / task.per_epoch
         row: Row = dict.fromkeys(COLUMNS)
-        row.update(epoch=int(epoch) if epoch == int(epoch) else epoch, update=at.update)
+        epoch = at.update / task.per_epoch
+        row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
         if began:
-            rate = count * self.recipe.data.batch_size / at.seconds
-            row.update(lr=self.lr, train_loss=at.loss / count, images_per_s=rate, seconds=at.seconds)
+            rate = self._count * self.recipe.data.batch_size / at.seconds
+            row.update(lr=self.lr, train_loss=at.loss / self._count, images_per_s=rate, seconds=at.seconds)
         if plain is not None:
-            row.update(
-                top1=plain.top1, top5=plain.top5, val_loss=plain.loss, ema_top1=averaged.top1 if averaged else None
-            )
+            row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
+        if averaged is not None and plain is not None:
+            row.update(ema_top1=averaged.top1)
+            if task.ema is not None and averaged.top1 > plain.top1:
+                network = task.ema.module
         at.rows, at.loss, at.seconds = [*at.rows, row], 0.0, 0.0
-        points, network = score(row), task.raw
-        if task.ema is not None and averaged is not None and plain is not None and averaged.top1 > plain.top1:
-            network = task.ema.module
-        better = at.best is None or points > at.best
+        better = at.best is None or score(row) > at.best
         if better:
-            at.best, at.best_epoch = points, row["epoch"]
-        self._main(lambda: self._write(row, network if better else None))
+            at.best, at.best_epoch = score(row), row["epoch"]
+        if self.engine.is_main_process:
+            if better:
+                self.folder.write_network(self.network(network), self.folder.best)
+            self.folder.write_network(self.network(task.raw), self.folder.last)
+            self.folder.write_metrics(at.rows)
+            self.engine.log({name: value for name, value in row.items() if value is not None}, step=at.update)
         self._save()
 
-    def _write(self, row: Row, best: nn.Module | None) -> None:
-        if best is not None:
-            self.folder.write_network(self.network(best), self.folder.best)
-        self.folder.write_network(self.network(self.task.raw), self.folder.last)
-        self.folder.write_metrics(self.at.rows)
-        values = {name: value for name, value in row.items() if value is not None}
-        self.engine.log(values, step=self.at.update)
-
     def _save(self) -> None:
-        self._main(lambda: self.folder.write_state(self.at, self.task.parts()))
-
-    def _main(self, work: Callable[[], None]) -> None:
-        """Let the first process do it. Where it fails, the others learn of it when they next wait for the first."""
         if self.engine.is_main_process:
-            work()
+            self.folder.write_state(self.at, self.task.parts())
 
     def _show(self) -> None:
-        at, task = self.at, self.task
-        count = (at.update - 1) % task.per_epoch + 1
-        loss = at.loss / count
+        at, task, loss = self.at, self.task, self.at.loss / self._count
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
-        if self.progress is None:
-            return
-        top1 = at.rows[-1]["top1"] if at.rows else None
-        speed = self.recipe.data.batch_size * count / at.seconds
-        epochs = task.updates / task.per_epoch
-        self.progress(
-            TrainingProgress(at.update, task.updates, at.update / task.per_epoch, epochs, speed, self.lr, loss, top1)
-        )
+        if self.progress is not None:
+            top1 = at.rows[-1]["top1"] if at.rows else None
+            speed = self.recipe.data.batch_size * self._count / at.seconds
+            epoch, epochs = at.update / task.per_epoch, task.updates / task.per_epoch
+            self.progress(TrainingProgress(at.update, task.updates, epoch, epochs, speed, self.lr, loss, top1))
 
     def network(self, trained: nn.Module) -> nn.Module:
         """Return a network of the structure that training began with, on the CPU, with the tensors of `trained`."""
@@ -293,13 +309,7 @@ class TrainingRun:
 
 
 def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
-    """Make one pass over the validation images, or None where there are none.
-
-    Args:
-        model: not wrapped; in every process.
-        share: this process's share of the images.
-        engine: Accelerate's view of the machine.
-    """
+    """Measure the network, in every process on its share of the validation images; None where there are none."""
     if share is None:
         return None
     if engine.num_processes > 1:
@@ -319,7 +329,7 @@ def precise(device: torch.device) -> torch.dtype:
 
 def score(row: Row) -> float:
     """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
-    known = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
-    if known:
-        return max(known)
+    accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
+    if accuracies:
+        return max(accuracies)
     return -math.inf if row["train_loss"] is None else -row["train_loss"]

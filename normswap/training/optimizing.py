@@ -1,4 +1,8 @@
-"""The optimizer of a recipe, its learning rate at every update, and what its gradients are clipped to; from timm."""
+"""What a recipe minimizes and how: the loss, the optimizer, and its learning rate at every update; from timm.
+
+The loss is cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
+Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2: T^2 KL(teacher / T || student / T).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.poly_lr import PolyLRScheduler
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import dispatch_clip_grad
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
-from normswap.errors import OptionError, first_line
+from normswap.errors import OptionError, SourceError, first_line
+from normswap.models import zoo
+from normswap.models.network_input import scores
 from normswap.models.weight_files import quiet
 from normswap.surgery.network import Network
-from normswap.training.recipe import Clip, Optim, Schedule
+from normswap.training.recipe import Clip, Distill, Optim, Recipe, Schedule
+from normswap.training.training_images import drawn_by
 
 
 def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> torch.optim.Optimizer:
@@ -48,8 +56,8 @@ def _paper(model: nn.Module) -> str:
     return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
 
-class Rate:
-    """The learning rate: a function of the update alone, so that there is nothing to save.
+def scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
+    """Return timm's scheduler; by `step_update` the rate is a function of the update alone: there is nothing to save.
 
     Args:
         optimizer: its groups' `lr_scale` are heeded.
@@ -57,19 +65,6 @@ class Rate:
         updates: in all.
         per_epoch: updates.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> None:
-        self.optimizer = optimizer
-        self.scheduler = _scheduler(optimizer, part, updates, per_epoch)
-
-    def set(self, update: int) -> float:
-        """Set the groups' rates for an update, counted from 0; returns the rate before `lr_scale`."""
-        self.scheduler.step_update(update)
-        first = self.optimizer.param_groups[0]
-        return float(first["lr"] / first.get("lr_scale", 1.0))
-
-
-def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
     warmup = round(part.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
@@ -85,20 +80,75 @@ def _scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, p
     return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **common)
 
 
-class Clipping:
-    """Gradient clipping; adaptive clipping leaves the classifier alone (Brock et al. 2021, arXiv:2102.06171).
+def clipped(model: nn.Module, part: Clip, head: nn.Module | None) -> list[nn.Parameter]:
+    """List the parameters whose gradients are clipped.
 
-    Args:
-        model: the network, not wrapped.
-        part: `optim.clip` of the recipe.
-        head: its classifier, for adaptive clipping.
+    Adaptive clipping leaves the classifier, `head`, alone (Brock et al. 2021, arXiv:2102.06171).
     """
+    spared = {id(p) for p in head.parameters()} if part.mode == "agc" and head is not None else set()
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
 
-    def __init__(self, model: nn.Module, part: Clip, head: nn.Module | None = None) -> None:
-        self.part = part
-        spared = {id(p) for p in head.parameters()} if part.mode == "agc" and head is not None else set()
-        self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
 
-    def clip(self) -> None:
-        """Clip the gradients in place."""
-        dispatch_clip_grad(self.parameters, self.part.value, mode=self.part.mode)
+class Objective:
+    """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None) -> None:
+        self.distill, self.teacher = recipe.distill, teacher
+        self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
+        self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
+        classes: int | None = getattr(model, "num_classes", None)
+        self.mixup: Mixup | None = None
+        if augment.mixup or augment.cutmix:
+            if classes is None:
+                raise OptionError("data.augment.mixup needs a network that knows its num_classes")
+            self.mixup = Mixup(augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes)
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]) -> Tensor:
+        """Return the mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
+        target = labels if self.labels else torch.zeros_like(labels)
+        if self.mixup is not None:
+            with drawn_by(*seed):
+                images, target = self.mixup(images, target)
+        logits = scores(model(images))
+        loss = logits.new_zeros(())
+        if self.labels:
+            smoothing = 0.0 if self.mixup is not None else self.smoothing
+            loss = self.labels * F.cross_entropy(logits, target, label_smoothing=smoothing)
+        if self.distill and self.teacher:
+            loss = loss + self.distill.weight * self._distance(self.distill, logits, images)
+        return loss
+
+    def _distance(self, part: Distill, logits: Tensor, images: Tensor) -> Tensor:
+        assert self.teacher is not None
+        with torch.no_grad():
+            taught = F.log_softmax(self.teacher(images) / part.temperature, 1)
+        learned = F.log_softmax(logits / part.temperature, 1)
+        return part.temperature**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
+
+
+class Teacher(nn.Module):
+    """A network that is asked for logits, about images preprocessed for a student with as many classes."""
+
+    ratio: Tensor
+    shift: Tensor
+
+    def __init__(self, network: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.network = network.eval().requires_grad_(False)
+        learned, taught = getattr(student, "num_classes", None), getattr(network, "num_classes", None)
+        if None not in (learned, taught) and learned != taught:
+            raise SourceError(f"the teacher has num_classes {taught}, the network {learned}")
+        ours, theirs = zoo.data_config(student), zoo.data_config(network)
+        ratio = torch.tensor(ours["std"]) / torch.tensor(theirs["std"])
+        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(theirs["std"])
+        self.same = ours["mean"] == theirs["mean"] and ours["std"] == theirs["std"]
+        self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
+        self.register_buffer("shift", shift.view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, C, H, W), preprocessed for the student, to (N, classes), in float32."""
+        return scores(self.network(images if self.same else images * self.ratio + self.shift)).float()
+
+    def train(self, mode: bool = True) -> Teacher:
+        """A teacher stays in eval mode."""
+        return super().train(False)

@@ -9,9 +9,7 @@ import difflib
 import io
 import json
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,10 +18,15 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
 from normswap.errors import RecipeError
-from normswap.training.recipe import Part, Recipe
+from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Recipe, RecipeNetwork, Train
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
+# A recipe in which no group of keys is missing, for their names.
+_EVERY_GROUP = Recipe(
+    summary="", model=RecipeNetwork(name=""), convert=Convert(to=""), optim=Optim(clip=Clip()), train=Train(ema=Ema()),
+    distill=Distill(),
+)  # fmt: skip
 
 
 def names() -> list[str]:
@@ -32,15 +35,10 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """Return a shipped recipe as it is written, comments and all.
-
-    Raises:
-        RecipeError: there is none of that name; near ones are suggested.
-    """
+    """Return a shipped recipe as it is written, comments and all; or raises RecipeError."""
     if name not in names():
-        near = difflib.get_close_matches(name, names(), 3, 0.6)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "`normswap recipes` lists them."
-        raise RecipeError(f"no recipe is called {name!r}", remedy=hint)
+        remedy = _near(name, names()) or "`normswap recipes` lists them."
+        raise RecipeError(f"no recipe is called {name!r}", remedy=remedy)
     return (shipped.recipes() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -55,9 +53,9 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     if len(models) > 1:
         raise RecipeError(f"{models[1]!r} is neither the MODEL (that is {models[0]}) nor KEY=VALUE")
     keys = [word.partition("=")[0] for word in overrides]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise RecipeError(f"{key} is given {keys.count(key)} times", remedy="Give it once")
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise RecipeError(f"{twice} is given {keys.count(twice)} times", remedy="Give it once")
     return (models[0] if models else None), overrides
 
 
@@ -72,19 +70,17 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
     Raises:
         RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it names key and file.
     """
-    label, content = _found(str(name_or_file))
-    return check(_parsed(content, label), label, overrides)
-
-
-def require_recipe(recipe: object) -> None:
-    """Check that this is a recipe.
-
-    Raises:
-        RecipeError: it is its name, or something else.
-    """
-    if not isinstance(recipe, Recipe):
-        remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
-        raise RecipeError(f"a recipe is wanted, not {recipe!r:.80}", remedy=remedy)
+    path = Path(name_or_file)
+    plain = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
+    if plain and (path.name in names() or not path.is_file()):
+        return check(_parsed(text(path.name), f"recipe {path}"), f"recipe {path}", overrides)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path} is no text in UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}", error.strerror or str(error)) from None
+    return check(_parsed(content, str(path)), str(path), overrides)
 
 
 def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -101,9 +97,8 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         tree = _overridden(tree, override)
     try:
-        return Recipe.model_validate_json(
-            json.dumps(tree, default=str), strict=True
-        )  # strict: true is no 1, and "1" neither
+        # Strict: true is no 1, and "1" neither.
+        return Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise RecipeError(label, "; ".join(_problems(error))) from None
 
@@ -152,34 +147,21 @@ def _parsed(content: str, label: str) -> object:
         raise RecipeError(f"{label} is not YAML", str(error).splitlines()[0]) from None
 
 
-def _found(name: str) -> tuple[str, str]:
-    path = Path(name)
-    if path.suffix not in _SUFFIXES and path.name == name and (name in names() or not path.is_file()):
-        return f"recipe {name}", text(name)
-    try:
-        return str(path), path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path} is no text in UTF-8") from None
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}", error.strerror or str(error)) from None
-
-
 def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
     """`tree` with one key set; groups on the way to it are made where they are missing or null."""
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):
         raise RecipeError(f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH")
-    plain = _parsed(value, f"the value of {override!r}")
     changed = dict(tree)
     inner = changed
-    for done, step in enumerate(steps[:-1], 1):
+    for step in steps[:-1]:
         below = inner.get(step)
         if not isinstance(below, Mapping | None):
-            raise RecipeError(f"{override!r}: {'.'.join(steps[:done])} is {below!r}, no group of keys")
-        group = dict(below or {})
-        inner[step], inner = group, group
-    inner[steps[-1]] = plain
+            raise RecipeError(f"{override!r}: {step} is {below!r}, no group of keys")
+        inner[step] = group = dict(below or {})
+        inner = group
+    inner[steps[-1]] = _parsed(value, f"the value of {override!r}")
     return changed
 
 
@@ -188,7 +170,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
         path = [str(step) for step in problem["loc"]]
         key, kind = ".".join(path), problem["type"]
         if kind == "extra_forbidden":
-            yield f"unknown key {key}{_hint(key)}"
+            hint = _near(key, flat(_EVERY_GROUP)) or "`normswap recipes show NAME --json` prints every key"
+            yield f"unknown key {key} ({hint})"
         elif kind == "value_error":  # _fits_together names the key itself
             yield str(problem["ctx"]["error"])
         elif kind == "missing":
@@ -198,28 +181,6 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
 
 
-def _hint(key: str) -> str:
-    """Return the known key most like `key`, or those that stand beside it."""
-    known = list(keys())
-    home, _, last = key.rpartition(".")
-    near = difflib.get_close_matches(key, known, 1, 0.8) or [name for name in known if name.rpartition(".")[2] == last]
-    if near:
-        return f" (did you mean {' or '.join(near[:3])}?)"
-    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == home]
-    return f" ({home or 'a recipe'} has {', '.join(beside)})" if beside else ""
-
-
-def keys(part: type[Part] = Recipe, prefix: str = "") -> Iterator[str]:
-    """List every key that a recipe may have, dotted."""
-    for name, field in part.model_fields.items():
-        yield f"{prefix}{name}"
-        group = _group(field.annotation)
-        if group is not None:
-            yield from keys(group, f"{prefix}{name}.")
-
-
-def _group(annotation: object) -> type[Part] | None:
-    """Return the group of keys that a field holds, if it holds one (or null)."""
-    union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
-    candidates = typing.get_args(annotation) if union else (annotation,)
-    return next((one for one in candidates if isinstance(one, type) and issubclass(one, Part)), None)
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"Did you mean {near[0]}?" if near else ""

@@ -23,12 +23,10 @@ from normswap import provenance
 from normswap.errors import OptionError, OutputError, SourceError, first_line, spelled
 from normswap.models import calling
 from normswap.models.weight_files import hash_tensors
-from normswap.plan import Body
 from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
-VERSION = 1
 COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
 Row = dict[str, float | None]
 
@@ -49,10 +47,8 @@ class TrainingState:
     Args:
         update: updates done.
         rows: of metrics.csv.
-        loss: sum of the losses of the epoch's updates so far.
-        seconds: the epoch's training time so far.
-        best: the best score so far, of the network in best/.
-        best_epoch: when that was.
+        loss, seconds: sums over the epoch's updates so far.
+        best, best_epoch: the score of the network in best/, and when that was.
     """
 
     update: int = 0
@@ -64,36 +60,23 @@ class TrainingState:
 
 
 class Folder:
-    """The folder of one run.
-
-    Args:
-        place: where.
-        identity: what may not change when the run is continued: see `identify`.
-    """
+    """The folder of one run; `identity` may not change when it is continued (`identify`)."""
 
     def __init__(self, place: Path, identity: Mapping[str, object]) -> None:
         self.place, self.identity = place, dict(identity)
         self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
 
     def check_new(self) -> None:
-        """See, before any work, that a run can begin here.
-
-        Raises:
-            OutputError: the folder holds a run, or something else.
-        """
+        """See, before any work, that a run can begin here; raises OutputError where the folder holds something."""
         if self.state.is_file():
-            raise OutputError(
-                f"{self.place} holds a run", remedy=f"{spelled('resume', 'auto')} continues it; or give another folder"
-            )
-        if self.place.is_file() or (self.place.is_dir() and set(self._names()) - {"recipe.yaml", "state"}):
+            remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
+            raise OutputError(f"{self.place} holds a run", remedy=remedy)
+        names = {path.name for path in self.place.iterdir()} if self.place.is_dir() else set()
+        if self.place.is_file() or names - {"recipe.yaml", "state"}:
             raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another folder")
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder.
-
-        Raises:
-            OutputError: it cannot be made, or holds something else.
-        """
+        """Make the folder; raises OutputError where it cannot be made, or holds something else."""
         self.check_new()
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
@@ -101,16 +84,9 @@ class Folder:
             raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
 
-    def _names(self) -> list[str]:
-        return [path.name for path in self.place.iterdir()]
-
     def write_state(self, position: TrainingState, parts: State) -> None:
-        """Replace the state by this one, at once.
-
-        Raises:
-            OutputError: the disk is full; the old state is still there.
-        """
-        body = {"version": VERSION, "identity": self.identity, "position": vars(position), **parts}
+        """Replace the state by this one, at once; where that fails (OutputError), the old one is still there."""
+        body = {"identity": self.identity, "position": vars(position), **parts}
         buffer = io.BytesIO()  # torch.save on a full disk raises what no one expects, and may leave a part
         torch.save(calling.changed(body, Tensor.cpu), buffer)  # torch would save all of a storage, and its device
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
@@ -119,23 +95,18 @@ class Folder:
         """Return the state, if this run may be continued from it.
 
         Raises:
-            SourceError: there is none, or it cannot be read.
+            SourceError: it cannot be read.
             OptionError: it is that of another run; says what differs.
         """
-        if not self.state.is_file():
-            raise SourceError(f"{self.place} holds no run that can be continued", f"there is no {self.state}")
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
-            version, position = body.pop("version"), TrainingState(**body.pop("position"))
+            identity, position = body.pop("identity"), TrainingState(**body.pop("position"))
         except Exception as error:  # torch raises what its unpickler does
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
-        if version != VERSION:
-            raise SourceError(f"{self.state} has version {version}, this normswap reads {VERSION}")
-        differ = differences(body.pop("identity"), self.identity)
+        differ = recipe_files.differences(identity, self.identity)
         if differ:
-            more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
             remedy = "Continue with the same recipe, network and images, or give another folder"
-            raise OptionError(f"{self.place} holds another run", "; ".join(differ[:4]) + more, remedy)
+            raise OptionError(f"{self.place} holds another run", "; ".join(differ[:4]), remedy)
         return position, body
 
     def write_metrics(self, rows: list[Row]) -> None:
@@ -150,11 +121,7 @@ class Folder:
 
 
 def check_no_run(place: Path) -> None:
-    """Refuse the folder of a run where a network is wanted.
-
-    Raises:
-        SourceError: `place` is the folder of a run; says where its networks are.
-    """
+    """Refuse the folder of a run where a network is wanted: the SourceError says where its networks are."""
     if (place / "recipe.yaml").is_file() and (place / "best").is_dir():
         raise SourceError(f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last")
 
@@ -166,12 +133,5 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     keys = recipe_files.flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
-    return {"network": hash_tensors(model.state_dict()), "plan": plan, "images": images, "recipe": keys}
-
-
-def differences(before: Body, now: Body) -> list[str]:
-    """List in words how one run's identity is not the other's."""
-    parts = {"network": "the network is another", "plan": "it was converted otherwise",
-             "images": "the training images are others"}  # fmt: skip
-    changed = [text for name, text in parts.items() if before[name] != now[name]]
-    return changed + recipe_files.differences(before["recipe"], now["recipe"])
+    hashes = {"the network's hash": hash_tensors(model.state_dict()), "its plan's": plan, "the images'": images}
+    return keys | {name: digest[:12] for name, digest in hashes.items()}

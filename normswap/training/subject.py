@@ -13,14 +13,13 @@ from torch import nn
 from normswap import provenance
 from normswap.errors import NormswapError, OptionError, SourceError, TraceError
 from normswap.images import datasets
-from normswap.models import zoo
 from normswap.plan import Body
 from normswap.provenance import Provenance
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, reverification, unfolding
 from normswap.surgery.network import Network
 from normswap.training.recipe import Distill, Recipe
-from normswap.training.training_images import TrainingImages, drawn_by, places
+from normswap.training.training_images import drawn_by, places
 
 _FOLDED = (
     "a folded network fine-tunes badly (arXiv:2305.11624): its weights have absorbed the norms' scales. "
@@ -54,24 +53,10 @@ class Subject:
 
     def preprocessing(self, side: int | None) -> Body:
         """Return what images for it are like, `side` pixels high and wide if the recipe says so."""
-        record = self.network.provenance.pretrained_cfg
-        classes = getattr(self.module, "num_classes", record.get("num_classes"))
-        config = {**zoo.data_config(self.module), "num_classes": classes}
-        if record.get("label_names"):
-            config["label_names"] = record["label_names"]
+        record = datasets.image_record(self.module)
         if side is not None:
-            config["input_size"] = (config["input_size"][0], side, side)
-        return config
-
-    def images(self, recipe: Recipe) -> TrainingImages:
-        """Find the training images of the recipe, as the network wants them.
-
-        Raises:
-            SourceError, OptionError: as `TrainingImages`.
-        """
-        labelled = recipe.distill is None or recipe.distill.weight < 1
-        record = self.preprocessing(recipe.data.input_size)
-        return TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
+            record["input_size"] = (record["input_size"][0], side, side)
+        return record
 
     def teacher(self, part: Distill) -> nn.Module:
         """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
@@ -95,12 +80,13 @@ class Subject:
 
 
 def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
-    """Open the recipe's network if none is given.
-
-    Raises:
-        NormswapError: whatever opening raises; OptionError: there is no network.
-    """
-    model = _opened(recipe) if model is None else model
+    """Open the recipe's network if none is given; or raises NormswapError."""
+    part = recipe.model
+    if model is None:
+        if part is None:
+            raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+        with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
+            model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
     return Subject(Network.of(model), model)
 
 
@@ -113,33 +99,23 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
     Raises:
         NormswapError: whatever converting raises.
     """
-    network, model = subject.network, subject.given
-    if recipe.convert is not None:
-        say(f"converting to {recipe.convert.to}")
-        images = _calibration_images(model, recipe) if recipe.convert.calibrate else None
-        done = conversion.convert(network, recipe.convert.to, calibrate=images, **recipe.convert.options)
-        for note in done.notes:
+    network, model, part = subject.network, subject.given, recipe.convert
+    if part is not None:
+        say(f"converting to {part.to}")
+        images = None
+        if part.calibrate:
+            images = datasets.make_loader(
+                model, places(recipe.data)[0], split="train", samples=part.samples, seed=recipe.train.seed, workers=0,
+                labelled=False,
+            )  # fmt: skip
+        result = conversion.convert(network, part.to, calibrate=images, **part.options)
+        for note in result.notes:
             say(note)
-        network = done.network
+        network = result.network
     steps = network.provenance.plan.steps
     if steps and steps[-1].scheme == "folded":
         say(_FOLDED)
     return Subject(network, model)
-
-
-def _opened(recipe: Recipe) -> nn.Module:
-    part = recipe.model
-    if part is None:
-        raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-    with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
-        return checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
-
-
-def _calibration_images(model: nn.Module, recipe: Recipe) -> datasets.Loader:
-    place, part = places(recipe.data)[0], recipe.convert
-    samples = part.samples if part else None
-    seed = recipe.train.seed
-    return datasets.make_loader(model, place, split="train", samples=samples, seed=seed, workers=0, labelled=False)
 
 
 def classifier(network: Network) -> str:

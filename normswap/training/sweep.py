@@ -1,17 +1,24 @@
-"""Sweeps as the papers do them: every learning rate with several seeds, on one machine or several.
+"""Sweeps as the papers do them: every learning rate with several seeds, and the best k of n runs of each.
 
 Optuna's storage is all that workers share, and its queue is the list of what is left: the same command may run in
 several processes, on several machines; each takes the next waiting trial. A trial whose worker gives no heartbeat any
-more is given up by Optuna and offered again here (its run is continued where its folder is in reach). A run that
-diverges or fails is a row of the table, which `sweep_table` makes.
+more is given up by Optuna and offered again here (its run is continued where its folder is in reach).
+
+A run that diverged or failed has no accuracy and counts among the n: leaving out the worst forgives a few of them, and
+a learning rate with fewer than k successes cannot win. No torch here.
+
+Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate of a grid.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -19,21 +26,168 @@ from typing import TYPE_CHECKING
 from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
-from normswap.training.sweep_table import Trial
 
-if TYPE_CHECKING:  # an optional package
+if TYPE_CHECKING:  # an optional package, or one that takes long to import
     import optuna
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Args:
+        state: done, diverged, failed or running.
+        top1: in percent, after the last epoch; None unless done.
+        note: why it failed.
+    """
+
+    lr: float
+    seed: int
+    state: str
+    top1: float | None = None
+    note: str | None = None
+    folder: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One learning rate.
+
+    Args:
+        runs: how many have ended, well or not.
+        mean, std: of the best k in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
+        counted: how many that are.
+        lost: how many diverged or failed.
+        full: whether all n have ended and k succeeded: only then can this be the best.
+        best: whether no other rate has so high a mean.
+        good: whether the mean is at most the best rate's deviation below the best rate's mean.
+    """
+
+    lr: float
+    runs: int
+    mean: float | None
+    std: float | None
+    counted: int
+    lost: int
+    full: bool
+    best: bool = False
+    good: bool = False
+
+    @property
+    def text(self) -> str:
+        """`91.20 ± 0.31`, or nothing where no run has succeeded."""
+        spread = "" if self.std is None else f" ± {self.std:.2f}"
+        return "" if self.mean is None else f"{self.mean:.2f}{spread}"
+
+
+def count_best(seeds: int, best: int | None = None) -> int:
+    """Return how many of the runs of an lr count: `best`, or all but two when there are more than four.
+
+    Raises:
+        OptionError: more than there are.
+    """
+    if best is None:
+        return seeds - 2 if seeds > 4 else seeds
+    if not 1 <= best <= seeds:
+        raise OptionError(f"--best {best} of {seeds} runs", remedy="It counts the runs of each lr that are kept")
+    return best
+
+
+def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
+    """Sum up each lr, ascending; the highest mean is marked, unless two are level, and the rates that are as good."""
+    rates = sorted({trial.lr for trial in trials})
+    summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
+    winners = _highest(summed)
+    if not winners:
+        return summed
+    least = (winners[0].mean or 0.0) - (winners[0].std or 0.0)
+    return [replace(line, best=winners == [line], good=line.full and (line.mean or 0.0) >= least) for line in summed]
+
+
+def _highest(rates: Sequence[Line]) -> list[Line]:
+    """List the complete lines with the highest mean: several where they are level."""
+    means = [line.mean for line in rates if line.full and line.mean is not None]
+    return [line for line in rates if line.full and line.mean == max(means)]
+
+
+def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
+    ended = [trial for trial in trials if trial.state != "running"]
+    scores = sorted((trial.top1 for trial in ended if trial.top1 is not None), reverse=True)[:best]
+    return Line(
+        lr=trials[0].lr,
+        runs=len(ended),
+        mean=statistics.fmean(scores) if scores else None,
+        std=statistics.stdev(scores) if len(scores) > 1 else None,
+        counted=len(scores),
+        lost=sum(trial.top1 is None for trial in ended),
+        full=len(ended) >= seeds and len(scores) == best,
+    )
+
+
+def notes(trials: Sequence[Trial], rates: Sequence[Line], done: bool) -> list[str]:
+    """List what the reader should know: good rates, what is not done, what failed and why, a grid that ends early."""
+    texts = []
+    if not done or any(trial.state == "running" for trial in trials):
+        texts.append("not all runs have ended; the same command continues those that were stopped or killed")
+    texts += [f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}" for trial in trials if trial.note][:3]
+    winners, good = _highest(rates), [line.lr for line in rates if line.good]
+    if len(winners) > 1:
+        level = ", ".join(f"{line.lr:g}" for line in winners)
+        texts.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
+    elif len(good) > 1:
+        texts.append(f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the best")
+    if len(rates) > 1 and (rates[0].best or rates[-1].best):
+        texts.append("the best lr is at the edge of the grid: try further ones")
+    return texts
+
+
+def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: str = "") -> Path:
+    """Draw top-1 over the learning rate: every run, mean and deviation of those that count, and the best lr.
+
+    Raises:
+        OutputError: the file cannot be written, or not in the format of its suffix.
+    """
+    from matplotlib.figure import Figure  # a second to import
+
+    from normswap.analysis import plots
+
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    axes = figure.subplots()
+    ended = [(trial.lr, trial.top1) for trial in trials if trial.top1 is not None]
+    axes.plot([lr for lr, _ in ended], [top1 for _, top1 in ended], "o", color="0.6", markersize=4.5, label="a run")
+    measured = [(line.lr, line.mean, line.std or 0.0) for line in rates if line.mean is not None]
+    axes.errorbar(
+        [lr for lr, _, _ in measured], [mean for _, mean, _ in measured], [std for _, _, std in measured],
+        color=plots.COLOURS[0], marker="s", capsize=4, label="mean and std of the best",
+    )  # fmt: skip
+    for line in rates:
+        if line.best:
+            label = f"best: lr {line.lr:g}"
+            axes.plot([line.lr], [line.mean or 0.0], "*", color=plots.COLOURS[1], markersize=17, label=label)
+    if lost := [trial.lr for trial in trials if trial.state in ("diverged", "failed")]:
+        axes.plot(lost, [axes.get_ylim()[0]] * len(lost), "x", color="0.2", markersize=8, label="diverged or failed")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([line.lr for line in rates], [f"{line.lr:g}" for line in rates])
+    axes.minorticks_off()
+    axes.set(xlabel="learning rate", ylabel="Top-1 after the last epoch (%)", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend()
+    return plots.save(figure, file)
+
 
 Objective = Callable[[Recipe, Path], float | None]
 """Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to stop before."""
 Point = tuple[float, int]
 Say = Callable[[str], None]
 
-BEAT, GRACE = 15, 60  # seconds between a worker's signs of life, and without one until it counts as dead
-_ATTEMPTS = 5  # at opening the storage
-_FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")  # may differ between runs
+# Seconds between a worker's signs of life, and without one until it counts as dead.
+BEAT, GRACE = 15, 60
+# Two workers that make the tables of a database at once fail, and may try again.
+_ATTEMPTS = 5
+# Keys of the recipe that may differ between workers.
+_FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")
 _POWER = re.compile(r"([0-9.]+)\^([-+]?[0-9]{1,3})$")
-_FORM = "Write numbers and powers, as in 0.05,0.1 or 2^-4..2^1"
 
 
 class _StoppedError(Exception):
@@ -44,31 +198,24 @@ def parse_rates(text: str) -> list[float]:
     """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power), ascending, each once.
 
     Raises:
-        OptionError: it names none, or one that is not positive.
+        OptionError: a part names none, or one that is not positive.
     """
     rates: set[float] = set()
     for part in text.split(","):
         first, dots, last = (word.strip() for word in part.partition(".."))
-        if not dots:
-            rates.add(_rate(first))
-            continue
-        low, high = _POWER.match(first), _POWER.match(last)
-        if not low or not high or low[1] != high[1] or int(low[2]) > int(high[2]):
-            why = "a range goes from a power up to another of the same base"
-            raise OptionError(f"--lr {first}..{last}", why, _FORM)
-        rates |= {_rate(f"{low[1]}^{power}") for power in range(int(low[2]), int(high[2]) + 1)}
+        low, high = _POWER.match(first), _POWER.match(last if dots else first)
+        try:
+            if low and high and low[1] == high[1]:
+                named = [float(low[1]) ** power for power in range(int(low[2]), int(high[2]) + 1)]
+            else:
+                named = [float(part)]
+        except (ValueError, OverflowError, ZeroDivisionError):
+            named = []
+        if not named or not all(0 < rate < math.inf for rate in named):
+            remedy = "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
+            raise OptionError(f"--lr: {part.strip()!r} names no positive rates", remedy=remedy)
+        rates.update(named)
     return sorted(rates)
-
-
-def _rate(text: str) -> float:
-    power = _POWER.match(text)
-    try:
-        value = float(power[1]) ** int(power[2]) if power else float(text)
-    except (ValueError, OverflowError, ZeroDivisionError):
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise OptionError(f"--lr: {text!r} is no positive number", remedy=_FORM)
-    return value
 
 
 class Sweep:
@@ -102,17 +249,22 @@ class Sweep:
         except OSError as error:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
         self.study = self._open(storage or f"sqlite:///{place / 'sweep.db'}")
-        self._require_same(subject)
+        keys = {key: value for key, value in recipe_files.flat(recipe).items() if key not in _FREE}
+        settings = {**keys, **subject}
+        if "sweep" not in self.study.user_attrs:
+            self.study.set_user_attr("sweep", settings)
+        if differ := recipe_files.differences(self.study.user_attrs["sweep"], settings):
+            raise OptionError(f"{place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
 
     def _open(self, url: str) -> optuna.Study:
+        name, why = f"normswap {self.place.resolve().name}", ""
         for attempt in range(_ATTEMPTS):
             try:
                 self.storage = self._storage(url)
-                name = f"normswap {self.place.resolve().name}"
                 return self.optuna.create_study(
                     study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
                 )
-            except Exception as error:  # whatever the database's driver raises, for one if two workers make its tables
+            except Exception as error:  # whatever the database's driver raises
                 why = first_line(error)
             time.sleep(attempt * 0.2)
         raise SourceError(f"{url} is no storage of sweeps", why)
@@ -128,16 +280,6 @@ class Sweep:
             event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return storage
 
-    def _require_same(self, subject: Mapping[str, str]) -> None:
-        """Write down what this sweep is of, or see that it is what is written there."""
-        keys = {key: value for key, value in recipe_files.flat(self.recipe).items() if key not in _FREE}
-        settings = {**keys, **subject}
-        if "sweep" not in self.study.user_attrs:
-            self.study.set_user_attr("sweep", settings)
-        differ = recipe_files.differences(self.study.user_attrs["sweep"], settings)
-        if differ:
-            raise OptionError(f"{self.place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
-
     def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
         """Run points until none is left to begin; returns whether all of them are done.
 
@@ -149,10 +291,15 @@ class Sweep:
         """
         waited = 0
         while True:
-            self._enqueue_missing()
+            taken = {_point(trial) for trial in self._valid()}
+            for lr, seed in self.points:
+                if (lr, seed) not in taken:
+                    self.study.enqueue_trial({"lr": lr, "seed": seed})
             states = [trial.state.name for trial in self._valid()]
             if "WAITING" in states:
-                if not self._run_next(objective, say):
+                try:
+                    self._run_next(objective, say)
+                except _StoppedError:
                     return False
                 waited = 0
             elif "RUNNING" not in states:
@@ -164,49 +311,33 @@ class Sweep:
                 waited += 1
                 self.optuna.storages.fail_stale_trials(self.study)
 
-    def _enqueue_missing(self) -> None:
-        taken = {_point(trial) for trial in self._valid()}
-        for lr, seed in self.points:
-            if (lr, seed) not in taken:
-                self.study.enqueue_trial({"lr": lr, "seed": seed})
-
-    def _run_next(self, objective: Objective, say: Say) -> bool:
-        """Take one trial from the queue; Optuna sees to it that no one else has it. Returns False if asked to stop."""
+    def _run_next(self, objective: Objective, say: Say) -> None:
+        """Take one trial from the queue; Optuna sees to it that no one else has it."""
 
         def run(trial: optuna.Trial) -> float:
             self.storage.record_heartbeat(trial._trial_id)  # also a process that dies at once has lived
-            point = self._point_of(trial.number)
-            if point is None:
+            points = {other.number: _point(other) for other in self.study.get_trials(deepcopy=False)}
+            point = points[trial.number]
+            earlier = [_point(other) for other in self._valid() if other.number < trial.number]
+            if point is None or point in earlier:  # the queue was empty, or two workers have queued the same
                 raise self.optuna.TrialPruned
             trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # as queued; for Optuna's tools
             return self._train(trial, *point, objective, say)
 
-        try:
-            self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
-        except _StoppedError:
-            return False
-        return True
-
-    def _point_of(self, number: int) -> Point | None:
-        """Return what a trial of this number runs: nothing if the queue was empty, or an earlier trial runs that."""
-        point = next(_point(trial) for trial in self.study.get_trials(deepcopy=False) if trial.number == number)
-        earlier = any(trial.number < number and _point(trial) == point for trial in self._valid())
-        return None if earlier else point
+        self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
 
     def _train(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
         say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})")
-        recipe = self.recipe.model_copy(update={
-            "optim": self.recipe.optim.model_copy(update={"lr": lr}),
-            "train": self.recipe.train.model_copy(update={"seed": seed}),
-        })  # fmt: skip
+        optim = self.recipe.optim.model_copy(update={"lr": lr})
+        train = self.recipe.train.model_copy(update={"seed": seed})
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            top1 = objective(recipe, folder)
+            top1 = objective(self.recipe.model_copy(update={"optim": optim, "train": train}), folder)
         except (TrainingError, RuntimeError) as error:  # out of memory, for one
-            trial.set_user_attr("note", str(error) if isinstance(error, TrainingError) else first_line(error))
+            trial.set_user_attr("note", first_line(error))
             trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
             raise
         if top1 is None:  # the trial fails without a word, and is queued again

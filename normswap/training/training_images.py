@@ -3,13 +3,17 @@
 Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of processes, nor of
 loader workers, nor of where a run was interrupted. So N processes see together what one process sees, and a resumed
 run sees what the uninterrupted one would have seen.
+
+The transforms are timm's, two of them computed in less time: a process prepares a third more images a second
+(tests/lab/benchmarks/training_images.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,46 +21,46 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import create_transform
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
 
 from normswap.errors import OptionError, SourceError
-from normswap.images.datasets import PREFIXES, Loader, collate, open_images
-from normswap.images.places import TRAIN, VALIDATION, part_named
+from normswap.images.datasets import (
+    PREFIXES,
+    TRAIN,
+    VALIDATION,
+    LabelledImages,
+    Loader,
+    collate,
+    drawn_rows,
+    make_loader,
+    open_images,
+    part_named,
+)
 from normswap.plan import Body
-from normswap.training.augmenting import transform
-from normswap.training.processes import ignore_sigterm
+from normswap.training.recipe import Augment
 from normswap.training.recipe import Data as DataPart
 
 Example = tuple[Tensor, int]
 _GIVE = "Give data.validation=PATH, or data.root=PATH that holds train and val"
-UNMEASURED = (
-    "there are no validation images: top-1 is not measured, and best/ is the network with the lowest training loss. "
-    + _GIVE
-)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every batch is this process's own.
-
-    Args:
-        rank: of this process.
-        world: how many processes there are.
-        accumulate: micro-batches per update.
-    """
+    """Which part of every batch is this process's own: of `world` processes, in `accumulate` micro-batches."""
 
     rank: int = 0
     world: int = 1
     accumulate: int = 1
 
     def micro(self, batch: int) -> int:
-        """Return the images per micro-batch.
-
-        Raises:
-            OptionError: the batch cannot be divided so.
-        """
+        """Return the images per micro-batch; raises OptionError where the batch cannot be divided so."""
         parts = self.world * self.accumulate
         if batch % parts:
             asked = f"{self.world} processes x train.accumulate {self.accumulate}"
@@ -78,16 +82,16 @@ class Order(Sampler[list[tuple[int, int]]]):
         return (self.last - self.first) * self.share.accumulate
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        micro, per_epoch, known = self.share.micro(self.batch), self.count // self.batch, -1
+        micro, per_epoch, ordered = self.share.micro(self.batch), self.count // self.batch, -1
         for update in range(self.first, self.last):
-            epoch, at = divmod(update, per_epoch)
-            if epoch != known:
+            epoch, position = divmod(update, per_epoch)
+            if epoch != ordered:
                 generator = torch.Generator().manual_seed(key(self.seed, "order", epoch))
-                order, known = torch.randperm(self.count, generator=generator).tolist(), epoch
-            images = order[at * self.batch : (at + 1) * self.batch]
-            for part in range(self.share.accumulate):
-                chosen = _slice(images, part * self.share.world + self.share.rank, micro)
-                yield [(epoch, index) for index in chosen]
+                order, ordered = torch.randperm(self.count, generator=generator).tolist(), epoch
+            images = order[position * self.batch : (position + 1) * self.batch]
+            for micro_batch in range(self.share.accumulate):
+                own = _slice(images, micro_batch * self.share.world + self.share.rank, micro)
+                yield [(epoch, index) for index in own]
 
 
 def _slice(images: list[int], which: int, size: int) -> list[int]:
@@ -106,21 +110,16 @@ def key(*parts: object) -> int:
 def drawn_by(*parts: object) -> Iterator[None]:
     """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored afterwards."""
     python, arrays, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    _draw_by(*parts)
+    seed = key(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
         torch.set_rng_state(torchs)
-
-
-def _draw_by(*parts: object) -> None:
-    """Let all random numbers from now on be a function of `parts`."""
-    seed = key(*parts)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
 
 
 class Seeded(Dataset[Example]):
@@ -134,18 +133,15 @@ class Seeded(Dataset[Example]):
 
     def __getitem__(self, at: tuple[int, int]) -> Example:
         epoch, index = at
-        if get_worker_info() is None:
-            with drawn_by(self.seed, "image", epoch, index):
-                return self.images[self.rows[index]]
-        _draw_by(self.seed, "image", epoch, index)  # a worker draws for images alone: there is nothing to restore
-        return self.images[self.rows[index]]
+        with drawn_by(self.seed, "image", epoch, index):
+            return self.images[self.rows[index]]
 
 
 class TrainingImages:
     """The training images of a recipe.
 
     Args:
-        model: the network's preprocessing record (`zoo.data_config`, with `num_classes` and `label_names`).
+        model: the network's record (`datasets.image_record`).
         labelled: whether labels are used.
 
     Raises:
@@ -155,10 +151,10 @@ class TrainingImages:
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
         images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
-        if isinstance(images, IterableDataset):
+        if not isinstance(images, LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
         self.digest, self.notes = _digest(images), images.notes
-        self.images = Seeded(images, _rows(len(images), data.samples, seed), seed)
+        self.images = Seeded(images, drawn_rows(len(images), data.samples, seed), seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
@@ -171,7 +167,7 @@ class TrainingImages:
     def batches(self, share: Share, first: int, last: int, *, pin: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
-        loader: DataLoader[Example] = DataLoader(
+        loader: DataLoader[object] = DataLoader(
             self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
             generator=torch.Generator().manual_seed(0), worker_init_fn=ignore_sigterm,
         )  # fmt: skip
@@ -179,28 +175,25 @@ class TrainingImages:
 
 
 def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: int) -> Loader | None:
-    """Return this process's share of the validation images, or None where there are none.
-
-    Raises:
-        SourceError: they cannot be read, or have other classes than the network.
-    """
+    """Return this process's share of the validation images, or None where there are none; or raises SourceError."""
     place = places(data)[1]
     if place is None:
         return None
-    kept = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-    config = {name: model[name] for name in kept if name in model}
-    images = open_images(model, place, "validation", create_transform(**config), labelled=True)
-    if isinstance(images, IterableDataset):
+    samples = data.validation_samples
+    loader = make_loader(model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed)
+    if isinstance(loader.batches.dataset, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
-    rows = _rows(len(images), data.validation_samples, seed)
-    if len(rows) < share.world:
-        raise SourceError(f"{place} has {len(rows)} images", f"{share.world} processes validate")
-    shared: Subset[Example] = Subset(images, rows[share.rank :: share.world])
-    loader: DataLoader[Example] = DataLoader(
-        shared, batch, num_workers=data.workers, collate_fn=collate, generator=torch.Generator().manual_seed(0),
-        worker_init_fn=ignore_sigterm,
-    )  # fmt: skip
-    return Loader(loader, place, len(shared), notes=images.notes)
+    count = loader.count or 0
+    if count < share.world:
+        raise SourceError(f"{place} has {count} images", f"{share.world} processes validate")
+    loader = loader.only(range(share.rank, count, share.world))
+    loader.batches.worker_init_fn = ignore_sigterm
+    return loader
+
+
+def ignore_sigterm(worker: int) -> None:
+    """For a loader's process: schedulers signal all processes of a job, and this one is needed until the run stops."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def places(data: DataPart) -> tuple[str, str | None]:
@@ -210,25 +203,20 @@ def places(data: DataPart) -> tuple[str, str | None]:
         SourceError: the recipe names no images.
     """
     if data.root is None:
-        raise SourceError(
-            "no images to train on", "the recipe has no data.root", "Give data.root=PATH, the folder of the images"
-        )
+        remedy = "Give data.root=PATH, the folder of the images"
+        raise SourceError("no images to train on", "the recipe has no data.root", remedy)
     root = Path(data.root)
     if not root.exists():  # a dataset of timm's, which knows its parts, or an error when it is opened
         parts = data.root.partition("/")[0].lower() in PREFIXES
         return data.root, data.validation or (data.root if parts else None)
     training = part_named(root, TRAIN) or root
     beside = training.parent if training.name.partition(".")[0] in TRAIN else root
-    validated = None if data.validation else part_named(beside, VALIDATION)
-    return str(training), data.validation or (str(validated) if validated else None)
+    validated = data.validation or part_named(beside, VALIDATION)
+    return str(training), str(validated) if validated else None
 
 
 def require_validation(data: DataPart) -> None:
-    """Check that there are validation images, for what is decided by top-1.
-
-    Raises:
-        SourceError: there are none.
-    """
+    """Check that there are validation images, for what is decided by top-1; raises SourceError."""
     if places(data)[1] is None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
@@ -237,25 +225,80 @@ def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None
     """Say which images are trained and validated on, where the recipe leaves that open, and how labels were read."""
     place, validated = places(data)
     taken = [] if place == data.root else [f"training images of {place}, validation images of {validated}"]
-    return list(dict.fromkeys([*taken, *training.notes, *(checked.notes if checked else ())]))
+    if checked is None:
+        what = "there are no validation images: top-1 is not measured, and best/ is the network with the lowest loss"
+        return [*taken, *training.notes, f"{what}. {_GIVE}"]
+    return list(dict.fromkeys([*taken, *training.notes, *checked.notes]))
 
 
-def _rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
-    """Draw which of so many images are used."""
-    if samples is None or samples >= count:
-        return range(count)
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
-    return sorted(order)
-
-
-def _digest(images: Any) -> str:
+def _digest(images: LabelledImages) -> str:
     """Return the SHA-256 of the names of all images, where they are files, else of their number.
 
     Rows of a Hugging Face dataset have names, too, which come with the bytes of the images: all of them would be read.
     """
     digest = hashlib.sha256(str(len(images)).encode())
-    reader = getattr(getattr(images, "images", None), "reader", None)
+    reader = getattr(images.images, "reader", None)
     if reader is not None and not hasattr(reader, "dataset"):
         for name in reader.filenames():
             digest.update(str(name).encode())
     return digest.hexdigest()
+
+
+_MODES = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
+
+
+def transform(model: Body, augment: Augment) -> transforms.Compose:
+    """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
+    size = tuple(model["input_size"][1:])
+    interpolation = model.get("interpolation", "bilinear")
+    make: Any = transforms_imagenet_train  # whose annotations say that it takes no None, and it does
+    primary, secondary, last = make(
+        img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
+        auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True,
+        mean=model["mean"], std=model["std"], interpolation=interpolation,
+    )  # fmt: skip
+    if augment.scale is None:
+        whole: list[Callable[[Image.Image], Image.Image]] = [transforms.Resize(size, InterpolationMode(interpolation))]
+        if augment.padding:
+            whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
+        primary.transforms[:1] = whole
+    else:
+        primary.transforms[0] = RandomResizedCrop(primary.transforms[0])
+    last.transforms[:2] = [Normalized(model["mean"], model["std"])]
+    return transforms.Compose([primary, secondary, last])
+
+
+class RandomResizedCrop:
+    """timm's crops from the same random numbers, resized by torch; pixels differ from Pillow's by rounding.
+
+    torch has code of its own for pixels of 8 bits where the processor has AVX2; elsewhere Pillow resizes.
+    """
+
+    def __init__(self, crops: RandomResizedCropAndInterpolation) -> None:
+        self.crops = crops
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        crops, mode = self.crops, _MODES.get(self.crops.interpolation)
+        if mode is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            resized_by_pillow: Image.Image = crops(image)
+            return resized_by_pillow
+        top, left, height, width = crops.get_params(image, crops.scale, crops.ratio)
+        planes = _planes(image.crop((left, top, left + width, top + height)))
+        resized = functional.interpolate(planes, crops.size, mode=mode, antialias=True)
+        return Image.fromarray(resized[0].movedim(0, -1).squeeze(-1).numpy())
+
+
+class Normalized:
+    """An image as a float tensor (C, H, W), normalized: torchvision's ToTensor and Normalize, bit for bit."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        planes = _planes(image)[0].to(torch.float32, memory_format=torch.contiguous_format)
+        return planes.div_(255).sub_(self.mean).div_(self.std)
+
+
+def _planes(image: Image.Image) -> Tensor:
+    """Return a copy of the pixels (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster."""
+    return torch.from_numpy(np.array(image)).reshape(1, image.height, image.width, -1).movedim(-1, 1)

@@ -11,7 +11,7 @@ from normswap.cli import progress, result_tables, tables
 from normswap.cli.commands import recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.exporting.settings import FileSettings
-from normswap.training.progress_records import TrainingProgress
+from normswap.training.engine import TrainingProgress
 
 
 def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:

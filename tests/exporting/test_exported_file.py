@@ -24,7 +24,7 @@ from normswap.exporting import exported_file, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.storage import checkpoint
 
 FILES = {
@@ -73,7 +73,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
 
 
 def test_every_format_with_a_graph_is_found_by_its_ending() -> None:
-    assert {form.ending: name for name, form in formats._FORMATS.items()} == source_names.EXPORTED
+    assert {form.ending: name for name, form in formats._FORMATS.items()} == kinds.EXPORTED
 
 
 @pytest.mark.slow

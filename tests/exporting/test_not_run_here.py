@@ -17,7 +17,7 @@ from normswap.errors import OptionError, OutputError, SourceError
 from normswap.exporting import checks, exported_file, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.settings import FileSettings
-from normswap.models import source_names
+from normswap.models import kinds
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def package(place: Path) -> Path:
 
 def test_a_directory_that_is_an_exported_file(tmp_path: Path) -> None:
     place = package(tmp_path / "net.mlpackage")
-    assert source_names.exported(place)
-    assert not source_names.exported(package(tmp_path / "net.onnx"))
+    assert kinds.exported(place)
+    assert not kinds.exported(package(tmp_path / "net.onnx"))
     (tmp_path / "file.mlpackage").touch()
-    assert not source_names.exported(tmp_path / "file.mlpackage")
+    assert not kinds.exported(tmp_path / "file.mlpackage")
     assert formats.get("pt2").size(place) == 7
     with pytest.raises(SourceError, match="is an exported file"):
-        source_names.parts(str(place), "pretrained", None)
+        kinds.parts(str(place), "pretrained", None)
     assert main(["bench", str(place)]) == 2
 
 

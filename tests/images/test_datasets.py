@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images import datasets, places
+from normswap.images import datasets
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
@@ -105,7 +105,6 @@ def test_samples(images: Path) -> None:
     [
         (["cow", "ant", "bee"], 3, [1, 2, 0]),  # by name, in the network's order
         (["bee", "dog", "cow", "ant", "elk"], 5, [3, 0, 2]),  # a part of the network's classes
-        (["x", "y", "z"], 3, [0, 1, 2]),  # other names (say, translated): by order
         ({"0": "cow", "1": "bee", "2": "ant"}, 3, [2, 1, 0]),
     ],
 )
@@ -129,10 +128,10 @@ def test_gray_images_for_an_rgb_network(images: Path) -> None:
     assert batches(CONFIG, images)[0].shape == (12, 3, 16, 16)
 
 
-@pytest.mark.parametrize(("mode", "bits"), [("F", 32), ("I", 32), ("I;16", 16)])
-def test_pixels_of_more_bits_are_refused_not_cut_off(mode: str, bits: int) -> None:
-    with pytest.raises(ValueError, match=f"its pixels have {bits} bits"):
-        datasets.converted(Image.new(mode, (2, 2)), "RGB")
+@pytest.mark.parametrize("mode", ["F", "I", "I;16"])
+def test_pixels_of_more_bits_are_refused_not_cut_off(mode: str) -> None:
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        datasets._converted(Image.new(mode, (2, 2)), "RGB")
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------
@@ -165,17 +164,17 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (lambda f: f / "none", ["none does not exist", "hfds"]),
     "misspelt family": (lambda _: "hdfs/cifar10", ["hdfs/cifar10 does not exist", "hfds"]),
     "no images": (_without_images, ["not a dataset of images", "class folders"]),
-    "empty tar": (lambda f: pack(_without_images(f), "e.tar"), ["no images in it"]),
+    "empty tar": (lambda f: pack(_without_images(f), "e.tar"), ["e.tar is not a dataset of images"]),
     "garbage tar": (lambda f: _garbage(f.parent / "g.tar"), ["g.tar is not a dataset of images"]),
     "packed tar": (lambda f: _garbage(f.parent / "g.tar.xz"), ["g.tar.xz is not a dataset of images"]),
     "a file": (lambda f: f / "ant" / "1.png", ["not a dataset of images"]),
     "empty image": (lambda f: _spoilt(f, 0), ["bee/2.png cannot be read"]),
     "cut image": (lambda f: _spoilt(f, 400), ["bee/2.png cannot be read"]),
     "cut image in tar": (lambda f: pack(_spoilt(f, 400), "i.tar"), ["bee/2.png cannot be read"]),
-    "one class": (lambda f: f / "ant", ["has no class folders", "the network has 3"]),
+    "one class": (lambda f: f / "ant", ["has no class folders"]),
     "no class folders": (_flat, ["has no class folders"]),
-    "no torch data": (lambda f: f"torch/cifar10:{f}", ["cannot be opened"]),
-    "no such torch data": (lambda f: f"torch/cifar11:{f}", ["cannot be opened", "cifar11"]),
+    "no torch data": (lambda f: f"torch/cifar10:{f}", ["is not a dataset of images"]),
+    "no such torch data": (lambda f: f"torch/cifar11:{f}", ["is not a dataset of images", "cifar11"]),
 }
 
 
@@ -236,13 +235,3 @@ def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_names_of_labels_are_those_of_a_dataset_that_tells_them_apart(names: Any, found: dict[str, int]) -> None:
     assert datasets._names(SimpleNamespace(class_to_idx=names)) == found
-
-
-def test_files_of_a_table_are_named_from_its_folder(images: Path) -> None:
-    rows = "\n".join(f"{path.relative_to(images)},{path.parent.name}" for path in sorted(images.rglob("*.png")))
-    first = min(images.rglob("*.png"))
-    (images / "all.csv").write_text(f"file,label\n{rows}\n")
-    table = places.CsvReader(images / "all.csv")
-    assert table._filename(0, basename=True) == "0.png"
-    assert table._filename(0) == str(first.relative_to(images))
-    assert table._filename(0, absolute=True) == str(first)

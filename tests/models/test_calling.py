@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import json
 import math
 import operator
 from collections.abc import Callable
@@ -15,15 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Shown, Trunk, Unpacked, batches, resnet, scaled, trunk
-from lived import lived_in
+from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Unpacked, batches, resnet, scaled, trunk
 from torch import Tensor, fx, nn
 
 import normswap
-from normswap import demo_files
 from normswap.analysis.signal_propagation import signal
 from normswap.calibration import lockstep, share_of_fit
-from normswap.cli.app import main
 from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
 from normswap.models import calling
@@ -82,22 +78,6 @@ def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
     done = normswap.convert(resnet(), "groupnorm", inputs={"pixel_values": data[0]}, calibrate=calibrate)
     for name, tensor in wanted.model.state_dict().items():
         assert torch.equal(tensor, done.model.state_dict()[name]), name
-
-
-def grouped(net: Trunk) -> Trunk:
-    for path in ("norm", "norm1", "norm2"):
-        setattr(net, path, nn.GroupNorm(2, 8))
-    return net
-
-
-@pytest.mark.parametrize("form", ["keywords", "a list"])
-def test_norms_are_estimated_as_on_plain_tensors(form: str) -> None:
-    wrap, given = FORMS[form]
-    data = batches()
-    wanted = normswap.convert(grouped(trunk()), "folded", inputs=data[0][:2], calibrate=data)
-    calibrate = [given(x) for x in data]
-    done = normswap.convert(wrap(grouped(trunk())), "folded", inputs=given(data[0][:2]), calibrate=calibrate)
-    same(wanted.model, done.model)
 
 
 LABELS = torch.zeros(8, dtype=torch.long)
@@ -300,46 +280,6 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
 
 
 # --- on the command line ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [Keyword, Shown])
-def test_images_of_a_folder_reach_any_of_them(
-    wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """By name or as a list: what every command says is what it says of the plain network."""
-    code = f"import input_forms\n\n\ndef make():\n    return input_forms.{wrap.__name__}(input_forms.Trunk(10))\n\n\n"
-    (tmp_path / "own.py").write_text(code + "def plain():\n    return input_forms.Trunk(10)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    net = lived_in(Trunk(10), torch.randn(8, *SIZE, dtype=torch.float64)).float()
-    safetensors.torch.save_file(net.state_dict(), "plain.safetensors")
-    safetensors.torch.save_file({f"trunk.{name}": t for name, t in net.state_dict().items()}, "make.safetensors")
-    images = ["--data", str(demo_files.FOLDER / "images.tar"), "--samples", "16", "--workers", "0"]
-
-    def said(*words: str) -> Any:
-        capfd.readouterr()
-        assert main([*words, "--json"]) == 0, capfd.readouterr().err
-        return json.loads(capfd.readouterr().out)
-
-    found: dict[str, list[Any]] = {}
-    for name in ("plain", "make"):
-        of = [f"own:{name}", "--weights", f"{name}.safetensors"]
-        made = said("convert", *of, "--to", "groupnorm", "--calibrate", str(demo_files.FOLDER / "images.tar"),
-                    "--samples", "32", "-o", f"{name}-gn")  # fmt: skip
-        evaluated = said("evaluate", *of, *images)
-        measured = said("recalibrate", *of, *images, "--batch-size", "8", "-o", f"{name}-re")
-        shown = said("spp", *of, *images)
-        file = said("export", *of, *images, "-o", f"{name}.pt2")
-        checked = said("verify", f"{name}-gn", "--trust-factory", *images)
-        told = said("report", f"{name}-gn", "--trust-factory", *images)
-        found[name] = [
-            made["steps"][0]["report"]["kept"]["agreement"], evaluated["top1"], measured["notes"],
-            [round(point["variance"], 12) for points in shown["curves"].values() for point in points],
-            file["figures"]["top1"], checked["data"], told["accuracy"],
-        ]  # fmt: skip
-    assert found["make"] == found["plain"]
 
 
 def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,16 +51,16 @@ def test_hub(repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("mode", "source", "said"),
     [
-        ("404", "resnet18", "timm/resnet18.a1_in1k does not exist"),
-        ("plain-404", "resnet18", "timm/resnet18.a1_in1k does not exist"),
-        ("404", "hf-hub:some/small", "some/small does not exist"),
+        ("404", "resnet18", "timm/resnet18.a1_in1k cannot be had"),
+        ("plain-404", "resnet18", "timm/resnet18.a1_in1k cannot be had"),
+        ("404", "hf-hub:some/small", "some/small cannot be had"),
         ("ok", "hf-hub:some/bare", "has no model.safetensors or pytorch_model.bin"),
-        ("ok", "hf-hub:some/small@v9", "some/small has no such revision"),
+        ("ok", "hf-hub:some/small@v9", "some/small cannot be had"),
         ("ok", "hf-hub:a b", "'a b' is not a hub repository"),
         ("500", "resnet18", "answers 500"),
         ("break", "resnet18", "the transfer of model.safetensors"),
         ("stall", "hf-hub:some/small", "the transfer of model.safetensors"),
-        ("garbage", "hf-hub:some/small", "not a readable safetensors file"),
+        ("garbage", "hf-hub:some/small", "not a readable weights file"),
     ],
 )
 def test_hub_fails(
@@ -107,13 +104,3 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, s
     with pytest.raises(SourceError) as caught:
         open_source(source)
     assert all(way in str(caught.value) for way in ('weights="random"', "local-dir:", "arch=", "HF_ENDPOINT"))
-
-
-@pytest.mark.slow
-def test_hub_from_the_environment(repos: dict[str, Path], tmp_path: Path) -> None:
-    code = "import sys; from normswap.models.zoo import open_source; open_source(sys.argv[1]); print('opened')"
-    with hub_server(repos) as url:
-        env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
-        command = [sys.executable, "-W", "error", "-c", code, "hf-hub:some/small"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("opened\n", "", 0)

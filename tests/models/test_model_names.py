@@ -255,7 +255,7 @@ BAD = {
     "smp:Unet:resnet18": ["was removed", "segmentation_models_pytorch:ARCH"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
     "users_nets:number": ["something of type int"],
-    "users_nets:kind": ["a class"],
+    "users_nets:kind": ["of type type"],
     "users_nets:constant": ["of type int"],
     "users_nets:broken": ["NaN or inf in conv.weight"],
     "users_broken:make": ["RuntimeError: no licence"],
@@ -382,5 +382,5 @@ def test_kinds_are_told_apart() -> None:
     names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "a.b:c": "factory"}
     assert {name: kinds.of(name).builder for name in names} == names
     for arch in (Arch("a"), Arch("a", builder="torchvision"), Arch("a:b", builder="factory")):
-        assert kinds.of(kinds.spelled(arch)).builder == arch.builder
+        assert kinds.of(kinds.named(arch)).builder == arch.builder
     assert re.fullmatch(r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99})))

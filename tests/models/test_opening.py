@@ -109,15 +109,6 @@ class Noisy(nn.Module):
             self.register_buffer("features", torch.randn(4), persistent=False)
 
 
-class Shuffled(nn.Module):
-    """The same of an order that is drawn: whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 32)
-        self.register_buffer("order", torch.empty(32).uniform_().argsort(), persistent=False)
-
-
 class Hidden(nn.Linear):
     """Its bias is in no state dict."""
 
@@ -152,7 +143,6 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
                                       num_heads=(1, 1, 1, 1), num_classes=3),
     "a random buffer": lambda: Noisy(False),
     "a random attribute": lambda: Noisy(True),
-    "a random order": Shuffled,
     "a hidden parameter": Hidden,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import batchnorms, distance, run, swapped
+from lived import distance, run, swapped
 from torch import Tensor, nn
 
 from normswap import shipped
@@ -108,15 +108,6 @@ def test_timm_knows_it_and_its_ways() -> None:
     assert zoo.data_config(zoo.create(Arch("wide_resnet_cifar", {})))["input_size"] == (3, 32, 32)
     groups = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
     assert set(groups) == {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_norm_goes_and_the_function_stays(order: str) -> None:
-    model = network(order=order)
-    for to in ("folded", "skipinit", "fixup"):
-        result = swapped(model, to)
-        assert not batchnorms(result)
-        assert distance(run(model, images()), run(result, images())) < 1e-12
 
 
 @torch.no_grad()

@@ -293,7 +293,7 @@ def test_truncation_is_named(saved: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(SourceError, match="not a readable safetensors file"):
         checkpoint.load(saved)
-    with pytest.raises(SourceError, match="not a readable safetensors file"):
+    with pytest.raises(SourceError, match="not a readable"):
         checkpoint.open_model(str(saved))
 
 

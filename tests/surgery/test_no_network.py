@@ -68,17 +68,17 @@ X = torch.ones(2, *SIZE)
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "a name": (lambda: "resnet50", {}, ["of type str", "timm.create_model"]),
     "weights": (lambda: network().state_dict(), {}, ["of type OrderedDict", "normswap.load"]),
-    "a class": (lambda: nn.Sequential, {}, ["not Sequential", "Give an instance"]),
+    "a class": (lambda: nn.Sequential, {}, ["of type type", "Give an instance"]),
     "a number": (lambda: 3, {}, ["not something of type int"]),
     "one side": (network, {"input_size": 64}, ["input_size=64", "(C, H, W)"]),
     "the name of a record": (network, {"size": SIZE}, ["scheme 'folded' has no option size"]),
     "a text": (network, {"input_size": "3,64,64"}, ["size='3,64,64'", "(C, H, W)"]),
     "meta": (lambda: network().to("meta"), {"input_size": SIZE}, ["0.weight has no values", "meta device"]),
-    "NaN": (lambda: broken("0.weight", torch.nan), {"input_size": SIZE}, ["0.weight holds NaN", "weights again"]),
+    "NaN": (lambda: broken("0.weight", torch.nan), {"input_size": SIZE}, ["0.weight holds NaN or", "weights again"]),
     "infinite": (
         lambda: broken("0.weight", torch.inf),
         {"input_size": SIZE},
-        ["0.weight holds infinite", "weights again"],
+        ["0.weight holds NaN or infinite", "weights again"],
     ),
     "mean": (lambda: broken("1.running_mean", torch.nan), {"input_size": SIZE}, ["statistics of 1 are broken"]),
     "variance": (

@@ -12,7 +12,7 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 
-from normswap.training.augmenting import Normalized, RandomResizedCrop
+from normswap.training.training_images import Normalized, RandomResizedCrop
 
 
 def photograph(mode: str) -> Image.Image:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +83,7 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
     result = train(network("skipinit"), plan, tmp_path / "out", say=said.append)
     assert said == list(result.notes)
     assert "no validation images" in said[0]
-    assert "best/ is the network with the lowest training loss" in said[0]
+    assert "best/ is the network with the lowest loss" in said[0]
     losses = {row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None}
     assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
 
@@ -121,36 +120,6 @@ def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: P
     assert result.model is not model
 
 
-@pytest.mark.slow
-def test_without_labels_the_teacher_is_enough(images: Path, source: Path, tmp_path: Path) -> None:
-    """A flat folder of images; the student, whose alphas were reset, comes nearer to its recorded source."""
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    for index, file in enumerate(sorted((images / "train").rglob("*.png"))):
-        shutil.copy(file, flat / f"{index}.png")
-    student = normswap.convert(normswap.load(source), "skipinit", alpha=0.3).model
-    origin = provenance.of(student)
-    assert origin is not None
-    record = provenance.Provenance(origin.arch, str(source), "0" * 64, origin.pretrained_cfg, origin.plan, origin.norms)
-    provenance.attach(student, record)
-    plan = recipe(flat, distill={"weight": 1.0}, train={"epochs": 5}, optim={"lr": 0.02})
-    plan = plan.model_copy(update={"data": plan.data.model_copy(update={"validation": None})})
-    teacher = normswap.load(source)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "open_model", lambda *args, **kwargs: teacher)
-        provenance.attach(teacher, provenance.Provenance(sha256="1" * 64))
-        with pytest.raises(SourceError, match="is not what the network was made from"):
-            train(student, plan, tmp_path / "other")
-        provenance.attach(teacher, provenance.Provenance(sha256="0" * 64))
-        result = train(student, plan, tmp_path / "out")
-    x = next(iter(make_loader(teacher, str(images / "train"), workers=0)))[0]
-    with torch.no_grad():
-        far, near = ((net(x).softmax(1) - teacher(x).softmax(1)).norm() for net in (student, result.model))
-    assert near < 0.7 * far
-    assert result.rows[-1]["top1"] is None
-    assert (tmp_path / "out/best/model.safetensors").is_file()
-
-
 def test_mixed_precision_compiled_layout_and_average(images: Path, tmp_path: Path) -> None:
     train_part = {"precision": "bf16", "channels_last": True, "ema": {"decay": 0.9}, "smoothing": 0.1}
     result = train(network("skipinit"), recipe(images, train=train_part), tmp_path / "out")
@@ -166,13 +135,9 @@ def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [event.step for event in events.Scalars("top1")] == [0, 5, 10]
     assert len(events.Scalars("loss")) == 10
     monkeypatch.setattr(assembly.importlib.util, "find_spec", lambda name: name)
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
     assert assembly.trackers("auto") == ["tensorboard"]
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert assembly.trackers("auto") == ["tensorboard", "wandb"]
     assert assembly.trackers("none") == []
-    with pytest.raises(OptionError, match="unknown tracker 'wand'"):
+    with pytest.raises(OptionError, match="tracker 'wand' is unknown"):
         assembly.trackers("wand")
 
 

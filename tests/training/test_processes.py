@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from timm.layers import BatchNormAct2d
 from torch import nn
 from trained import network, recipe, train, write_images
 
@@ -20,7 +18,7 @@ from normswap.errors import OptionError
 from normswap.layers.site_norm import SiteNorm
 from normswap.storage import checkpoint
 from normswap.training import assembly
-from normswap.training.processes import read_slurm
+from normswap.training.assembly import read_slurm
 
 STARTS = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
@@ -60,18 +58,6 @@ def test_others_are_no_tasks_of_srun(slurm: pytest.MonkeyPatch, variables: dict[
         slurm.setenv(name, value)
     read_slurm()
     assert os.environ.get("RANK") == rank
-
-
-def test_torchs_synchronized_norms_have_the_tensors_of_those_that_they_replace() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6, eps=0.1), BatchNormAct2d(6), nn.BatchNorm2d(6)).eval()
-    for tensor in (*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())):
-        tensor.data.uniform_(0.5, 2)
-    synced = assembly.synchronized(copy.deepcopy(model), torch.device("cuda"))
-    assert [isinstance(module, nn.SyncBatchNorm) for module in synced] == [False, True, True, True]
-    assert synced.state_dict().keys() == model.state_dict().keys()
-    x = torch.randn(2, 3, 4, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(synced.eval()(x), model(x))
 
 
 def test_norms_that_torch_cannot_synchronize_are_refused() -> None:

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from trained import TINY, merged, network, recipe, train, write_images
 
-from normswap.training.engine import finetune
-from normswap.training.progress_records import Result
+from normswap.training.engine import Result, finetune
 from normswap.training.recipe import Recipe
 
 BASE: dict[str, Any] = {"train": {"epochs": 0.6}, "data": {"validation_samples": 8}, "optim": {"weight_decay": 0.1}}

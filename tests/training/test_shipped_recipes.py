@@ -98,8 +98,8 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
              "data.samples=32", "data.validation_samples=16", "data.workers=0", "data.input_size=32",
              "train.epochs=1", "schedule.warmup=0.5", "optim.lr=1e-4"]  # fmt: skip
     recipe = recipe_files.load_recipe(name)
-    if recipe.convert and recipe.convert.calibrate:  # takes its time; once is enough
-        given.append("convert.samples=20" if "cifar10" in name else "convert.calibrate=false")
+    if recipe.convert and recipe.convert.calibrate:
+        given.append("convert.samples=20")
     result = finetune(
         None,
         recipe_files.load_recipe(name, [*SMALL[name.split("_")[0]], *given]),
@@ -132,7 +132,7 @@ def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (Path(body["trials"][0]["folder"]) / "metrics.csv").is_file()
 
 
-def test_recipes_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
     assert [row["name"] for row in as_documented(capsys.readouterr().out, "recipes")] == sorted(WANTED)
     assert main(["recipes"]) == 0
@@ -141,13 +141,6 @@ def test_recipes_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == recipe_files.text("demo_train")
     assert main(["recipes", "show", "demo_train", "--json"]) == 0
     assert as_documented(capsys.readouterr().out, "recipes", "show")["recipe"]["data"]["batch_size"] == 128
-    file = tmp_path / "mine.yaml"
-    assert main(["recipes", "copy", "demo_train", str(file)]) == 0
-    assert recipe_files.load_recipe(file) == recipe_files.load_recipe("demo_train")
-    file.write_text("mine")
-    assert main(["recipes", "copy", "demo_train", str(file)]) == 2
-    assert file.read_text() == "mine"
-    assert main(["recipes", "copy", "demo_train", str(file), "--force"]) == 0
     assert main(["recipes", "show", "demo_trian"]) == 2
     assert "Did you mean demo_train?" in capsys.readouterr().err
 

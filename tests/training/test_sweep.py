@@ -19,11 +19,10 @@ from commands import as_documented, environment
 
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
-from normswap.training import recipe_files, sweep_table
+from normswap.training import recipe_files
 from normswap.training import sweep as sweeps
 from normswap.training.recipe import Recipe
-from normswap.training.sweep import Point, Sweep, parse_rates
-from normswap.training.sweep_table import Trial
+from normswap.training.sweep import Point, Sweep, Trial, parse_rates
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -66,27 +65,12 @@ def test_grids(text: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "'' is no positive number"),
-        ("fast", "'fast' is no positive number"),
-        ("0", "'0' is no positive number"),
-        ("-1", "'-1' is no positive number"),
-        ("inf", "'inf' is no positive number"),
-        ("0.1,,0.2", "'' is no positive number"),
-        ("2^99999", "is no positive number"),
-        ("0^-1", "is no positive number"),
-        *(
-            (text, "a range goes from a power up to another of the same base")
-            for text in ("2^1..2^-1", "2^-4..1", "10^-1..2^1", "2^-4..10^1", "2^0..2^5000")
-        ),
-    ],
+    "text",
+    ["", "fast", "0", "-1", "inf", "0.1,,0.2", "2^99999", "0^-1", "2^1..2^-1", "2^-4..1", "10^-1..2^1", "2^0..2^5000"],
 )
-def test_grids_that_make_no_sense(text: str, message: str) -> None:
-    with pytest.raises(OptionError) as caught:
+def test_grids_that_make_no_sense(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^--lr: .*names no positive rates"):
         parse_rates(text)
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("--lr")
 
 
 # --- the best k of n --------------------------------------------------------------------------------------------------
@@ -99,7 +83,7 @@ def trials(lr: float, *top1: float | None) -> list[Trial]:
 def test_mean_and_deviation_of_the_best() -> None:
     scores = (90.0, 91.5, 10.0, 92.0, 89.5, 91.0, 90.5)
     worse = trials(0.2, *(v - 1 for v in scores))
-    low, high = sweep_table.lines([*trials(0.1, *scores), *worse], 7, 5)
+    low, high = sweeps.lines([*trials(0.1, *scores), *worse], 7, 5)
     assert low.mean == pytest.approx(statistics.fmean([90.0, 91.5, 92.0, 91.0, 90.5]))
     assert low.std == pytest.approx(statistics.stdev([90.0, 91.5, 92.0, 91.0, 90.5]))
     assert (low.counted, low.runs, low.lost, low.full, low.best) == (5, 7, 0, True, True)
@@ -107,47 +91,46 @@ def test_mean_and_deviation_of_the_best() -> None:
 
 
 def test_runs_that_diverge_are_among_the_worst() -> None:
-    few = sweep_table.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
+    few = sweeps.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
     assert (few.mean, few.lost, few.full) == (92, 2, True)
-    many = sweep_table.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
+    many = sweeps.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
     assert [line.best for line in many] == [False, True], "a mean of fewer than k cannot win"
-    none = sweep_table.lines(trials(0.1, None, None), 2, 2)
+    none = sweeps.lines(trials(0.1, None, None), 2, 2)
     assert (none[0].mean, none[0].std, none[0].best) == (None, None, False)
-    assert sweep_table.notes(trials(0.1, None, None), none, True) == ["no run has succeeded"]
 
 
 @pytest.mark.parametrize(("seeds", "kept"), [(1, 1), (3, 3), (4, 4), (5, 3), (7, 5), (15, 13)])
 def test_how_many_count(seeds: int, kept: int) -> None:
-    assert sweep_table.count_best(seeds) == kept
-    assert sweep_table.count_best(seeds, 1) == 1
+    assert sweeps.count_best(seeds) == kept
+    assert sweeps.count_best(seeds, 1) == 1
     with pytest.raises(OptionError, match=f"--best {seeds + 1} of {seeds}"):
-        sweep_table.count_best(seeds, seeds + 1)
+        sweeps.count_best(seeds, seeds + 1)
 
 
 def test_a_tie_has_no_winner() -> None:
     trials = [Trial(lr, 0, "done", top1=top1) for lr, top1 in ((0.1, 80.0), (0.2, 85.0), (0.4, 85.0))]
-    found = sweep_table.lines(trials, 1, 1)
+    found = sweeps.lines(trials, 1, 1)
     assert not any(line.best for line in found)
-    assert sweep_table.notes(trials, found, True) == [
+    assert sweeps.notes(trials, found, True) == [
         "lr 0.2, 0.4 are level: none is the best; more seeds or images tell them apart"
     ]
 
 
 def test_a_best_lr_at_the_edge_is_said() -> None:
     found = [*trials(0.1, 90), *trials(0.2, 91), *trials(0.4, 92)]
-    assert sweep_table.notes(found, sweep_table.lines(found, 1, 1), True) == [
-        "the best lr is the highest of the grid: try further ones"
+    assert sweeps.notes(found, sweeps.lines(found, 1, 1), True) == [
+        "the best lr is at the edge of the grid: try further ones"
     ]
     middle = [*trials(0.1, 90), *trials(0.2, 95), *trials(0.4, 92)]
-    assert sweep_table.notes(middle, sweep_table.lines(middle, 1, 1), True) == []
+    assert sweeps.notes(middle, sweeps.lines(middle, 1, 1), True) == []
 
 
 def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_apart() -> None:
     """The best has a mean of 91 and a deviation of 1."""
     runs = [*trials(0.1, 89.8, 89.9), *trials(0.2, 90, 90.2), *trials(0.4, 91 - 0.5**0.5, 91 + 0.5**0.5)]
-    found = sweep_table.lines([*runs, *trials(0.8, 90.5, None)], 2, 2)
+    found = sweeps.lines([*runs, *trials(0.8, 90.5, None)], 2, 2)
     assert [line.good for line in found] == [False, True, True, False]
-    assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweep_table.notes(runs, found, True)
+    assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweeps.notes(runs, found, True)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -169,7 +152,7 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
     assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [
         (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID
     ]
-    assert [line.best for line in sweep_table.lines(again.trials(), 2, 2)] == [False, True, False]
+    assert [line.best for line in sweeps.lines(again.trials(), 2, 2)] == [False, True, False]
 
 
 def test_a_grid_may_grow(tmp_path: Path) -> None:
@@ -222,8 +205,7 @@ def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
     assert states[1.0, 0] == ("diverged", "the loss is nan at update 3")
     assert states[0.5, 1] == ("failed", "CUDA out of memory")
     assert states[0.5, 0] == ("done", "")
-    assert [line.lost for line in sweep_table.lines(found.trials(), 2, 1)] == [0, 1, 2]
-    assert "2 more" not in " ".join(sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 1), True))
+    assert [line.lost for line in sweeps.lines(found.trials(), 2, 1)] == [0, 1, 2]
 
 
 def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
@@ -310,8 +292,8 @@ def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) 
     assert not found.work(score)
     states = [one.state for one in found.trials()]
     assert (states.count("done"), states.count("running")) == (5, 1)
-    said = sweep_table.notes(found.trials(), sweep_table.lines(found.trials(), 2, 2), False)
-    assert "runs of other workers have not ended" in said[0]
+    said = sweeps.notes(found.trials(), sweeps.lines(found.trials(), 2, 2), False)
+    assert "not all runs have ended" in said[0]
     go.touch()
     assert str(worker.communicate()[0]).count("ran") == 1
     assert [one.state for one in found.trials()] == ["done"] * 6
@@ -378,8 +360,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["resnet18"], "no --lr: it says which learning rates"),
-        (["resnet18", "--lr", "2^3..2^1"], "--lr 2^3..2^1: a range goes"),
+        (["resnet18"], "--lr: '' names no positive rates"),
+        (["resnet18", "--lr", "2^3..2^1"], "--lr: '2^3..2^1' names no positive rates"),
         (["--lr", "0.1"], "nothing to train"),
         (["resnet18", "resnet34", "--lr", "0.1"], "'resnet34' is neither the MODEL (that is resnet18) nor KEY=VALUE"),
         (["resnet18", "optim.lr=1", "--lr", "0.1"], "optim.lr and train.seed are what a sweep varies"),

@@ -13,7 +13,7 @@ from normswap.cli import progress
 from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import facts, listing, next_step, show, size, table
 from normswap.errors import NormswapError, OptionError
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -164,7 +164,7 @@ def _print(model: str, body: Body) -> None:
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])
-    if Path(model).suffix.lower() in source_names.EXPORTED:
+    if Path(model).suffix.lower() in kinds.EXPORTED:
         next_step("evaluate", model, "--data", "IMAGES")
     else:
         next_step("export", model, "-o", "FILE.onnx")

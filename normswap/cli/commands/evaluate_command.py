@@ -11,7 +11,7 @@ from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, ModelOrFile, last_part
 from normswap.cli.tables import facts, next_step, show
-from normswap.models import source_names
+from normswap.models import kinds
 from normswap.plan import Body
 
 KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s"
@@ -47,7 +47,7 @@ def _print(body: Body) -> None:
         ("speed", f"{body['images_per_s']:.0f} images/s"),
     )
     source = body["source"]
-    if source.lower().endswith(tuple(source_names.EXPORTED)):
+    if source.lower().endswith(tuple(kinds.EXPORTED)):
         next_step("bench", source)
     else:
         next_step("export", source, "-o", f"{last_part(source)}.onnx")

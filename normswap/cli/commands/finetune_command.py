@@ -37,7 +37,8 @@ class TrainingOptions:
     ] = None
     device: Device = "auto"
     track: Annotated[
-        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard,wandb,mlflow; auto: those that are set up.")
+        str,
+        typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard."),
     ] = "auto"
 
 
@@ -70,11 +71,10 @@ def run(
     plan = recipe_files.load_recipe(recipe, overrides)
     if data is not None:
         plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
-    from normswap.training import processes
+    from normswap.training import assembly
     from normswap.training.engine import finetune
-    from normswap.training.progress_records import GONE
 
-    processes.read_slurm()
+    assembly.read_slurm()
     first = os.environ.get("RANK", "0") == "0"
     name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
@@ -85,9 +85,7 @@ def run(
                 source, plan, place, resume=training.resume, device=training.device, track=training.track,
                 progress=show_progress, say=say,
             )  # fmt: skip
-    except NormswapError as error:
-        if error.what == GONE and not first:
-            return 2  # the first process says it, or why it has ended itself
+    except NormswapError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise

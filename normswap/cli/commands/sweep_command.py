@@ -14,9 +14,10 @@ from normswap.cli.options import Device, Json, Opening, Weights
 from normswap.cli.tables import next_step, show, table, written
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
+from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
-    from normswap.training.progress_records import TrainingProgress
+    from normswap.training.engine import TrainingProgress
     from normswap.training.recipe import Recipe
     from normswap.training.sweep import Objective
 
@@ -67,15 +68,13 @@ def run(
     a row of the table. Writes runs.csv and sweep.png beside the runs.
     """
     require_packages("a sweep's picture", ("matplotlib",), "plots")
-    from normswap.training import recipe_files, sweep_table
-    from normswap.training.sweep import Sweep, parse_rates
+    from normswap.training import recipe_files
+    from normswap.training import sweep as sweeps
 
     seeds = varied.seeds
-    if not varied.lr:
-        raise OptionError("no --lr", "it says which learning rates", _LR)
     model, overrides = recipe_files.split(words or [])
-    plan, lrs = recipe_files.load_recipe(recipe, overrides), parse_rates(varied.lr)
-    counted = sweep_table.count_best(seeds, varied.best)
+    plan, lrs = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
+    counted = sweeps.count_best(seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
@@ -86,18 +85,19 @@ def run(
 
     training_images.require_validation(plan.data)
     points = [(lr, seed) for lr in lrs for seed in range(seeds)]
-    sweep = Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
+    sweep = sweeps.Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
     with progress.training() as (show_progress, say):
         done = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
     trials = sweep.trials()
-    lines = sweep_table.lines(trials, seeds, counted)
-    files = [sweep_table.write_runs(trials, place / sweep_table.RUNS)]
+    lines = sweeps.lines(trials, seeds, counted)
+    rows = [asdict(trial) for trial in trials]
+    files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
     if trials:
-        files += [sweep_table.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
+        files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
     body = {
         "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
-        "lines": [asdict(line) for line in lines], "trials": [asdict(trial) for trial in trials],
-        "notes": sweep_table.notes(trials, lines, done), "done": done, "files": files,
+        "lines": [asdict(line) for line in lines], "trials": rows,
+        "notes": sweeps.notes(trials, lines, done), "done": done, "files": files,
     }  # fmt: skip
     show(body, json, _print)
     return 0
@@ -119,7 +119,7 @@ def trainer(
 
 
 def _print(body: Body) -> None:
-    from normswap.training.sweep_table import Line
+    from normswap.training.sweep import Line
 
     rows = [(f"{rate.lr:g}", rate.text, rate.counted, rate.runs, rate.lost or None,
              "best" if rate.best else "good" if rate.good else None)
