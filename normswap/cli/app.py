@@ -54,12 +54,8 @@ class CommandGroup(typer.core.TyperGroup):
 def load(name: str) -> Clicks:
     """Import a command and return it as typer runs it, with examples and the keys of --json below its --help."""
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
-    group = getattr(module, "GROUP", None)  # a command that has commands
     lines = [*(f"normswap {example}" for example in module.EXAMPLES), f"Keys of --json: {module.KEYS}"]
     epilog = "\n\n".join(lines).replace("[", r"\[")
-    if group is not None:
-        group.info.epilog = epilog
-        return typer.main.get_command(group)
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
     single.command(name, epilog=epilog)(spread(module.run))
     return typer.main.get_command(single)

@@ -57,7 +57,7 @@ REMOVED = (
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--max-restarts *", "finetune", "Use torchrun --max-restarts N ... finetune ... --resume auto."),
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
-    Removed("copy *", "recipes", "`normswap recipes show NAME > FILE` writes one to a file of your own."),
+    Removed("show|copy *", "recipes", "`normswap recipes NAME` prints one; `> FILE` behind it makes it yours."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
     Removed(
         "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."

@@ -476,7 +476,7 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
 
 def test_module_runs_as_the_command(here: Path) -> None:
     """In a process of its own: exit code and streams are those of `main`. A command that does not import torch."""
-    words = ["recipes", "show", "nowhere"]
+    words = ["recipes", "nowhere"]
     done = subprocess.run([sys.executable, "-m", "normswap", *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: no recipe is called 'nowhere'")
