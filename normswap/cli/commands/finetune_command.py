@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, last_part
+from normswap.cli.options import Device, Json, last_part, output_option
 from normswap.cli.tables import next_step, show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
@@ -28,33 +27,23 @@ EXAMPLES = (
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How to train, but for what the recipe says."""
-
-    resume: Annotated[
-        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
-    ] = None
-    device: Device = "auto"
-    track: Annotated[
-        str,
-        typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard."),
-    ] = "auto"
-
-
 def run(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help=_WORDS)] = None,
     *,
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
     ] = "",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="The run's folder [default: ./MODEL-RECIPE].")
-    ] = None,
+    output: Annotated[Path | None, output_option("DIR", "The run's folder [default: ./MODEL-RECIPE].")] = None,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,
-    training: TrainingOptions,
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
+    ] = None,
+    device: Device = "auto",
+    track: Annotated[
+        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
+    ] = "auto",
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
@@ -82,9 +71,8 @@ def run(
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
             result = finetune(
-                source, plan, place, resume=training.resume, device=training.device, track=training.track,
-                progress=show_progress, say=say,
-            )  # fmt: skip
+                source, plan, place, resume=resume, device=device, track=track, progress=show_progress, say=say
+            )
     except NormswapError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does

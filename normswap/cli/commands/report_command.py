@@ -40,7 +40,10 @@ def run(
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
-    check_writable(file, force=force)
+    network_folder.check_beside(file)
+    atomic_write.check_writable(file, force=force)
+    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
+        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
     with progress.working("starting") as say:
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
@@ -51,18 +54,6 @@ def run(
         atomic_write.text(file, page.render(facts))
     show({"output": file, **asdict(facts)}, json, partial(_print, directory))
     return 0
-
-
-def check_writable(file: Path, *, force: bool) -> None:
-    """See, before any work, that a page may be written there.
-
-    Raises:
-        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is not named as a page.
-    """
-    network_folder.check_beside(file)
-    atomic_write.check_writable(file, force=force)
-    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
-        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
 
 
 def _print(directory: Path, body: Body) -> None:

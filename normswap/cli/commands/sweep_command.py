@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from normswap.cli import progress
-from normswap.cli.options import Device, Json, Opening, Weights
+from normswap.cli.options import Device, Json, Opening, Weights, output_option
 from normswap.cli.tables import next_step, show, table, written
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
@@ -34,15 +34,6 @@ _BEST = "Of each lr's runs the best N count [default: all, or all but two of mor
 _STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
 
 
-@dataclass(frozen=True)
-class Varied:
-    """The options in which the runs of a sweep differ, and which of them count."""
-
-    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
-    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
-
-
 def run(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
@@ -52,10 +43,10 @@ def run(
         typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
     ] = None,
     *,
-    varied: Varied,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
-    ] = None,
+    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = "",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1,
+    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None,
+    output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
     weights: Weights = "pretrained",
@@ -71,10 +62,9 @@ def run(
     from normswap.training import recipe_files
     from normswap.training import sweep as sweeps
 
-    seeds = varied.seeds
     model, overrides = recipe_files.split(words or [])
-    plan, lrs = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
-    counted = sweeps.count_best(seeds, varied.best)
+    plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(lr)
+    counted = sweeps.count_best(seeds, best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
@@ -84,7 +74,7 @@ def run(
     from normswap.training import training_images  # imports torch
 
     training_images.require_validation(plan.data)
-    points = [(lr, seed) for lr in lrs for seed in range(seeds)]
+    points = [(rate, seed) for rate in rates for seed in range(seeds)]
     sweep = sweeps.Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
     with progress.training() as (show_progress, say):
         done = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
