@@ -136,9 +136,8 @@ def run(
     from normswap.surgery import conversion
     from normswap.surgery.network import Network
 
-    what = f"converting to {scheme}, verifying"
     converted: Conversion | None = None
-    with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
+    with progress.bar(f"converting to {scheme}, verifying") as advance:
         if plan:
             converted, bodies = _carry_out(fitting.record(net, advance), plan, str(request.from_plan))
             steps = plan.steps
