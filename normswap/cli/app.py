@@ -36,7 +36,8 @@ class CommandGroup(typer.core.TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: typer.core.TyperCommand(name, help=said) for name, said in commands.SUMMARIES.items()}
+        summaries = commands.SUMMARIES.items()
+        self.commands = {name: typer.core.TyperCommand(name, help=summary) for name, summary in summaries}
 
     def resolve_command(self, ctx: Clicks, args: list[str]) -> Clicks:
         name, _, arguments = super().resolve_command(ctx, args)
@@ -121,8 +122,8 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         print(f"normswap {normswap.__version__}")
         raise typer.Exit
 

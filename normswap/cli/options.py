@@ -88,7 +88,7 @@ class Opening:
         pairs = [(name, str(value)) for name, value in values.items() if value not in (None, "pretrained")]
         return pairs + [("--arch-arg", text) for text in self.arch_arg or ()]
 
-    def said(self, name: str) -> str:
+    def as_typed(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""
         trust = ["--trust-factory"] * self.trust_factory
         return shlex.join([name, *itertools.chain(*self.asked()), *trust])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
@@ -29,7 +28,6 @@ def print_conversion(body: Body) -> None:
 def print_step(source: str, step: Body, *, dry: bool) -> None:
     """Print one step; `dry`: it was planned, not carried out."""
     options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
-    layers = Counter(edit["layer"] for edit in step["edits"])
     report = step["report"]
     facts(
         (
@@ -39,7 +37,6 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
         # `unfold`, which is exact, is no scheme that could fit values.
         ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
         ("norms", counts(step["outcomes"])),
-        ("edits", f"{sum(layers.values())} ({counts(layers)})" if layers else ""),
     )
     if dry:
         edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]
@@ -63,10 +60,10 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         last = body["logits"][-1]
         measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
         allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
-        kept = all(error["within"] for error in body["logits"])
-        return f"{'kept exactly' if kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
+        is_kept = all(error["within"] for error in body["logits"])
+        return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
-        return f"kept: {said_of_kept(body['kept'])}"
+        return f"kept: {held_out_sentence(body['kept'])}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
     remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
@@ -90,7 +87,7 @@ def proof(body: Body) -> None:
     listing("vacuous", body["vacuous"], most=5)
 
 
-def said_of_kept(kept: Body) -> str:
+def held_out_sentence(kept: Body) -> str:
     """The finding of held-out images on an approximate result."""
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"

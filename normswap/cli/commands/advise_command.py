@@ -31,7 +31,7 @@ def run(
     from normswap.surgery.network import Network
 
     with progress.working("looking"):
-        possible, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
+        possible, refused = advise(Network(net), opening.as_typed(model), batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
     body = {
         "source": model, "batch_size": batch_size, "private": private, "deploy": deploy, "choose": first,

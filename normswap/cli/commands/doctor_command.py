@@ -36,7 +36,7 @@ def run(
     if images.data is not None:
         loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=loader, name=opening.said(model), data=images.data or "IMAGES")
+        diagnosis = diagnose(net, images=loader, name=opening.as_typed(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 

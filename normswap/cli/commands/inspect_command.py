@@ -39,7 +39,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
     with progress.working("inspecting"):
         body = summary.of_network(Network(net), model)
-    show(body, json, partial(_print, opening.said(model)))
+    show(body, json, partial(_print, opening.as_typed(model)))
     return 0
 
 
