@@ -29,7 +29,7 @@ from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 from normswap.surgery.network import Network
 
 _MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
@@ -77,7 +77,7 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
         model = _with_batch_statistics(model)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), undisturbed(model):
         for example in examples:
             # A record of a network that takes a list of images is one of a single image.
             for single in example.each() if example.listed else [example]:

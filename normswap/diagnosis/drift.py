@@ -19,7 +19,7 @@ from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, pa
 from normswap.diagnosis.image_batches import PARTS
 from normswap.errors import NormswapError
 from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 
 _MEAN, _LOG_VAR = 0.3, 0.7  # of a deviation; the logarithm of a ratio of variances: in the median channel
 _CHANCE = 3.0  # standard errors
@@ -194,6 +194,6 @@ def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
 
 
 def _outputs(model: nn.Module, call: Example) -> Tensor:
-    with evaluating(model):
+    with undisturbed(model):
         outputs = named_tensors(call.map(torch.clone).call(model))
         return torch.cat([value.double().flatten() for _, value in outputs if value.is_floating_point()])

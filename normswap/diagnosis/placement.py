@@ -9,12 +9,12 @@ from torch import fx
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
-from normswap.layers.activations import IDENTITIES
+from normswap.layers.activations import is_identity
 
 
 def shared(case: Case) -> Iterator[Finding]:
     """One norm, or one tensor of statistics, for several places."""
-    twice = [site for site in case.sites if len(case.calls(site)) > 1]
+    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
     owners: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         buffer = getattr(site.module, "running_mean", None)
@@ -52,6 +52,6 @@ def in_a_row(case: Case) -> Iterator[Finding]:
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
     """Find the value that the call reads, past what does nothing in eval mode."""
     before = inputs(call)
-    while len(before) == 1 and isinstance(traced.module(before[0]), IDENTITIES):
+    while len(before) == 1 and is_identity(traced.module(before[0])):
         before = inputs(before[0])
     return before[0] if len(before) == 1 else None

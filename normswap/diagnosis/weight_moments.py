@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from normswap.graph.tracing import Traced, apply, inputs, is_add, listed
 from normswap.layers import affine
-from normswap.layers.activations import IDENTITIES, is_activation, is_activation_call
+from normswap.layers.activations import is_activation, is_activation_call, is_identity, keeps_forward
 from normswap.layers.known_norms import Pair
 
 _POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()
@@ -57,9 +57,9 @@ def _after(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair 
         return None
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return _weighted(module, known[0])
-    if isinstance(module, IDENTITIES) or node.target in ("contiguous", operator.pos):
+    if is_identity(module) or node.target in ("contiguous", operator.pos):
         return known[0]
-    if isinstance(module, _POOLS):
+    if keeps_forward(module, _POOLS):
         return known[0]
     if (module is not None and is_activation(module)) or is_activation_call(node.target):
         return _applied(lambda x: apply(traced, node, (x,), node.kwargs), known[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normswap.errors import NormswapError, OptionError, first_line
 from normswap.models.calling import Example, form, named_arguments, named_tensors
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 from normswap.models.network_input import answer
 
 INPUT = "images"
@@ -51,7 +51,7 @@ class Signature:
         """
         taken = _named(named_arguments(model, example), "input")
         try:
-            with evaluating(model), torch.no_grad():
+            with undisturbed(model), torch.no_grad():
                 output = example.map(torch.clone).call(model)
         except Exception as error:  # whatever the network raises
             raise OptionError(f"the network does not run on {example}", first_line(error)) from None

@@ -108,8 +108,8 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Into the convolutions before: exact if all they ever produce goes through this very module."""
     parts = producers(builder, module)
-    for linear, part in parts.items():
-        builder.linear(linear).add(path, AbsorbMode.AFTER, part)
+    for linear, channels in parts.items():
+        builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
     builder.remove(path)
     builder.settle(path, folded_back(*parts))
 
@@ -175,17 +175,17 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
     traced = builder.anatomy.traced
     parts: dict[fx.Node, Part] = {}
     for call in traced.calls[id(module)]:
-        for node, part in _above(builder, module, call):
-            if parts.setdefault(node, part) != part:
+        for node, channels in _above(builder, module, call):
+            if parts.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
     ways: dict[int, tuple[str, Part]] = {}
-    for node, part in parts.items():
+    for node, channels in parts.items():
         linear = traced.module(node)
         assert linear is not None
         check_linear(builder, str(node.target), linear)
         if any(call not in parts for call in traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, without this norm")
-        if ways.setdefault(id(linear), (str(node.target), part))[1] != part:
+        if ways.setdefault(id(linear), (str(node.target), channels))[1] != channels:
             raise NotFoldable(f"{node.target} is several parts of its input")
     return dict(ways.values())
 

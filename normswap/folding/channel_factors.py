@@ -22,7 +22,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
 from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
-from normswap.layers.activations import is_homogeneous
+from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import Linearity
@@ -64,8 +64,8 @@ class Channels:
         self.of: dict[fx.Node, list[int]] = {}
         visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
         roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
-        kept, groups = roots.unique(return_inverse=True)
-        self.count = len(kept)
+        distinct_roots, groups = roots.unique(return_inverse=True)
+        self.count = len(distinct_roots)
         self.layers: list[Reach] = []
         self.shifts: list[Reach] = []
         for node, reads in visited:
@@ -75,41 +75,41 @@ class Channels:
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; those it reads, where its parameters depend on their factors."""
         sources = inputs(node)
-        known = [self.of.get(source) for source in sources]
+        arms = [self.of.get(source) for source in sources]
         module = self.traced.module(node)
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._usable(node, module):
             width: int = module.weight.shape[1] * getattr(module, "groups", 1)
             reads = self.of.get(sources[0])
             if reads is None or len(reads) != width:
-                self._hold(known)
+                self._hold(arms)
                 reads = [HELD] * width
             self.of[node] = self._new(module.weight.shape[0])
             return reads
-        passed = self._passed(node, sources, known)
+        passed = self._passed(node, sources, arms)
         if passed is None:
-            self._hold(known)
+            self._hold(arms)
             return None
         self.of[node] = passed
         return passed if _shifts(module) else None
 
-    def _passed(self, node: fx.Node, sources: list[fx.Node], known: list[list[int] | None]) -> list[int] | None:
+    def _passed(self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]) -> list[int] | None:
         """The channels of what the node computes, if it hands factors on."""
-        if not any(known):
+        if not any(arms):
             return None
-        if node.target is torch.cat and all(known) and _dim(node, 0) == 1:
+        if node.target is torch.cat and all(arms) and _dim(node, 0) == 1:
             return [channel for source in listed(node) for channel in self.of[source]]
         if len(sources) == 1:
-            return self._alone(node, sources[0], known[0] or [])
+            return self._alone(node, sources[0], arms[0] or [])
         shape = node.meta["shape"]
-        if is_add(node) and all(known) and all(source.meta["shape"] == shape for source in sources):
-            one, two = (channels or [] for channels in known)
+        if is_add(node) and all(arms) and all(source.meta["shape"] == shape for source in sources):
+            one, two = (channels or [] for channels in arms)
             for a, b in zip(one, two, strict=True):
                 self._join(a, b)
             return one
         if is_mul(node):
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
-                self._hold([channels for source, channels in zip(sources, known, strict=True) if source is not main])
+                self._hold([channels for source, channels in zip(sources, arms, strict=True) if source is not main])
                 return self.of.get(main)
         return None
 
@@ -120,10 +120,10 @@ class Channels:
             return None
         if _shifts(module):
             return channels if self._called(module) == 1 else None
-        scaled = isinstance(module, nn.Upsample) or (scales_branch(module) and module.bias is None)
+        scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
-        if isinstance(module, nn.Flatten) or node.target in _FLAT:
+        if keeps_forward(module, (nn.Flatten,)) or node.target in _FLAT:
             whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
             return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
         if node.target in (torch.mean, "mean", torch.amax, "amax"):
@@ -151,8 +151,8 @@ class Channels:
         self.parent += range(first, first + count)
         return [*range(first, first + count)]
 
-    def _hold(self, known: Sequence[list[int] | None]) -> None:
-        for channels in known:
+    def _hold(self, several: Sequence[list[int] | None]) -> None:
+        for channels in several:
             for channel in channels or ():
                 self._join(channel, HELD)
 

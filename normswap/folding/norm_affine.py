@@ -41,10 +41,10 @@ def move(builder: PlanBuilder) -> None:
     norms = {path: norm for path, norm in found(builder.anatomy).items() if any(True for _ in norm.parameters())}
     if not norms:
         return
-    seen = channel_axes.read(builder.anatomy.traced, builder.is_identity)
+    axes = channel_axes.read(builder.anatomy.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
-            linears = linear_readers(builder, seen, path, norm)
+            linears = linear_readers(builder, axes, path, norm)
         except NotFoldable as why:
             builder.settle(path, stays(str(why), " with its scale and shift"))
             continue
@@ -55,7 +55,7 @@ def move(builder: PlanBuilder) -> None:
         builder.settle(path, Outcome("scale and shift moved on", f"its scale and shift move to {into}"))
 
 
-def linear_readers(builder: PlanBuilder, seen: Axes, path: str, norm: nn.Module) -> list[str]:
+def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
     """Paths of the linear layers that read the norm's output, channel by channel, where nothing else does.
 
     Raises:
@@ -75,7 +75,7 @@ def linear_readers(builder: PlanBuilder, seen: Axes, path: str, norm: nn.Module)
     readings = [reading for call in traced.calls[id(norm)] for reading in readers(builder, call, passes)]
     paths = absorbing(builder, [reader for _, reader in readings])
     for value, reader in readings:
-        _check_channels(traced.linear(str(reader.target)), str(reader.target), seen.get(value))
+        _check_channels(traced.linear(str(reader.target)), str(reader.target), axes.get(value))
     return paths
 
 
@@ -126,11 +126,11 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     read = traced.read_directly(module)
     if read:
         raise NotFoldable(f"{read} is read elsewhere in forward")
-    made = [_made(builder, call) for call in traced.calls[id(module)]]
-    linear, path = traced.module(made[0]), str(made[0].target)
+    producers = [_made(builder, call) for call in traced.calls[id(module)]]
+    linear, path = traced.module(producers[0]), str(producers[0].target)
     if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == (scaled_dim(module) == 1):
-        raise NotFoldable(f"{name(made[0])} makes its input, not a linear layer")
-    if any(len(traced.users[node]) > 1 for node in made) or set(traced.calls[id(linear)]) != set(made):
+        raise NotFoldable(f"{name(producers[0])} makes its input, not a linear layer")
+    if any(len(traced.users[node]) > 1 for node in producers) or set(traced.calls[id(linear)]) != set(producers):
         raise NotFoldable(f"{path} is read elsewhere too")
     check_linear(builder, path, linear)
     return path

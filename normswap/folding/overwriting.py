@@ -10,7 +10,7 @@ from torch import fx, nn
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.spelling import after
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers.activations import IDENTITIES
+from normswap.layers.activations import is_identity, keeps_forward
 from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -52,8 +52,8 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
             conflicts[str(node.target)] = "it writes into what it reads, and that is read later by its older name"
         if node.target is not after:
             continue
-        one, other = (_passing(traced, value) for value in inputs(node))
-        for name in (*(n for n in one if n not in other), *(n for n in other if n not in one[1:])):
+        first, second = (_passing(traced, value) for value in inputs(node))
+        for name in (*(n for n in first if n not in second), *(n for n in second if n not in first[1:])):
             path = str(name.target)
             if name.op == "call_module" and _copies(builder, path):
                 conflicts[path] = "what it passes on is written to later, and read under the name it had before"
@@ -63,7 +63,7 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
     """The nodes that the value's memory has gone through in eval mode, the latest first."""
     passed = []
-    while inputs(value) and (shares(traced, value) or isinstance(traced.module(value), IDENTITIES)):
+    while inputs(value) and (shares(traced, value) or is_identity(traced.module(value))):
         passed.append(value)
         value = inputs(value)[0]
     return passed
@@ -76,7 +76,7 @@ def shares(traced: Traced, node: fx.Node) -> bool:
         return overwrites(traced, node) or getattr(node.target, "__name__", node.target) in _VIEWS
     if isinstance(module, Vacant) and module.act is not None:
         module = module.act
-    return isinstance(module, _PASSING) or bool(getattr(module, "inplace", False))
+    return keeps_forward(module, _PASSING) or bool(getattr(module, "inplace", False))
 
 
 def _copies(builder: PlanBuilder, path: str) -> bool:

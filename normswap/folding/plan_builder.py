@@ -13,7 +13,7 @@ from normswap.graph import channel_axes
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.channel_axes import Axes
 from normswap.layers import affine
-from normswap.layers.activations import IDENTITIES
+from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
 
@@ -119,7 +119,7 @@ class PlanBuilder:
         if module is None:
             asleep = node.target is F.dropout and node.kwargs.get("training") is False
             return asleep or (node.op == "call_method" and node.target == "contiguous")
-        if isinstance(module, IDENTITIES):
+        if is_identity(module):
             return True
         path = str(node.target)
         return self.is_removed(path, module) and affine.activation(module) is None

@@ -14,7 +14,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
-from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous
+from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
 
 _LINEAR_CLASSES = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -99,7 +99,7 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
     if builder.is_removed(str(node.target), module):
         return is_homogeneous(affine.activation(module))
-    return builder.is_identity(node) or isinstance(module, _POOLS) or is_homogeneous(module)
+    return builder.is_identity(node) or keeps_forward(module, _POOLS) or is_homogeneous(module)
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
@@ -128,8 +128,8 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
     """Check that a linear layer can absorb its neighbours, and, with `once`, that it is called once."""
     made_anew = reparametrized.is_reparametrized(conv)
-    known = type(conv).forward in _LINEAR_FORWARDS and "forward" not in vars(conv)
-    if not made_anew and not known and not own_forwards.computes(conv):
+    forward_was_read = type(conv).forward in _LINEAR_FORWARDS and "forward" not in vars(conv)
+    if not made_anew and not forward_was_read and not own_forwards.computes(conv):
         raise NotFoldable(f"{path} ({type(conv).__name__}) has a forward of its own")
     if made_anew and not builder.anatomy.takes_part(path):
         raise NotFoldable(f"{path} ({type(conv).__name__}) is to stay as it is")

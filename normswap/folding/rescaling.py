@@ -60,19 +60,19 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
     """Whether what the module at `path` computes reaches the model's output by a way that avoids `ends`."""
     traced = builder.anatomy.traced
-    seen = set(traced.calls[id(traced.modules[path])])
-    ahead = list(seen)
+    visited = set(traced.calls[id(traced.modules[path])])
+    ahead = list(visited)
     while ahead:
-        fresh = {user for user in traced.users[ahead.pop()] if user not in ends} - seen
-        seen |= fresh
+        fresh = {user for user in traced.users[ahead.pop()] if user not in ends} - visited
+        visited |= fresh
         ahead += fresh
-    return any(node.op == "output" for node in seen)
+    return any(node.op == "output" for node in visited)
 
 
 def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
     """Let the linear layer at `path` divide its input by `factor`."""
     linear = builder.linear(path)
-    if any(one.way is AbsorbMode.BEFORE for _, one in linear.reads):
+    if any(absorption.way is AbsorbMode.BEFORE for _, absorption in linear.reads):
         raise NotFoldable(f"{path} has absorbed a shift of its input")
     linear.in_gain /= factor
 

@@ -41,14 +41,14 @@ class Stream:
     scales: dict[str, str] = field(default_factory=dict)
 
 
-def around(builder: PlanBuilder, seen: Axes, starts: Sequence[fx.Node]) -> Stream:
+def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
     """The stream that the values of `starts` belong to, one for each way through the network, if it can be centred.
 
     Raises:
         NotFoldable: something reads its mean, or something writes to it that cannot leave its mean out.
     """
     for start in starts:
-        if seen.get(start) is None:
+        if axes.get(start) is None:
             raise NotFoldable(f"where the channels are is not known after {called(start)}")
     stream, ahead = Stream(), [*starts]
     while ahead:
@@ -58,14 +58,14 @@ def around(builder: PlanBuilder, seen: Axes, starts: Sequence[fx.Node]) -> Strea
         stream.values.add(node)
         ahead += _above(builder, stream, node)
         for user in builder.anatomy.traced.users[node]:
-            if _passes(builder, user) and seen.get(user) is not None:
+            if _passes(builder, user) and axes.get(user) is not None:
                 ahead.append(user)
-            elif not _ignores_the_mean(builder, seen, node, user):
+            elif not _ignores_the_mean(builder, axes, node, user):
                 raise NotFoldable(_complaint(user))
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
-        _check_tensor(builder, seen, stream, path)
+        _check_tensor(builder, axes, stream, path)
     return stream
 
 
@@ -86,10 +86,10 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     return alike or is_add(node) or is_constant_mul(node)
 
 
-def _ignores_the_mean(builder: PlanBuilder, seen: Axes, node: fx.Node, user: fx.Node) -> bool:
+def _ignores_the_mean(builder: PlanBuilder, axes: Axes, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.anatomy.traced.module(user)
-    axis = seen.get(node)
+    axis = axes.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
@@ -142,17 +142,17 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
-def _check_tensor(builder: PlanBuilder, seen: Axes, stream: Stream, path: str) -> None:
+def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
     traced = builder.anatomy.traced
     value: object = traced.modules[""]
-    for part in path.split("."):
-        value = getattr(value, part, None)
+    for attribute in path.split("."):
+        value = getattr(value, attribute, None)
     if not isinstance(value, nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
     for node in (*traced.nodes, *traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
             continue
-        axis = seen.get(node)
+        axis = axes.get(node)
         if node not in stream.values or axis is None or axis.dim is None:
             raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
         stream.tensors[path] = axis.dim

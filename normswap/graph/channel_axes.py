@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
+from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
 _STEPS = (
@@ -57,7 +58,7 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 def is_step(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` is linear and does the same to every channel (if its channel axis is known at all)."""
     module = traced.module(node)
-    return isinstance(module, _STEP_MODULES) if module is not None else node.target in _STEPS
+    return keeps_forward(module, _STEP_MODULES) if module is not None else node.target in _STEPS
 
 
 @torch.no_grad()
@@ -152,7 +153,7 @@ class _Reading:
                 return torch.zeros(shape, dtype=torch.float64) if isinstance(shape, torch.Size) else None
             label = self.labels[source]
             if isinstance(label, tuple):
-                return tuple(part and part.numbers(part_shape) for part, part_shape in zip(label, shape, strict=True))
+                return tuple(each and each.numbers(size) for each, size in zip(label, shape, strict=True))
             return label.numbers(shape)
 
         args, kwargs = fx.node.map_arg(node.args, number), fx.node.map_arg(node.kwargs, number)
@@ -161,14 +162,14 @@ class _Reading:
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
         labels = [self.labels[carrier] for carrier in carriers]
-        whole = [part for label in labels for part in (label if isinstance(label, tuple) else (label,)) if part]
+        whole = [tensor for label in labels for tensor in (label if isinstance(label, tuple) else (label,)) if tensor]
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
         varies = node.target is F.pad and self.traced.flexible  # by how much may depend on the size
         pure = all(label.pure for label in whole) and not varies
         if isinstance(moved, tuple | list):
-            return tuple(_recognized(part, *sizes, pure=pure) for part in moved)
+            return tuple(_recognized(tensor, *sizes, pure=pure) for tensor in moved)
         return _recognized(moved, *sizes, pure=pure)
 
 

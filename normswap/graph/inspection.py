@@ -56,12 +56,12 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     for node in [*traced.nodes, *traced.alternative_nodes]:
         module = traced.module(node)
-        if module is None or id(module) in seen or not affine.is_affine(module):
+        if module is None or id(module) in visited or not affine.is_affine(module):
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         read = traced.read_directly(module)
         why = affine.refusal(module) or (read and f"{read} is read in forward, not only by the norm itself")
         yield AffineMap(str(node.target), module, affine.holds_statistics(module), why)
@@ -86,16 +86,16 @@ class _GraphReader(NodeReader):
 
     def _block(self, total: fx.Node, sums: Counter[str]) -> Block | None:
         """The block that ends in a sum; `sums`: how many blocks each module has so far."""
-        one, two = inputs(total)
-        common = self.traced.above(one) & self.traced.above(two)
+        first, second = inputs(total)
+        common = self.traced.above(first) & self.traced.above(second)
         if not common:
             return None
         fork = self.nodes[common.bit_length() - 1]
         if fork.target in _SPLITS:
             return None  # each arm has channels of its own (Res2Net)
-        arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (one, two)}
+        arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
         weights = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
-        skip, branch = sorted((one, two), key=lambda arm: weights[arm])
+        skip, branch = sorted((first, second), key=lambda arm: weights[arm])
         if weights[skip] == weights[branch] or weights[skip] > 1:
             return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
         if weights[skip] and self._enlarged(branch, set(arms[branch])):
@@ -132,22 +132,22 @@ class _GraphReader(NodeReader):
                 break
             last = before
         small, large = (node.meta["shape"] for node in (last, branch))
-        one = isinstance(small, torch.Size) and len(small) == len(large)  # not several tensors, of a split
-        return one and math.prod(small[2:]) < math.prod(large[2:])
+        same_rank = isinstance(small, torch.Size) and len(small) == len(large)  # not several tensors, of a split
+        return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         modules = self.traced.modules
         role, home = self._roles(blocks), {path: block.path for block in blocks for path in block.norms}
         called = [str(n.target) for n in self.nodes if n.op == "call_module"]
         order = list(dict.fromkeys([*called, *modules]))
-        seen: set[int] = set()
+        listed: set[int] = set()
         norms = []
         for path in order:
             module, kind = modules[path], known_norms.kind_of(modules[path])
-            if kind is None or id(module) in seen:
+            if kind is None or id(module) in listed:
                 continue
-            seen.add(id(module))
-            calls = len(self.traced.calls.get(id(module), ()))
+            listed.add(id(module))
+            calls = self.traced.called(module)
             averages = calls == 1 and affine.has_average(module)
             name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
             norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages))
@@ -161,8 +161,11 @@ class _GraphReader(NodeReader):
         inside = {path for block in blocks for path in block.norms}
         for node in self.nodes:
             if self.is_norm(node) and str(node.target) not in inside:
-                before, after = self.traced.depends(first, on=node), self.traced.depends(node, on=final)
-                role[str(node.target)] = "stem" if before else "head" if after else "other"
+                role[str(node.target)] = "other"
+                if self.traced.depends(first, on=node):
+                    role[str(node.target)] = "stem"
+                elif self.traced.depends(node, on=final):
+                    role[str(node.target)] = "head"
         for block in blocks:
             fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
             role.update(dict.fromkeys(fork_norms, "down" if block.skip == "projection" else "other"))
@@ -250,7 +253,7 @@ class _GraphReader(NodeReader):
 
     def gives_features(self) -> bool:
         """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer."""
-        left, seen, features = [self.nodes[-1]], set(), False
+        left, visited, features = [self.nodes[-1]], set(), False
         while left:
             for node in inputs(left.pop()):
                 if self.is_norm(node):
@@ -261,8 +264,8 @@ class _GraphReader(NodeReader):
                     features = True
                 elif self.is_linear(node) or not inputs(node):
                     return False
-                elif node not in seen:
-                    seen.add(node)
+                elif node not in visited:
+                    visited.add(node)
                     left.append(node)
         return features
 

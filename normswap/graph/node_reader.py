@@ -19,12 +19,12 @@ class NodeReader:
 
     def on(self, mask: int) -> list[fx.Node]:
         """The nodes of a mask, in order of the forward pass."""
-        chosen = []
+        nodes = []
         while mask:
             low = mask & -mask
-            chosen.append(self.nodes[low.bit_length() - 1])
+            nodes.append(self.nodes[low.bit_length() - 1])
             mask ^= low
-        return chosen
+        return nodes
 
     def is_norm(self, node: fx.Node) -> bool:
         module = self.traced.module(node)

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from normswap.copying import tree
+from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
 from normswap.layers import affine, own_forwards
@@ -199,11 +200,11 @@ class Recorder(TorchFunctionMode):
                 self._keep(tensor, node)
             return node
         while mark.keys:
-            key, *rest = mark.keys
+            key, *later_keys = mark.keys
             fetch = getattr if isinstance(key, spelling.Attribute) else operator.getitem
             name = str(key) if fetch is getattr else key
             mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
-            mark.keys = tuple(rest)
+            mark.keys = tuple(later_keys)
         if mark.written:
             mark.node.meta["old_name"] = True
         if mark.version != version(tensor):
@@ -228,9 +229,9 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, slice):
-            return slice(*(self._mapped(part) for part in (value.start, value.stop, value.step)))
+            return slice(*(self._mapped(entry) for entry in (value.start, value.stop, value.step)))
         if isinstance(value, Mapping):
-            return {key: self._mapped(part) for key, part in value.items()}
+            return {key: self._mapped(entry) for key, entry in value.items()}
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):
@@ -242,6 +243,9 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
         path = self.paths.get(id(module))
+        if path is None and not self.resting and (module._parameters or module._buffers):
+            remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
+            raise TraceError(f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy)
         if self.resting or not path:
             return original(module, *args, **kwargs)
         try:
@@ -270,21 +274,37 @@ class Recorder(TorchFunctionMode):
         return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(module, _CONTAINERS)
 
     def _leaf(self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs) -> object:
+        if not args and kwargs and (affine.is_norm(module) or affine.is_affine(module)):
+            remedy = f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has another argument"
+            raise TraceError(f"{path} is called by keyword", remedy=remedy)
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
             positional, named = self._mapped(args), self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
-            result = original(module, *args, **kwargs)  # its hooks are the user's, who did not ask to see this
+            # Its hooks are the user's, who did not ask to see this, or the network's own, which run afterwards.
+            result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
-            return self._made(node, result, tensors, overwritten)
+            result = self._made(node, result, tensors, overwritten)
         finally:
             self.resting = False
+        return self._after_hooks(module, hooks, args, kwargs, result)
+
+    def _after_hooks(
+        self, module: nn.Module, hooks: Mapping[int, Function], args: Args, kwargs: Kwargs, result: object
+    ) -> object:
+        """What the network's own hooks make of a layer's result: methods of its modules, which may keep it."""
+        for key, hook in hooks.items():
+            if id(getattr(hook, "__self__", None)) in self.paths:
+                arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+                answer = hook(module, *arguments, result)
+                result = result if answer is None else answer
+        return result
 
 
 class Widening(TorchFunctionMode):

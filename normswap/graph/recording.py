@@ -28,7 +28,7 @@ from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
-from normswap.models.modes import show_heads
+from normswap.models.modes import show_heads, undisturbed
 
 # Folders of torch and of this package; a model of the user's may lie in one of the same name.
 _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -46,11 +46,15 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         TraceError: it does not run; says where. Or something in it cannot be seen.
     """
     network_input.check_shapes(model)
+    _check_compiled(model)
+    _check_closures(model)
     main, first, other_examples = _first(model, inputs)
     main.form = first.hollow
     if main.untracked:
         _check_constants(model, main, first)
     _follow_heads(model, main, first)
+    _follow_ways(model, main, inputs)
+    main.remarks += _left_out(model, main, first)
     if main.input_independent and first.images.ndim > 3:  # rows of features may come in more dimensions
         main.flexible = True
         return main
@@ -73,6 +77,31 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
         main.remarks.append(f"recorded at one size only, {first}")
     main.remarks += [f"{path or 'forward'} looks at values: recorded is the way it took" for path in main.branches]
     return main
+
+
+def _check_compiled(model: nn.Module) -> None:
+    """A layer that is compiled is no module that could be replaced."""
+    for path, module in tree(model).items():
+        if path and (getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod")):
+            remedy = "Convert the network first, then compile the result"
+            raise TraceError(f"{path} is compiled (torch.compile)", remedy=remedy)
+
+
+def _check_closures(model: nn.Module) -> None:
+    """Functions that sit on a module must not hold another of the network's: a copy would still call the original's."""
+    modules = tree(model)
+    own = {id(module) for module in modules.values()}
+    for path, module in modules.items():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for function in (*hooks, vars(module).get("forward")):
+            cells = getattr(function, "__closure__", None) or ()
+            if any(id(cell.cell_contents) in own for cell in cells):
+                kind = "a hook" if function in hooks else "the forward"
+                raise TraceError(
+                    f"{kind} of {path or 'the network'} is a function that holds a module of the network itself",
+                    "a copy of the network would still use that one",
+                    "Make it a method, or register it after the conversion",
+                )
 
 
 def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
@@ -114,17 +143,43 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
     """Adopt the way that training takes, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
     left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
-    left = [one for one in left if one not in main.calls]
+    left = [key for key in left if key not in main.calls]
     if not left:
         return
     try:
         second = record_once(model, example, heads=True)
     except TraceError:  # in training it takes targets, or larger images
         return
-    if any(one in second.calls for one in left):
+    if any(key in second.calls for key in left):
         main.add_alternative(second)
         main.heads = True
         main.remarks.append("auxiliary heads, which only training runs, were followed, too")
+
+
+def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
+    """Adopt every further way that one of the user's batches takes, by an argument of its own or by its values."""
+    batches = [] if inputs is None else calling.batches(inputs)
+    arguments = {batch.plain for batch in batches[:1]}
+    for batch in batches[1:]:
+        if batch.plain in arguments and not main.branches:
+            continue
+        arguments.add(batch.plain)
+        try:
+            way = record_once(model, batch.on(calling.anchor(model).device))
+        except TraceError:  # the proof says what does not run
+            continue
+        if all(_outline(way) != _outline(other) for other in (main, *main.alternatives)):
+            main.add_alternative(way)
+            main.remarks.append(f"{batch} takes another way than {batches[0]}; both were followed")
+
+
+def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
+    """Say which norms no forward called, where an argument that was left at its default may lead to them."""
+    norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
+    defaults = calling.defaults(model, example)
+    if norms and defaults:
+        more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
+        yield f"never called: {', '.join(norms[:3])}{more}; forward had the default of {', '.join(defaults)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:
@@ -152,11 +207,11 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
         yield network_input.noise(model, (out, *size), batch=3)
 
 
-def _check_constants(model: nn.Module, one: Traced, example: Example) -> None:
+def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     """Tensors that turned up from nowhere must be the same on another input of the same size."""
-    two = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
-    for name, path in one.untracked.items():
-        a, b = one.constants[name], two.constants.get(name)
+    second = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
+    for name, path in first.untracked.items():
+        a, b = first.constants[name], second.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
                 f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",
@@ -164,16 +219,16 @@ def _check_constants(model: nn.Module, one: Traced, example: Example) -> None:
             )
 
 
-def _same(one: Traced, two: Traced) -> bool:
+def _same(first: Traced, second: Traced) -> bool:
     """Whether both have the same nodes, one by one."""
-    if len(one.nodes) != len(two.nodes):
+    if len(first.nodes) != len(second.nodes):
         return False
     return all(
         a.op == b.op
         and a.target == b.target
         and a.meta["inside"] == b.meta["inside"]
-        and [one.index(i) for i in inputs(a)] == [two.index(i) for i in inputs(b)]
-        for a, b in zip(one.nodes, two.nodes, strict=True)
+        and [first.index(i) for i in inputs(a)] == [second.index(i) for i in inputs(b)]
+        for a, b in zip(first.nodes, second.nodes, strict=True)
     )
 
 
@@ -206,11 +261,15 @@ def record_once(
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
+            # The twin has the network's own parameters.
+            stack.enter_context(undisturbed(model))
             if "torch._dynamo" in sys.modules:  # compiled modules run as they were written
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
             recorder.run(example)
+    except TraceError:
+        raise
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"
         size = spelled("input_size", metavar="C,H,W")
@@ -242,12 +301,12 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
     """
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
-            value: object = node.args[0]
+            values = [node.args[0]]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
-            one, two = node.args
-            value = two if isinstance(one, float) and one == 1 else one if isinstance(two, float) and two == 1 else None
+            values = [factor for factor in node.args if not (isinstance(factor, float) and factor == 1)]
         else:
             continue
+        value = values[0] if len(values) == 1 else None
         if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:
             node.replace_all_uses_with(value)
             outputs.setdefault(value, []).extend(outputs.pop(node, []))

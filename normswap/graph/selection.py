@@ -7,9 +7,11 @@ what it names and all beneath: `layer3`, `layer3.*.bn1`, `*.downsample`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+
+from torch import nn
 
 from normswap.errors import OptionError, spelled
 from normswap.graph.inspection import Anatomy
@@ -28,23 +30,24 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
         OptionError: a pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
-    known = [norm.path for norm in anatomy.norms]
-    known += [block.path.partition("+")[0] for block in anatomy.blocks]
-    known += [path for path, module in modules.items() if isinstance(module, LINEAR)]
+    homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
+    homes |= {id(modules[norm.path]) for norm in anatomy.norms}
+    paths = [path for path, module in modules.items() if id(module) in homes or isinstance(module, LINEAR)]
     for option, patterns in (("only", only), ("skip", skip)):
         for pattern in patterns:
-            if not any(matches(pattern, path) for path in known):
+            if not any(matches(pattern, path) for path in paths):
                 raise OptionError(
                     f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
-                    remedy=_near(pattern, known),
+                    remedy=_near(pattern, paths),
                 )
-    outside = {
-        path
-        for path in modules
-        if any(matches(pattern, path) for pattern in skip)
-        or (only and not any(matches(pattern, path) for pattern in only))
-    }
+    skipped, taken = _named(modules, skip), _named(modules, only)
+    outside = {path for path, module in modules.items() if id(module) in skipped or (only and id(module) not in taken)}
     return replace(anatomy, outside=frozenset(outside))
+
+
+def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
+    """The modules that the patterns name, by any of their names."""
+    return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
@@ -53,14 +56,16 @@ def patterns(options: Body) -> dict[str, list[str]]:
     Raises:
         OptionError: one is no text.
     """
-    chosen: dict[str, list[str]] = {}
+    by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
-        one = options.get(name) or []
-        listed = [one] if isinstance(one, str) else list(one) if isinstance(one, Iterable) else [one]
+        value = options.get(name) or []
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        listed = list(value) if several else [value]
         if not all(isinstance(pattern, str) for pattern in listed):
-            raise OptionError(f"{spelled(name, one)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
-        chosen |= {name: listed} if listed else {}
-    return chosen
+            raise OptionError(f"{spelled(name, value)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
+        if listed:
+            by_option[name] = listed
+    return by_option
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -68,7 +73,7 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
-def _near(pattern: str, known: Iterable[str]) -> str:
-    names = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, path.count(".") + 2)}
+def _near(pattern: str, paths: Iterable[str]) -> str:
+    names = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)}
     near = difflib.get_close_matches(pattern, sorted(names), 3)
     return f"Did you mean {' or '.join(near)}?" if near else "`normswap inspect` lists their paths"

@@ -76,14 +76,14 @@ def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from places(part, (*keys, key))
+        for key, entry in value.items():
+            yield from places(entry, (*keys, key))
     elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from places(part, (*keys, i))
+        for i, entry in enumerate(value):
+            yield from places(entry, (*keys, i))
     elif is_record(value) and len(keys) < 8:
-        for name, part in vars(value).items():
-            yield from places(part, (*keys, Attribute(name)))
+        for name, entry in vars(value).items():
+            yield from places(entry, (*keys, Attribute(name)))
 
 
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
@@ -123,4 +123,4 @@ def shapes(value: object) -> object:
     """The shapes of all tensors in a value."""
     if isinstance(value, Tensor):
         return value.shape
-    return tuple(shapes(part) for part in value) if isinstance(value, list | tuple) else None
+    return tuple(shapes(entry) for entry in value) if isinstance(value, list | tuple) else None

@@ -79,7 +79,7 @@ class Traced:
     def owners(self) -> Counter[int]:
         """How many modules hold a parameter, by its id."""
         distinct = {id(module): module for module in self.modules.values()}.values()
-        return Counter(held for module in distinct for held in {id(p) for p in module._parameters.values()})
+        return Counter(parameter for module in distinct for parameter in {id(p) for p in module._parameters.values()})
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
@@ -123,6 +123,10 @@ class Traced:
         self.alternatives.append(other)
         self.alternative_nodes += other.nodes
 
+    def called(self, module: nn.Module) -> int:
+        """How often a leaf is called on the way through the network that calls it most often."""
+        return max(Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0)
+
     def index(self, node: fx.Node) -> int:
         """The place of `node` in the order of the forward pass (for alternative ones: within their own graph)."""
         return self._index[node]
@@ -139,8 +143,10 @@ class Traced:
         """The input that carries the signal: the only one, or, for a gate x * g(x), x."""
         sources = inputs(node)
         if len(sources) == 2 and is_mul(node):
-            one, two = sources
-            return one if self.depends(two, one) else two if self.depends(one, two) else None
+            first, second = sources
+            if self.depends(second, first):
+                return first
+            return second if self.depends(first, second) else None
         return sources[0] if len(sources) == 1 else None
 
     def module(self, node: fx.Node) -> nn.Module | None:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models import calling
-from normswap.models.modes import Progress, evaluating
+from normswap.models.modes import Progress, undisturbed
 from normswap.models.network_input import scores
 
 
@@ -57,7 +57,7 @@ def classify(
     sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
     answers: list[Tensor] = []
     count, form = 0, calling.form(model)
-    with evaluating(model), torch.inference_mode():
+    with undisturbed(model), torch.inference_mode():
         for batch in loader:
             example, labels = form.read(batch)
             try:

@@ -28,7 +28,7 @@ from normswap.errors import OptionError, SourceError, first_line, spelled
 from normswap.images.labels import Outputs, label_map
 from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 from normswap.models.preprocessing import stated
 from normswap.models.weight_files import quiet
 
@@ -194,7 +194,7 @@ def image_record(model: nn.Module) -> Cfg:
 def _counted(model: nn.Module) -> int | None:
     """How many scores the network gives; None where it runs on no example, or gives something else."""
     try:
-        with evaluating(model), torch.inference_mode():
+        with undisturbed(model), torch.inference_mode():
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
     except Exception:  # whatever the network raises: the images will show
         return None

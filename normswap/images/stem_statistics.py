@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normswap.layers import affine
 from normswap.models import calling
-from normswap.models.modes import evaluating, hooked
+from normswap.models.modes import hooked, undisturbed
 
 
 class _SeenError(Exception):
@@ -32,6 +32,6 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
     norms = [module for module in model.modules() if affine.has_moments(module)]
     hooks = hooked(norm.register_forward_pre_hook(look) for norm in norms)
     # The end at the norm is suppressed, and whatever the network raises: others will say it.
-    with suppress(Exception), evaluating(model), hooks:
+    with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call(model)
     return seen[0] if seen else None

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.errors import RefusedError
 from normswap.layers import channel_norm, known_norms
+from normswap.layers.activations import keeps_forward
 from normswap.layers.known_norms import BatchNorm, Pair, Read, Statistics
 from normswap.layers.own import OwnLayer
 
@@ -175,9 +176,11 @@ def activation(module: nn.Module) -> nn.Module | None:
     kind = known_norms.kind_of(module)
     if kind is None or not kind.activation:
         return None
-    parts = [part for part in (getattr(module, "drop", None), getattr(module, "act", None)) if part is not None]
-    parts = [part for part in parts if not isinstance(part, nn.Identity)]
-    return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)
+    layers = [layer for layer in (getattr(module, "drop", None), getattr(module, "act", None)) if layer is not None]
+    layers = [layer for layer in layers if not keeps_forward(layer, (nn.Identity,))]
+    if len(layers) > 1:
+        return nn.Sequential(*layers)
+    return layers[0] if layers else None
 
 
 def copied_activation(module: nn.Module) -> nn.Module | None:
@@ -212,11 +215,17 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     if not is_affine_norm(module):
         return {}
-    kept = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     if _registered_map(module) is not None and has_moments(module):
         (mean, var), (out_mean, out_std) = statistics(module), moments(module)
-        kept = {"running_mean": mean, "running_var": var, **kept, "output_mean": out_mean, "output_std": out_std}
-    return {name: tensor.detach().clone() for name, tensor in kept.items()}
+        own = {
+            "running_mean": mean,
+            "running_var": var,
+            **own,
+            "output_mean": out_mean,
+            "output_std": out_std,
+        }
+    return {name: tensor.detach().clone() for name, tensor in own.items()}
 
 
 def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None:
@@ -247,7 +256,7 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
     set_shift(norm, shift)
 
 
-def _check_read(norm: nn.Module, name: str, now: Tensor, wanted: Tensor) -> None:
+def _check_read(norm: nn.Module, name: str, now: Tensor, expected: Tensor) -> None:
     """See that a class which somebody registered has taken up a value as a BatchNorm does."""
-    if _registered_map(norm) is not None and not torch.allclose(now, wanted.to(now), rtol=1e-4, atol=1e-5):
+    if _registered_map(norm) is not None and not torch.allclose(now, expected.to(now), rtol=1e-4, atol=1e-5):
         raise RefusedError("cannot unfold", f"the {name} of a {type(norm).__name__} does not set its map alone")

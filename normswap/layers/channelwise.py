@@ -37,8 +37,8 @@ class ChannelAffine(PlannedLayer, OwnLayer):
     def replacing(cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any) -> ChannelAffine:
         """`mean`: where a norm is gone, a mean per channel; there stands a scale of 1 and a shift of 0."""
         if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
-            one = torch.ones(len(mean)).to(like)
-            return cls(one, torch.zeros_like(one), affine.copied_activation(old))
+            ones = torch.ones(len(mean)).to(like)
+            return cls(ones, torch.zeros_like(ones), affine.copied_activation(old))
         scale, shift = affine.read(old)
         return cls(scale.to(like), shift.to(like), affine.copied_activation(old))
 

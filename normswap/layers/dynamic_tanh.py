@@ -91,8 +91,8 @@ def gain(alpha: float) -> float:
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
     """The gain of each channel, by the factor that it is multiplied by before the tanh."""
-    known = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
-    return torch.tensor([known[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
+    gains = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
+    return torch.tensor([gains[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
 
 
 def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -82,12 +82,12 @@ class Folded(PlannedLayer):
         old.weight.copy_(torch.where(dead, fresh.double(), weight))
         if old.bias is not None and bias is not None:
             old.bias.copy_(bias)
-        for norm, part in after:
-            scale, shift = (value[part] for value in affine.read(norm))
+        for norm, channels in after:
+            scale, shift = (value[channels] for value in affine.read(norm))
             offset = 0 if old.bias is None else scale * old.bias.double()
             assert now.bias is not None  # it took in a shift
             if not torch.equal((offset + shift).to(now.bias), now.bias):
-                affine.set_shift(norm, now.bias.double() - offset, part)
+                affine.set_shift(norm, now.bias.double() - offset, channels)
 
 
 def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype) -> Tensor:
@@ -97,17 +97,17 @@ def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorpt
         dtype: of the network, in which a magnitude must be finite.
     """
     groups, out, inner, *kernel = weight.shape
-    rest = (1,) * len(kernel)
+    kernel_ones = (1,) * len(kernel)
     if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
         magnitude, _, _ = affine.split(module, dtype)
-        weight *= magnitude.reshape(groups, 1, -1, *rest)
+        weight *= magnitude.reshape(groups, 1, -1, *kernel_ones)
         return bias
     scale, shift = affine.read(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
     if not absorption.way.precedes:
         scale, shift = scale[absorption.channels], shift[absorption.channels]
-        weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *rest)
+        weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *kernel_ones)
         return scale * bias + shift
-    scale, shift = (value.expand(groups * inner).reshape(groups, 1, -1, *rest) for value in (scale, shift))
+    scale, shift = (value.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones) for value in (scale, shift))
     bias = bias + (weight * shift).flatten(2).sum(2).flatten()
     if absorption.way is AbsorbMode.BEFORE:
         weight *= scale

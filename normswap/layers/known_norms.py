@@ -123,6 +123,7 @@ _REGISTERED: dict[type[nn.Module], NormKind] = {}
 _TENSORS = {"weight", "bias", "running_mean", "running_var"}
 _USUAL = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
 _SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))  # of positions: of maps, of series, of volumes
+_SCALES = (1, 1000)  # of what a norm is tried on: a clamp bends large values only
 _NEAR = 1e-9
 
 
@@ -153,8 +154,9 @@ def register_norm(
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
-    kept = Statistics.POPULATION if statistics is not None or issubclass(kind, _BatchNorm) else Statistics.NONE
-    source = Statistics.SAMPLE if per_sample else kept
+    source = Statistics.SAMPLE if per_sample else Statistics.NONE
+    if statistics is not None or issubclass(kind, _BatchNorm):
+        source = Statistics.POPULATION
     _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics)
     return kind
 
@@ -186,7 +188,7 @@ def _registered(module: nn.Module) -> NormKind | None:
 
 def _nearest(kind: type[nn.Module]) -> type[nn.Module] | None:
     classes: Sequence[type] = kind.__mro__
-    return next((one for one in classes if one in KINDS), None)
+    return next((base for base in classes if base in KINDS), None)
 
 
 def has_the_tensors(module: nn.Module) -> bool:
@@ -195,8 +197,8 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
-    held = {**module._parameters, **module._buffers}
-    tensors = [held.get(name) for name in _TENSORS]
+    own_tensors = {**module._parameters, **module._buffers}
+    tensors = [own_tensors.get(name) for name in _TENSORS]
     first = tensors[0]
     if first is None or first.ndim != 1:
         return False
@@ -218,10 +220,10 @@ def measured_eps(module: nn.Module) -> float | None:
     for positions in _SHAPES:
         x = torch.randn(2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64)
         try:
-            y = norm(x.clone())
+            pairs = [(scale * x, norm(scale * x)) for scale in _SCALES]
         except Exception:  # it takes no input of so many dimensions
             continue
-        return next((value for value in tried if _computes(norm, x, y, value)), None)
+        return next((value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None)
     return None
 
 

@@ -22,6 +22,7 @@ from normswap.layers.reparametrized import CONVOLUTIONS
 
 _CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)  # by their dimensions, from one on
 _NEAR = 1e-9
+_SCALES = (1, 1000)  # of what is tried: a clamp bends large values only
 _ROOM = (5, 8)  # positions beyond the kernel's reach: an odd and an even number
 
 
@@ -70,7 +71,9 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return watch.read, [(total // 2, total - total // 2) for total in totals]
-    sides = (0,) if padding == "valid" else padding if isinstance(padding, tuple | list) else (padding,)
+    if padding == "valid":
+        padding = 0
+    sides = padding if isinstance(padding, tuple | list) else (padding,)
     sides = tuple(sides) * (len(kernel) if len(sides) == 1 else 1)
     return watch.read, [(int(side), int(side)) for side in sides]
 
@@ -90,22 +93,22 @@ def computes(layer: nn.Module) -> bool:
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        return all(_agrees(twin, room, generator) for room in _ROOM)
+        return all(_agrees(twin, room, scale, generator) for room in _ROOM for scale in _SCALES)
     except Exception:  # whatever its class raises
         return False
 
 
-def _agrees(layer: nn.Linear | _ConvNd, room: int, generator: torch.Generator) -> bool:
+def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torch.Generator) -> bool:
     weight, bias = layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
     if isinstance(layer, nn.Linear):
-        x = torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
+        x = scale * torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
         return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
     sides = _sides(layer, room)
-    x = torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
-    seen = padded(layer, x.clone())
+    x = scale * torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
+    padded_x = padded(layer, x.clone())
     call = _CALLS[len(sides) - 1]
-    expected = call(seen, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
-    only_padded = torch.equal(seen[tuple(slice(first, last + 1) for first, last in _ends(seen))], x)
+    expected = call(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+    only_padded = torch.equal(padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x)
     return only_padded and _near(layer.forward(x.clone()), expected)
 
 

@@ -155,11 +155,11 @@ def led(scale: Tensor, offset: Tensor, norm: Any) -> Chain:
 
 def per_filter(conv: Linearity, sign: Tensor) -> Tensor:
     """A value per output channel in a shape that goes with the weight."""
-    rest = (1,) * (conv.weight.ndim - 2)
+    kernel_ones = (1,) * (conv.weight.ndim - 2)
     if isinstance(conv, nn.Linear) or not conv.transposed:
-        return sign.view(-1, 1, *rest)
+        return sign.view(-1, 1, *kernel_ones)
     sign = sign.view(conv.groups, 1, -1)  # transposed convolutions store (in, out / groups, *kernel)
-    return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(conv.in_channels, -1, *rest)
+    return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(conv.in_channels, -1, *kernel_ones)
 
 
 def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -73,9 +73,9 @@ class OutOfPlace(PlannedLayer):
 
 def out_of_place(module: nn.Module) -> nn.Module:
     """`module` itself, in which nothing writes into its input any more."""
-    for part in module.modules():
-        if getattr(part, "inplace", False) is True:
-            part.__dict__["inplace"] = False
+    for layer in module.modules():
+        if getattr(layer, "inplace", False) is True:
+            layer.__dict__["inplace"] = False
     return module
 
 

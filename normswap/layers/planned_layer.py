@@ -34,11 +34,12 @@ class PlannedLayer:
     KEEPS_NORM: ClassVar[bool] = False
     OUTCOME: ClassVar[str] = "replaced"
 
-    def __init_subclass__(cls, **rest: object) -> None:
-        super().__init_subclass__(**rest)
-        known = _BY_NAME.setdefault(cls.__name__, cls)
-        if known.__module__ != cls.__module__ and not issubclass(cls, known):  # torch.export subclasses what it records
-            raise PlanError(f"two layers are called {cls.__name__}", f"one is in {known.__module__}")
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        registered = _BY_NAME.setdefault(cls.__name__, cls)
+        # torch.export makes subclasses of what it records.
+        if registered.__module__ != cls.__module__ and not issubclass(cls, registered):
+            raise PlanError(f"two layers are called {cls.__name__}", f"one is in {registered.__module__}")
 
     @classmethod
     def replacing(cls, *args: Any, **kwargs: Any) -> Held:

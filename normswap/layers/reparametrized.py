@@ -129,8 +129,10 @@ def is_reparametrized(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module):
-        made = dict(module.get_submodule("parametrizations").named_children())
-        return list(made) == ["weight"] and all(isinstance(part, _KNOWN) for part in made["weight"].children())
+        parametrized = dict(module.get_submodule("parametrizations").named_children())
+        return list(parametrized) == ["weight"] and all(
+            isinstance(layer, _KNOWN) for layer in parametrized["weight"].children()
+        )
     if isinstance(module, Standardized):
         return True
     forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, InputBiased)}
@@ -153,8 +155,8 @@ def plain(module: Linearity) -> Linearity:
     kind = plain_class(twin)
     new = kind.__new__(kind)
     children = {name: child for name, child in twin._modules.items() if name not in _STALE}
-    held = ("_parameters", "_buffers", "_modules")
-    new.__dict__.update({name: value for name, value in vars(twin).items() if name not in (*held, *_STALE)})
+    dictionaries = ("_parameters", "_buffers", "_modules")
+    new.__dict__.update({name: value for name, value in vars(twin).items() if name not in (*dictionaries, *_STALE)})
     new.__dict__.update(_parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict())
     grad = any(parameter.requires_grad for parameter in module.parameters())
     for name, value in zip(("weight", "bias"), tensors, strict=True):

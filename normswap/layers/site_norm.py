@@ -46,8 +46,8 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         if self.training and self.ghost:
-            parts = input.split(self.ghost_sizes(len(input)))
-            x = torch.cat([_BatchNorm.forward(self, part) for part in parts])
+            batches = input.split(self.ghost_sizes(len(input)))
+            x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
         else:
             x = _BatchNorm.forward(self, input)
         return x if self.act is None else self.act(x)
@@ -70,17 +70,17 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
         """
         act, like = affine.copied_activation(old), typed(old, like)
-        known = mean is None or std is None
+        unmeasured = mean is None or std is None
         moments = torch.tensor((mean or (), std or ()), dtype=torch.float64)
-        seen, var = affine.statistics(old) if known else (moments[0], moments[1].square())
-        eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if known else (1e-5, 0.1)
-        new: Any = cls(len(seen), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
-        if known and not affine.is_registered(old):
+        mean_before, var = affine.statistics(old) if unmeasured else (moments[0], moments[1].square())
+        eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if unmeasured else (1e-5, 0.1)
+        new: Any = cls(len(mean_before), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
+        if unmeasured and not affine.is_registered(old):
             _copy(old, new)
             return cast(SiteNorm, new)
-        new.running_mean.copy_(seen)
+        new.running_mean.copy_(mean_before)
         new.running_var.copy_(var)
-        has_map = known or (isinstance(old, OwnLayer) and old.PER_CHANNEL)
+        has_map = unmeasured or (isinstance(old, OwnLayer) and old.PER_CHANNEL)
         scale, shift = affine.read(old) if has_map else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
@@ -107,6 +107,15 @@ class EmptyNorm(PlannedLayer):
         return new
 
 
+class FrozenBatchNorm(FrozenBatchNorm2d):
+    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, ...) to (N, C, ...)."""
+        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+        return x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
+
+
 class FrozenNorm(PlannedLayer):
     """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
 
@@ -117,7 +126,8 @@ class FrozenNorm(PlannedLayer):
         """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
         live = SiteNorm.replacing(old, like=like, **moments)
         count, eps = live.num_features, live.eps
-        new: Any = FrozenBatchNorm2d(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
+        kind = FrozenBatchNorm2d if isinstance(old, nn.BatchNorm2d) else FrozenBatchNorm
+        new: Any = kind(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
         new.to(live.weight)
         if live.act is not None:
             new.act = live.act

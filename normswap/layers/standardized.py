@@ -120,7 +120,7 @@ class StandardizedConv(PlannedLayer):
         args |= {"bias": conv.bias is not None, "device": conv.weight.device, "dtype": conv.weight.dtype}
         padded = conv.padding if padding is None else tuple(padding)
         args |= {} if same else {"padding": padded}
-        other = next((made for kind, made in OTHERS.items() if isinstance(conv, kind)), None)
+        other = next((class_of_ours for kind, class_of_ours in OTHERS.items() if isinstance(conv, kind)), None)
         if other:
             new: _ConvNd = other(mean=mean, **args)
         elif mean:

@@ -5,6 +5,7 @@ A user holds a tensor, a tuple of arguments, a dict of keywords, or a list of ba
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import typing
@@ -121,6 +122,12 @@ class Example:
         return len(among) == 1 and all(t.ndim == sides and t.is_floating_point() for t in self.tensors())
 
     @property
+    def plain(self) -> str:
+        """All of the call but its tensors."""
+        values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
+        return repr(tuple(values))
+
+    @property
     def hollow(self) -> Example:
         """The form of the call, without values."""
         return self.map(lambda t: t.new_empty(0))
@@ -184,6 +191,12 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     for i, value in enumerate(example.args):
         values |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
     return values | example.kwargs
+
+
+def defaults(model: nn.Module, example: Example) -> list[str]:
+    """The names of forward's arguments that the call leaves at their defaults."""
+    given = named_arguments(model, example)
+    return [p.name for p in _parameters(model) if p.default is not p.empty and p.name not in given]
 
 
 def form(model: nn.Module) -> Example:
@@ -287,4 +300,8 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
         return type(value)(*(changed(part, change, *kinds) for part in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(part, change, *kinds) for part in value)
+    if is_record(value) and next(named_tensors(value), None) is not None:
+        record = copy.copy(value)
+        vars(record).update(changed(vars(value), change, *kinds))
+        return record
     return value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from normswap.layers.seeding import seeded
@@ -29,6 +31,51 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[None]:
+    """Eval mode for networks that belong to somebody: whatever a forward writes meanwhile is undone afterwards.
+
+    Counters, caches, a first batch that sets a scale: attributes and tensors of every module whose class is not torch's
+    own, which writes nothing in eval mode.
+    """
+    with ExitStack() as stack:
+        for module in {module for model in models for module in nn.Module.modules(model)}:
+            if not type(module).__module__.startswith("torch."):
+                stack.callback(_restore, module, dict(vars(module)), list(_contents(module)))
+        stack.enter_context(evaluating(*models))
+        yield
+
+
+Contents: TypeAlias = tuple[Any, Any, Tensor | None]  # an object, a copy of what is in it, and a tensor's memory
+
+
+def _contents(module: nn.Module) -> Iterator[Contents]:
+    """What the module holds itself and may write into: tensors and plain collections."""
+    for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                continue
+            yield value, value.detach().clone(), value.data
+        elif type(value) in (dict, OrderedDict, list, set):
+            yield value, copy.copy(value), None
+
+
+@torch.no_grad()
+def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Contents]) -> None:
+    for value, before, memory in contents:
+        if memory is not None:
+            value.data = memory
+            if not torch.equal(memory, before):
+                memory.copy_(before)
+        elif isinstance(value, list):
+            value[:] = before
+        else:
+            value.clear()
+            value.update(before)
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+@contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Keep hooks for a while: all are removed afterwards, and where registering one of them fails."""
     with ExitStack() as hooks:
@@ -39,7 +86,10 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10 bits of a factor."""
+    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10 bits of a factor.
+
+    Tensors that are made meanwhile can be trained, also where the caller is in `torch.inference_mode`.
+    """
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
     holders: list[Any] = [cudnn, products]
     switch, off = "allow_tf32", cast(object, False)
@@ -51,7 +101,8 @@ def full_precision() -> Iterator[None]:
     try:
         for holder in holders:
             setattr(holder, switch, off)
-        yield
+        with torch.inference_mode(False):
+            yield
     finally:
         for holder, value in zip(holders, before, strict=True):
             setattr(holder, switch, value)

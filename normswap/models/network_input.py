@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from normswap import provenance
 from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import evaluating
+from normswap.models.modes import undisturbed
 
 ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
 _QUANTIZED = "WeightedQuantizedModule"  # the base of torch's int8 layers, which only those who quantize import
@@ -177,7 +177,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append(first)
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        sizes += [(channels, 32, 32), (3, 224, 224)]
+        sizes += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
     return list(dict.fromkeys(sizes))
@@ -216,11 +216,15 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
+def _outputs(model: nn.Module) -> int:
+    return next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
+
+
 @torch.no_grad()
 def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
     """Whether the network runs in eval mode on the call that `make` gives, and that can be made."""
     try:
-        with evaluating(model):
+        with undisturbed(model):
             make().call(model)
     except Exception:  # whatever the network raises
         return False

@@ -58,10 +58,6 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     if affine.is_frozen(module):
         builder.settle(path, Outcome("frozen", "frozen already"))
-    elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
-        builder.refusals[path] = (
-            f"there is no frozen {type(module).__name__}; `{spelled('to', 'tune')}` keeps its statistics"
-        )
     else:
         builder.replace(path, "FrozenNorm")
         builder.settle(path, Outcome("frozen", "frozen"))

@@ -25,6 +25,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
+from normswap.layers.activations import keeps_forward
 from normswap.layers.own import BranchScale, scales_branch
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
@@ -184,7 +185,7 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
     """Place a scalar at `path`, after what stands there if that is not removed."""
     modules = builder.anatomy.traced.modules
     removed = builder.removes(path)
-    empty = removed or isinstance(modules[path], nn.Identity | Vacant)
+    empty = removed or keeps_forward(modules[path], (nn.Identity, Vacant))
     args: Body = {"alpha": alpha}
     args |= {"bias": True} if bias else {}
     if path in builder.linears or (

@@ -5,7 +5,8 @@ a correct fold is off by 1e-14 and a wrong eps by 1e-4. In half precision three 
 costs the source is allowed: itself in that precision against its float64 values. Where a source in float32 strays from
 its own float64 values by more than the tolerance (a chaotic network), four times that is allowed, and float64 decides.
 Where a change of its input in the last digit moves the source's output by more, a multiple of that is allowed, up to
-1e-8 in float64. Of several outputs each is measured by itself, and the worst counts.
+1e-8 in float64. Of several outputs each is measured by itself, and the worst counts; of labels, masks and counts, the
+share of entries that differ. The same must hold at ten times the scale of the input.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _MOVED = 8  # inputs that differ in the last digit, where one sample says too li
 _FEW = 8  # numbers in an output: of fewer, the error may be several times its mean, and the largest rounding counts
 _COARSE = 0.1  # of the output: where rounding alone costs more, half precision proves little
 _OF_ERROR = 0.1  # of a result's error: where two runs of the source are that far apart, the source is what differs
+# Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
+_LARGER = 10
 _HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
 
 
@@ -81,7 +84,7 @@ def compare(
     logits: list[Error] = [] if precise is None or boxes else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
-    stray = 0.0
+    proved, own_change = True, 0.0
     for example in calls:
         pair = both(network, result, example, paths, tails, calls[0])
         if pair is None:
@@ -89,24 +92,26 @@ def compare(
         (a, at), (b, bt) = pair
         x = example.images
         logits.append(worst(precision, x, a, b, exact=exact))
-        if _is_half(precision):
-            stray = max(stray, _rounding(source, example, a, logits[-1]) if exact else 0.0)
-        elif precise is not None or precision == "float64":  # else nothing would bound what is allowed
-            stray = max(stray, _stray(network, example, a, logits[-1], precision))
+        own_change = max(own_change, _allowance(source, example, a, logits[-1], precise, exact=exact))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
                 logits.append(worst(precision, x, *(run(model, example, heads=True)[0] for model in (network, result))))
             if precise is not None:
-                stray = max(stray, _apart(precision, x, precise.reference, _first(a, precise.reference)))
+                alone = _alone(network, example, a, precise.reference)
+                own_change = max(own_change, _apart(precision, x, precise.reference, alone))
             sites = [_error(path, precision, x, at[path], bt[path]) for path in paths if path in at and path in bt]
             vacuous = _vacuous(a, at, blocks)
-    tolerance = _tolerance(precision, stray, precise)
-    if precise is not None and stray == float("inf"):  # the source cannot decide by itself how many boxes it sees
+            proved = bool(sites) or not _unproved(a)
+    tolerance = _tolerance(precision, own_change, precise)
+    if precise is not None and own_change == float("inf"):  # the source cannot decide by itself how many boxes it sees
         vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
-    elif _is_half(precision) and stray > _COARSE:
-        vacuous.append(f"{precision} alone moves the source's output by {stray:.0%} of its size")
-    passed = _passes(logits, tolerance if exact else None)
+    elif _is_half(precision) and own_change > _COARSE:
+        vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
+    passed = proved and _passes(logits, tolerance if exact else None)
+    if passed and exact and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
+        logits.append(larger)
+        passed = False
     report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
     _require_repeatable(network, calls[0], report)
     return report
@@ -127,6 +132,9 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
         raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
+    if _passes(report.logits, report.tolerance if report.exact else None):
+        remedy = "Give inputs that it has an answer to: `inputs=`"
+        raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
     raise VerificationError(
@@ -134,6 +142,23 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
         f"allowed: {report.tolerance[precision]:.0e}" if report.exact else "it is not finite",
         "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
     )
+
+
+def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
+    """The error at ten times the input's scale, if the source gives finite numbers there and it is not allowed."""
+    network, precision = source.module, str(source.dtype).removeprefix("torch.")
+    larger = _floats(source.calls[0], lambda t: _LARGER * t)
+    try:
+        outputs, _ = run(network, larger)
+    except Exception:  # whatever the network raises
+        return None
+    if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
+        return None
+    error = worst(precision, larger.images, outputs, run(result, larger)[0])
+    if error.relative_l2 > allowed:
+        own_change = _allowance(source, larger, outputs, error, precise, exact=True)
+        allowed = max(allowed, _tolerance(precision, own_change, None)[precision])
+    return error if error.relative_l2 > allowed else None
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:
@@ -157,12 +182,31 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
         )
 
 
+def _allowance(
+    source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
+) -> float:
+    """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
+    if _is_half(error.precision):
+        return _rounding(source, example, outputs, error) if exact else 0.0
+    bounded = precise is not None or error.precision == "float64"
+    return _stray(source.module, example, outputs, error, error.precision) if bounded else 0.0
+
+
 def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, precision: str) -> float:
     """By how much the source strays when its input changes in the last digit; asked only where that matters."""
     if error.relative_l2 <= (FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE):
         return 0.0
-    moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-    return _apart(precision, example.images, outputs, run(source, moved)[0])
+    return _apart(precision, example.images, outputs, run(source, _in_the_last_digit(example))[0])
+
+
+def _floats(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
+    """The example with its floating-point tensors changed."""
+    return example.map(lambda t: change(t) if t.is_floating_point() else t)
+
+
+def _in_the_last_digit(example: Example) -> Example:
+    """The example with every number changed in its last digit."""
+    return _floats(example, lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
 
 
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
@@ -179,12 +223,10 @@ def _rounding(source: Network, example: Example, outputs: Outputs, error: Error)
     generator = torch.Generator().manual_seed(source.seed)
 
     def moved(t: Tensor) -> Tensor:
-        if not t.is_floating_point():
-            return t
         signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
         return t * (1 + torch.finfo(t.dtype).eps * signs)
 
-    again = [_apart(precision, x, wide, run(source.module, example.map(moved))[0]) for _ in range(_MOVED)]
+    again = [_apart(precision, x, wide, run(source.module, _floats(example, moved))[0]) for _ in range(_MOVED)]
     few = sum(value.numel() for value in outputs.values()) < _FEW
     return max(off, max(again) if few else math.sqrt(sum(value * value for value in again) / _MOVED))
 
@@ -195,17 +237,18 @@ def _is_half(precision: str) -> bool:
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
-    finite = all(bool(torch.isfinite(value).all()) for one in (a, b) for value in one.values())
-    return worst(precision, x, a, b).relative_l2 if finite else 0.0
+    apart = worst(precision, x, a, b).relative_l2
+    shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
+    return 0.0 if shaped and apart == float("inf") else apart
 
 
-def _tolerance(precision: str, stray: float, precise: Precise | None) -> dict[str, float]:
+def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:
     wide = FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.stray))
     if precision == "float64":
-        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * stray))}
+        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * own_change))}
     half = _is_half(precision)
     narrow, times = (torch.finfo(getattr(torch, precision)).eps, ROUNDING) if half else (FLOAT32_TOLERANCE, 4)
-    return {precision: narrow if stray == float("inf") else max(narrow, times * stray), "float64": wide}
+    return {precision: narrow if own_change == float("inf") else max(narrow, times * own_change), "float64": wide}
 
 
 @dataclass(frozen=True)
@@ -238,50 +281,58 @@ def compare_double(
     outputs = parts(example) if parts else None
     error = None if outputs is None else worst("float64", example.images, reference, outputs)
     if error is None or not error.relative_l2 <= FLOAT64_TOLERANCE:
-        made = make()
-        error = worst("float64", example.images, reference, widely(lambda: run(made, example)[0]))
-    stray = 0.0
+        result = make()
+        error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
+    own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
-        moved = example.map(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps) if t.is_floating_point() else t)
-        stray = _apart("float64", example.images, reference, outputs_double(source, moved))
-    return Precise(error, reference, stray)
+        again = outputs_double(source, _in_the_last_digit(example))
+        own_change = _apart("float64", example.images, reference, again)
+    return Precise(error, reference, own_change)
 
 
-def _first(outputs: Outputs, like: Outputs) -> Outputs:
-    """As many samples as there are in `like`."""
+def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
+    """The outputs of the first image only, as they are in `like`.
+
+    A forward that squeezes its outputs gives other dimensions for one image than for several, and is run once more.
+    """
+    if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
+        return run(source, example.first(1))[0]
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
     """The error of the output that differs most; 1 where an approximate result gives another number of things."""
-    same = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
-    errors = [
-        replace(_error("logits", precision, x, a[name], b[name]), output=name)
-        for name in a
-        if same and a[name].is_floating_point()
-    ]
-    if not errors:
-        one, two = (torch.cat([v.flatten().double() for v in c.values()] or [torch.zeros(0)]) for c in (a, b))
-        things = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
-        if things and not (exact or same) and bool(torch.isfinite(two).all()):
-            return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
-        return _error("logits", precision, x, one, one if same else one[:0])
-    return max(errors, key=lambda error: error.relative_l2)
+    if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
+        errors = [replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a]
+        return max(errors, key=lambda error: error.relative_l2)
+    alike = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
+    if alike and not exact and all(bool(torch.isfinite(value).all()) for value in b.values()):
+        return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
+    return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"), 0.0)
 
 
 def _agreement(a: Tensor, b: Tensor) -> float | None:
-    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1:  # of one number there is no largest
+    # Of one number there is no largest, and of complex numbers none.
+    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1 or not a.is_floating_point():
         return None
     return float((a.argmax(1) == b.argmax(1)).float().mean())
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    agreement = _agreement(a, b) if site == "logits" else None
-    a, b, size = a.double().flatten(), b.double().flatten(), tuple(x.shape)
+    """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
+    agreement, size = _agreement(a, b) if site == "logits" else None, tuple(x.shape)
     if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
-    if not len(a):
+    if not a.numel():
         return Error(site, precision, size, 0.0, 0.0, 1.0, agreement)
+    if not (a.is_floating_point() or a.is_complex()):
+        share = float((a != b).double().mean())
+        return Error(site, precision, size, share, share, 1.0 - share, 1.0 - share)
+    a, b = _numbers(a), _numbers(b)
+    masked = (a == b) & (a == -math.inf)
+    if bool(masked.any()) and not bool(masked.all()):
+        # What may not be chosen is -inf by intent, in both.
+        a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
     norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()  # one wait for a device
@@ -293,19 +344,33 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     return Error(site, precision, size, error / norm, most / top, cosine, agreement)
 
 
-def _vacuous(outputs: Outputs, seen: Outputs, blocks: Sequence[Block]) -> list[str]:
-    unseen = []
-    if not any(value.numel() for value in outputs.values()):
-        unseen.append("the outputs are empty: no number was compared")
+def _numbers(value: Tensor) -> Tensor:
+    """All numbers of a tensor in a row, in float64; of a complex one real and imaginary parts."""
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
+
+
+def _unproved(outputs: Outputs) -> str:
+    """Why equal outputs prove nothing: there are none, or they are the same for every input. Empty where they do."""
+    values = [value for value in outputs.values() if value.numel()]
+    if not values:
+        return "the outputs are empty: no number was compared"
+    several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
+    fixed = several and all(bool((value == value[:1]).all()) for value in values)
+    return "every input gives the same numbers: nothing was compared" if fixed else ""
+
+
+def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
+    why = _unproved(outputs)
+    unseen = [why] if why else []
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
-    if floats and all(len(value) == len(floats[0]) > 1 for value in floats):
+    if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
         if not moves > _HARDLY:
             unseen.append(f"the input moves the output by {float(moves):.0e} of its size only")
     for block in blocks:
-        if block.tail in seen and block.path in seen:
-            share = seen[block.tail].norm() / seen[block.path].norm().clamp_min(1e-30)
+        if block.tail in inside and block.path in inside:
+            share = inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30)
             if not share > _HARDLY:
                 unseen.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
     return unseen

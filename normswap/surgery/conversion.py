@@ -193,7 +193,9 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **part)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    averaged = measured and any(norm.averages for norm in norms)
+    # What asks for BatchNorms takes those that there are, and leaves other norms as they are.
+    complete = alive and target.scheme.starts_from == "batchnorm"
+    averaged = measured and not complete and any(norm.averages for norm in norms)
     before = ["estimate"] if averaged else []
     if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.part()):
         before.append("folded")

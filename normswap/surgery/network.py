@@ -94,8 +94,8 @@ class Network:
             module = module_of(model)
             network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
-        given = {"inputs": inputs, "size": size, "seed": seed, "calibrate": calibrate, "progress": progress}
-        changes = {name: value for name, value in given.items() if value is not None}
+        values = {"inputs": inputs, "size": size, "seed": seed, "calibrate": calibrate, "progress": progress}
+        changes = {name: value for name, value in values.items() if value is not None}
         if not changes:
             return model
         network = replace(model, **changes)  # type: ignore[arg-type]
@@ -107,8 +107,8 @@ class Network:
 
     def _seen_as(self, other: Network) -> Network:
         """This record, with what is known of the same network already."""
-        known = ("anatomy", "calls", "examples")
-        self.__dict__.update({name: value for name, value in other.__dict__.items() if name in known})
+        looked_up = ("anatomy", "calls", "examples")
+        self.__dict__.update({name: value for name, value in other.__dict__.items() if name in looked_up})
         return self
 
     def after(self, module: nn.Module) -> Network:
@@ -209,8 +209,10 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        made = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
-        return SyntheticImages(made)
+        make_images = partial(
+            synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress
+        )
+        return SyntheticImages(make_images)
 
     @property
     def described(self) -> str:

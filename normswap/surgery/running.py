@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import evaluating, hooked, with_heads
+from normswap.models.modes import hooked, undisturbed, with_heads
 from normswap.surgery.applying import Replacements
 
 Outputs = dict[str, Tensor]
@@ -26,20 +27,20 @@ def run(
 
     With `heads`, also what its auxiliary heads return (`modes.with_heads`).
     """
-    seen: Outputs = {}
+    outputs_at_paths: Outputs = {}
 
     def keep(path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                seen[path] = output.clone()  # in-place activations would overwrite it
+                outputs_at_paths[path] = output.clone()  # in-place activations would overwrite it
 
         return hook
 
     present = tree(model)
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
-    with hooked(handles), evaluating(model) if not heads else with_heads(model):
+    with hooked(handles), undisturbed(model), with_heads(model) if heads else nullcontext():
         output = example.map(torch.clone).call(model)
-    return dict(named_tensors(output)), seen
+    return dict(named_tensors(output)), outputs_at_paths
 
 
 def both(
@@ -57,16 +58,16 @@ def both(
     """
     first = first or example
     try:
-        one = run(source, example, (*paths, *tails) if example is first else paths)
+        outputs = run(source, example, (*paths, *tails) if example is first else paths)
     except Exception as error:  # whatever the network raises
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
-    if not one[0]:
+    if not outputs[0]:
         remedy = "Its forward has to return what it computes"
         raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
     try:
-        return one, run(result, example, paths)
+        return outputs, run(result, example, paths)
     except Exception as error:
         raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
@@ -102,8 +103,10 @@ def by_parts(
     @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
-        made = dict(_tensors(replacements[module]()))
-        ready.update({id(tensor): made[name].detach() for name, tensor in _tensors(module) if name in made})
+        double_tensors = dict(_tensors(replacements[module]()))
+        ready.update(
+            {id(tensor): double_tensors[name].detach() for name, tensor in _tensors(module) if name in double_tensors}
+        )
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
@@ -111,8 +114,8 @@ def by_parts(
         floats = {name: t for name, t in tensors_of_module.items() if t is not None and t.is_floating_point()}
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
-            made = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
-            _hold(module, name, tensor.data.double() if made is None else made)
+            double_tensor = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
+            _hold(module, name, tensor.data.double() if double_tensor is None else double_tensor)
 
     @_unseen
     def back(module: nn.Module, *_: object) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.layers import affine
+from normswap.layers import affine, reparametrized
 from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.own import scales_branch
 from normswap.layers.placeholders import Holder
@@ -102,6 +102,10 @@ def _canonical(network: Network) -> nn.Module:
             calibrate = spelled("calibrate", metavar="DATA")
             remedy = f"Keep the source network; or first convert to folded with `{calibrate}`"
             raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
+    for path, module in anatomy.traced.modules.items():
+        if reparametrized.keeps_input_bias(module):
+            why = "it has learned a bias of its input, which it pads with zeros: no BatchNorm computes that"
+            raise RefusedError(f"cannot unfold {path}", why, "Keep the network as it is")
     scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
     for path in (*builder.refusals, *(path for path in scalars if path not in builder.replacements)):
         raise RefusedError(f"cannot unfold {path}", builder.refusals.get(path) or str(builder.outcomes.get(path, "")))

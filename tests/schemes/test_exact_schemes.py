@@ -96,11 +96,20 @@ def test_no_statistics_no_norms() -> None:
             step(model, scheme)
 
 
-def test_frozen_norms_of_sequences_are_refused() -> None:
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)).eval()
-    _, builder = step(model, "frozen-bn")
-    assert list(builder.refusals) == ["1"]
-    assert step(model, "tune")[1].refusals == {}
+@pytest.mark.parametrize("sync", [False, True], ids=["torch", "sync"])
+@pytest.mark.parametrize("size", [(6,), (6, 9), (6, 7, 7), (6, 5, 5, 5)], ids=["rows", "series", "maps", "volumes"])
+def test_frozen_norms_have_any_dimension(size: tuple[int, ...], sync: bool) -> None:
+    torch.manual_seed(0)
+    linear = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
+    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(size) - 1](8)
+    nn.init.normal_(norm.weight)
+    norm.running_mean.normal_()  # type: ignore[union-attr]
+    model: nn.Module = nn.Sequential(linear(6, 8) if len(size) == 1 else linear(6, 8, 3), norm).eval()
+    if sync:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    done = normswap.convert(model, "frozen-bn", inputs=torch.randn(2, *size))
+    assert done.report.passed
+    assert [*done.model[1].parameters()] == []  # type: ignore[index]
 
 
 @new

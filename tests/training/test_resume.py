@@ -259,24 +259,28 @@ def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None
     assert not (tmp_path / "broken_in").exists()
 
 
-def poisoned(at: set[int]) -> Any:
-    """The loop, with a NaN in the loss of these updates, each once."""
+def poisoned(at: set[int], *, weights: bool = False) -> Any:
+    """The loop, with a NaN in the loss of these updates, each once; or in a weight, after them."""
     original = TrainingRun._update
 
     def update(self: TrainingRun, batches: Any) -> None:
         original(self, batches)
         if self.at.update in at:
             at.discard(self.at.update)
-            self.sum += float("nan")
+            if weights:
+                next(self.task.raw.parameters()).data.view(-1)[0] = float("nan")
+            else:
+                self.sum += float("nan")
 
     return update
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_last_checkpoint(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at", "weights_too"), [(4, False), (5, True)], ids=["loss", "weights"])
+def test_what_is_not_finite_stops_and_names_the_last_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, weights_too: bool
 ) -> None:
-    monkeypatch.setattr(TrainingRun, "_update", poisoned({4}))
-    match = r"not finite at update 5 of 6.*last good checkpoint is .*out/last, of update 3"
+    monkeypatch.setattr(TrainingRun, "_update", poisoned({at}, weights=weights_too))
+    match = rf"not finite at update {at + 1} of 6.*last good checkpoint is .*out/last, of update 3"
     with pytest.raises(TrainingError, match=match):
         train(network("skipinit"), recipe(images), tmp_path / "out")
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/last").values())

@@ -1,0 +1,356 @@
+"""Laws of the proof: exact means exact whatever a network answers, holds or keeps, and the source stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lived import lived_in
+from timm import layers as timm_layers
+from torch import Tensor, nn
+
+import normswap
+from normswap.analysis import signal_propagation
+from normswap.errors import NormswapError, VerificationError
+from normswap.surgery import recalibration
+from normswap.surgery.network import Network
+
+
+class Answers(nn.Module):
+    """Convolutions and a norm, and what `answer` makes of their output."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.body(x))
+
+
+ANSWERS: dict[str, Callable[[Tensor], Any]] = {
+    "floats": lambda y: y,
+    "labels": lambda y: y.argmax(1),
+    "label of each image": lambda y: y.mean((2, 3)).argmax(1),
+    "mask": lambda y: y[:, 0] > 0,
+    "top-k": lambda y: y.mean((2, 3)).topk(2).indices,
+    "complex": lambda y: torch.fft.rfft2(y),
+    "a dict of labels and a constant": lambda y: {"labels": y.argmax(1), "scale": torch.ones(3)},
+    "squeezed": lambda y: y[:, :1].sigmoid().squeeze(),
+    "counts": lambda y: (y > 0).sum((2, 3)),
+}
+IMAGES = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def _network(answer: Callable[[Tensor], Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return lived_in(Answers(answer), IMAGES[:8].double()).float()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_result_is_proved_and_a_corrupted_one_fails(name: str) -> None:
+    source = _network(ANSWERS[name])
+    done = normswap.convert(source, "folded", inputs=IMAGES)
+    assert done.report.passed
+    assert normswap.verify(source, done.model, IMAGES).passed
+    broken: Any = copy.deepcopy(done.model)
+    broken.body[3].weight.data.neg_()
+    assert not normswap.verify(source, broken, IMAGES).passed
+
+
+@pytest.mark.parametrize("answer", [lambda y: y[:, :0], lambda y: y.mean((2, 3)) * 0], ids=["empty", "constant"])
+def test_what_compares_nothing_never_passes(answer: Callable[[Tensor], Tensor]) -> None:
+    source = _network(answer)
+    report = normswap.verify(source, copy.deepcopy(source), IMAGES)
+    assert not report.passed
+    assert report.vacuous
+    with pytest.raises(VerificationError, match="nothing proves the result"):
+        normswap.convert(source, "folded", inputs=IMAGES)
+
+
+KINDS: dict[type[nn.Module], Callable[[type[nn.Module]], nn.Module]] = {
+    nn.Identity: lambda kind: kind(),
+    nn.Dropout: lambda kind: kind(),
+    nn.Dropout2d: lambda kind: kind(),
+    timm_layers.DropPath: lambda kind: kind(),
+    nn.ReLU: lambda kind: kind(),
+    nn.LeakyReLU: lambda kind: kind(),
+    nn.AvgPool2d: lambda kind: kind(2),
+    nn.MaxPool2d: lambda kind: kind(2),
+    nn.AdaptiveAvgPool2d: lambda kind: kind(4),
+    nn.ZeroPad2d: lambda kind: kind(1),
+    nn.Upsample: lambda kind: kind(scale_factor=2),
+    nn.Conv2d: lambda kind: kind(8, 8, 3),
+    nn.BatchNorm2d: lambda kind: kind(8),
+}
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["subclass", "instance"])
+@pytest.mark.parametrize("scheme", ["folded", "tune", "skipinit"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_forward_of_its_own_is_never_taken_for_its_class(kind: type[nn.Module], scheme: str, patched: bool) -> None:
+    """It bends values that N(0, 1) noise does not reach."""
+    forward: Any = kind.forward
+
+    def bends(self: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = forward(self, x)
+        return y.clamp(-20, 20)
+
+    layer = KINDS[kind](kind if patched else type("Bends", (kind,), {"forward": bends}))
+    if patched:
+        layer.forward = lambda x: bends(layer, x)
+    torch.manual_seed(0)
+    for place in (0, 1):
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)]
+        layers.insert(1 + place, layer)
+        source = lived_in(nn.Sequential(*layers), IMAGES[:8].double()).float()
+        try:
+            done = normswap.convert(source, scheme, inputs=IMAGES[:4]).model
+        except NormswapError as error:
+            assert "a bug of normswap" not in str(error)  # noqa: PT017 - either way is right
+            continue
+        assert normswap.verify(source, done, 300 * IMAGES[:4]).passed
+
+
+class Renamed(nn.Module):
+    """An encoder of two names, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.head = nn.Sequential(nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4))
+        self.backbone = self.encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.backbone(x))
+        return y
+
+
+@pytest.mark.parametrize("option", ["only", "skip"])
+@pytest.mark.parametrize("pattern", ["encoder", "backbone", "backbone.*", "enc*"])
+@pytest.mark.parametrize("scheme", ["folded", "groupnorm", "frozen-bn", "affine", "tune"])
+def test_a_pattern_fits_any_name_of_a_module(scheme: str, pattern: str, option: Any) -> None:
+    done: Any = normswap.convert(Renamed().eval(), scheme, inputs=IMAGES[:2], **{option: [pattern]}).model
+    stays = [isinstance(norm, nn.BatchNorm2d) for norm in (done.encoder[1], done.head[1])]
+    assert stays == [option == "skip", option == "only"]
+
+
+@pytest.mark.parametrize("scheme", ["folded", "groupnorm", "tune", "affine"])
+def test_a_result_that_was_made_in_inference_mode_can_be_trained(scheme: str) -> None:
+    with torch.inference_mode():
+        model = normswap.convert(_network(ANSWERS["floats"]), scheme, inputs=IMAGES[:4]).model.train()
+    model(IMAGES[:4]).square().mean().backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + super().forward(x)
+        return y
+
+
+class Keeper(nn.Module):
+    """A layer whose forward keeps things: a count, a buffer, a list, the first batch's moments in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1, 4, 1, 1))
+        self.register_buffer("total", torch.zeros(1))
+        self.calls, self.sizes, self.cache, self.before = 0, [], {}, None
+
+    total: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            self.shift.data.copy_(-x.mean((0, 2, 3), True))
+        self.calls += 1
+        self.total += 1
+        self.sizes.append(x.shape)
+        self.cache[len(self.cache)] = x
+        self.before = x
+        return x + self.shift
+
+
+def _state(model: nn.Module) -> list[object]:
+    keeper: Any = model[-1]  # type: ignore[index]
+    tensors = [(name, value.tolist()) for name, value in model.state_dict().items()]
+    modes = [module.training for module in model.modules()]
+    return [tensors, modes, keeper.calls, list(keeper.sizes), dict(keeper.cache), keeper.before]
+
+
+FUNCTIONS: dict[str, Callable[[Any], object]] = {
+    "inspect": lambda net: normswap.inspect(net, IMAGES[:2]),
+    "folded": lambda net: normswap.convert(net, "folded", inputs=IMAGES[:2]),
+    "folded on noise": lambda net: normswap.convert(net, "folded", input_size=(3, 16, 16)),
+    "groupnorm": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2]),
+    "groupnorm on images": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "verify": lambda net: normswap.verify(net, copy.deepcopy(net), IMAGES[:2]),
+    "diagnose": lambda net: normswap.diagnose(net, inputs=IMAGES[:2]),
+    "recalibrate": lambda net: recalibration.recalibrate(net, [IMAGES[:32], IMAGES[32:]], inputs=IMAGES[:2]),
+    "signal propagation": lambda net: signal_propagation.signal(Network.of(net, inputs=IMAGES[:2]), [IMAGES]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_source_stays_as_it_is(name: str) -> None:
+    torch.manual_seed(0)
+    block = Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), block, nn.Conv2d(8, 4, 1), Keeper()).eval()
+    net[1].train()
+    before = _state(net)
+    try:
+        FUNCTIONS[name](net)
+    except NormswapError as error:
+        assert "Keeper" in str(error) or "4" in str(error), error  # noqa: PT017 - it may be refused, by path
+    assert _state(net) == before
+
+
+class Tapped(nn.Module):
+    """Forward reads what a hook on one of its layers keeps."""
+
+    def __init__(self, hook: Callable[[Tapped], Callable[..., None]]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 2, 1)
+        self.features: dict[str, Tensor] = {}
+        self.body[2].register_forward_hook(hook(self))
+
+    def keep(self, module: nn.Module, args: object, output: Tensor) -> None:
+        self.features["last"] = output
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.head(self.features["last"])
+
+
+class Called(nn.Module):
+    """A norm after a convolution, called as `call` does it."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], layers: Any = ()) -> None:
+        super().__init__()
+        self.conv, self.norm, self.call, self.layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), call, layers
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self, x)
+
+
+class Record:
+    def __init__(self, tensors: Tensor, mask: Tensor) -> None:
+        self.tensors, self.mask = tensors, mask
+
+
+def _by_list(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = net.layers[0](net.norm(net.conv(x)))
+    return y
+
+
+def _compiled() -> nn.Module:
+    net = Called(lambda net, x: net.norm(net.conv(x)))
+    net.conv.compile(backend="eager")
+    return net
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a hook that holds the network": (lambda: Tapped(lambda net: lambda *args: net.keep(*args)), "a hook of body.2"),
+    "a norm called by keyword": (lambda: Called(lambda net, x: net.norm(input=net.conv(x))), "norm is called by keyw"),
+    "a layer in a plain list": (lambda: Called(_by_list, [nn.Conv2d(8, 4, 1)]), "no state_dict has"),
+    "a compiled layer": (_compiled, "conv is compiled"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_copied_is_refused_with_its_cause(name: str) -> None:
+    make, cause = REFUSED[name]
+    net = make().eval()
+    with pytest.raises(NormswapError, match=cause):
+        normswap.convert(net, "folded", inputs=IMAGES[:2])
+
+
+def _illegal(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = net.norm(net.conv(x)).mean((2, 3))
+    return y.masked_fill(torch.arange(8) % 3 == 0, -torch.inf)
+
+
+def _one_by_one(net: Any, x: Tensor) -> Tensor:
+    maps = net.norm(net.conv(x))
+    best = torch.zeros(len(maps), 2)
+    for i in range(len(maps)):
+        best[i] = maps[i].amax((1, 2)).sort(descending=True).values[:2]
+    return best
+
+
+WORKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a method as hook": (lambda: Tapped(lambda net: net.keep), IMAGES[:2]),
+    "a list, masked": (lambda: Called(_illegal), IMAGES[:2]),
+    "a loop over the images": (lambda: Called(_one_by_one), IMAGES[:2]),
+    "a record of tensors": (
+        lambda: Called(lambda net, x: {"boxes": net.norm(net.conv(x.tensors)) * ~x.mask[:, None]}),
+        (Record(IMAGES[:2], torch.zeros(2, 14, 14, dtype=torch.bool)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_a_forward_may_do_folds_exactly(name: str) -> None:
+    make, inputs = WORKS[name]
+    torch.manual_seed(0)
+    net: Any = make().eval()
+    norm = net.norm if hasattr(net, "norm") else net.body[1]
+    norm.running_mean.normal_()
+    done = normswap.convert(net, "folded", inputs=inputs)
+    assert done.report.passed
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
+    assert [fault.name for fault in normswap.diagnose(net, inputs=inputs).faults if fault.name == "shared-norm"] == []
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "instancenorm", "dyt"])
+def test_norms_that_the_target_does_not_ask_for_stay(scheme: str) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8, affine=True)]
+    source = lived_in(nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), IMAGES.double()).float()
+    norm: Any = source[4]  # type: ignore[index]
+    for images in (None, [IMAGES]):
+        done: Any = normswap.convert(source, scheme, inputs=IMAGES[:2], calibrate=images).model
+        assert type(done[4]) is nn.InstanceNorm2d
+        assert torch.equal(done[4].weight, norm.weight)
+
+
+class Ways(nn.Module):
+    """A norm for each of two domains, and the features on demand."""
+
+    def __init__(self, way: Callable[[Tensor, Any], int]) -> None:
+        super().__init__()
+        self.conv, self.norms, self.way = nn.Conv2d(3, 8, 3), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)), way
+
+    def forward(self, x: Tensor, domain: Any = 0) -> Tensor:
+        y: Tensor = self.conv(x)
+        way = self.way(x, domain)
+        return y if way == 2 else self.norms[way](y).relu()
+
+
+WAYS: dict[str, tuple[Callable[[Tensor, Any], int], list[Any]]] = {
+    "an argument": (lambda x, domain: domain, [{"x": IMAGES[:2], "domain": i} for i in range(2)]),
+    "positional": (lambda x, domain: domain, [(IMAGES[:2], i) for i in range(2)]),
+    "a flag": (lambda x, flag: 2 if flag else 0, [{"x": IMAGES[:2]}, {"x": IMAGES[:2], "domain": True}]),
+    "a value": (lambda x, _: int(x.mean() > 0), [IMAGES[:2] - 1, IMAGES[:2] + 1]),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("scheme", ["folded", "affine", "tune"])
+def test_every_way_that_inputs_give_is_followed(scheme: str, name: str) -> None:
+    way, batches = WAYS[name]
+    torch.manual_seed(0)
+    net = Ways(way).eval()
+    for norm in net.norms:
+        norm.running_mean.normal_()  # type: ignore[union-attr, operator]
+        norm.running_var.uniform_(0.3, 3)  # type: ignore[union-attr, operator]
+    done = normswap.convert(net, scheme, inputs=batches)
+    for batch in batches:
+        assert normswap.verify(net, done.model, batch).passed
+    assert any("another way" in note for note in done.notes)
+
+
+def test_a_norm_that_an_argument_would_call_is_named() -> None:
+    done = normswap.convert(Ways(lambda x, domain: domain).eval(), "folded", inputs=IMAGES[:2])
+    assert "never called: norms.1; forward had the default of domain" in done.notes
