@@ -22,11 +22,7 @@ _ROLES = ("stem", "last", "down", "other", "head")
 
 
 def of_network(network: Network, source: str) -> Body:
-    """Describe the anatomy of a network, every residual block (`blocks`) and every norm (`sites`).
-
-    Raises:
-        TraceError: the network cannot be traced.
-    """
+    """Describe the anatomy of a network, every residual block (`blocks`) and every norm (`sites`)."""
     model, anatomy, record = network.module, network.anatomy, network.provenance
     folding = fold_norms(anatomy)
     roles = Counter(norm.role for norm in anatomy.norms)

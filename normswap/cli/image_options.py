@@ -39,11 +39,7 @@ class ImageOpening(Opening):
     )
 
     def stated(self) -> Preprocessing:
-        """What the options say of its images.
-
-        Raises:
-            OptionError: no image can be prepared so.
-        """
+        """What the options say of its images; an error where none can be prepared so."""
         mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
         values = Preprocessing(mean, std, self.crop_pct, self.interpolation)
         values.check()
@@ -90,11 +86,7 @@ class Images:
     device: Device = "cpu"
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
-        """Batches as the network wants them; how they were understood goes to stderr.
-
-        Raises:
-            SourceError, OptionError: there are none, or none for this network.
-        """
+        """Batches as the network wants them; how they were understood goes to stderr."""
         from normswap.images.datasets import make_loader
         from normswap.models.preprocessing import assumption
 

@@ -94,14 +94,7 @@ class Opening:
         return shlex.join([name, *itertools.chain(*self.asked()), *trust])
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """The network of that name, in eval mode, on the device.
-
-        Args:
-            runs: it may be an exported file, too, which runs as it is.
-
-        Raises:
-            SourceError, OptionError: it cannot be had.
-        """
+        """The network of that name, in eval mode, on the device; `runs`: it may be an exported file, which runs itself."""
         args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
@@ -139,11 +132,7 @@ def open_model(
 
 
 def exported_file(name: str) -> ExportedFile | None:
-    """The exported file that MODEL names, if it names one.
-
-    Raises:
-        OptionError, SourceError: as `ExportedFile.find`.
-    """
+    """The exported file that MODEL names, if it names one."""
     if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
         return None
     from normswap.exporting.exported_file import ExportedFile

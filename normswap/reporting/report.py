@@ -145,16 +145,11 @@ def collect(
     device: str = "cpu",
     trust_factory: bool = False,
 ) -> Facts:
-    """Load, open the source, measure.
+    """Load a directory that normswap wrote, open its source, measure both.
 
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
-        device: where both networks run, by name.
-        trust_factory: as in `checkpoint.load`.
-
-    Raises:
-        SourceError: `directory` is not there, was not written by normswap, or is damaged.
     """
     say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)

@@ -71,11 +71,7 @@ def run(
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    """Return what is timed, the size (C, H, W) of its images, and what could not be timed.
-
-    Raises:
-        OptionError: a file takes images of another size.
-    """
+    """Return what is timed, the size (C, H, W) of its images, and what could not be timed."""
     from normswap.benchmarking.timing import Contender
     from normswap.models import network_input
 
