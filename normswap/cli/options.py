@@ -94,7 +94,7 @@ class Opening:
         return shlex.join([name, *itertools.chain(*self.asked()), *trust])
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """The network of that name, in eval mode, on the device; `runs`: it may be an exported file, which runs itself."""
+        """The network of that name, on the device; `runs`: it may be an exported file, which runs itself."""
         args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(

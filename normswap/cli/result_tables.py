@@ -50,7 +50,7 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
 
 
 def verdict(body: Body, *, fits: bool = False) -> str:
-    """Say in a sentence what the result keeps of its source; `fits`: whether the scheme can fit its values to images."""
+    """Say what the result keeps of its source; `fits`: whether the scheme can fit its values to images."""
     if body["exact"]:
         last = body["logits"][-1]
         measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
