@@ -138,10 +138,10 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     def run(network: nn.Module, call: Example, images: Tensor) -> Tensor:
         return answer(call.of(images).call(network))
 
-    contenders = [
-        Contender(form, "torch", partial(run, network.eval(), calling.form(network)), lambda images: images.to(device))
-        for form, network in networks.items()
-    ]
+    contenders = []
+    for form, network in networks.items():
+        answers = partial(run, network.eval().to(device), calling.form(network))
+        contenders.append(Contender(form, "torch", answers, prepare=lambda images: images.to(device)))
     return model, contenders, notes
 
 
