@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,19 @@ EXAMPLES = (
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to train, but for what the recipe says."""
+
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
+    ] = None
+    device: Device = "auto"
+    track: Annotated[
+        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
+    ] = "auto"
+
+
 def run(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help=_WORDS)] = None,
     *,
@@ -37,13 +51,7 @@ def run(
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
-    ] = None,
-    device: Device = "auto",
-    track: Annotated[
-        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
-    ] = "auto",
+    training: TrainingOptions,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
@@ -71,8 +79,9 @@ def run(
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
             result = finetune(
-                source, plan, place, resume=resume, device=device, track=track, progress=show_progress, say=say
-            )
+                source, plan, place, resume=training.resume, device=training.device, track=training.track,
+                progress=show_progress, say=say,
+            )  # fmt: skip
     except NormswapError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does

@@ -106,15 +106,15 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 def _print(body: Body) -> None:
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    facts(("compared", directory), ("against", against))
+    compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
         facts(
-            ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
+            *compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
             ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures)),
         )  # fmt: skip
     else:
-        facts(("result", verdict(body["report"])))
+        facts(*compared, ("result", verdict(body["report"])))
         if body["source_unchanged"] is False:
             print("warning: the source is not what it was: its tensors have another hash than when this was made")
         proof(body["report"])
