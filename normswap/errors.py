@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shlex
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -134,3 +136,16 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
         if importlib.util.find_spec(package) is None:
             remedy = f"pip install 'normswap[{extra}]'"
             raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

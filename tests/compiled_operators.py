@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import normswap
-from normswap.models.weight_files import quiet
+from normswap.errors import quiet
 
 
 class Operator(NamedTuple):

@@ -2,9 +2,9 @@
 
     with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a subprocess
 
-Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "break"
-(each transfer of weights starts at the beginning, whatever was asked, and stops half way); "stall" (half a file comes,
-resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros); "read-only" (takes nothing).
+Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "stall"
+(half a file comes, resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros);
+"read-only" (takes nothing).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-MODES = ("ok", "404", "plain-404", "break", "stall", "500", "garbage", "read-only")
+MODES = ("ok", "404", "plain-404", "stall", "500", "garbage", "read-only")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.mode == "garbage" and weights:
             content = bytes(len(content))
         size, start = len(content), 0
-        if (asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) and self.mode != "break":
+        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(asked[1])
         self.send_response(206 if start else 200)
         for name, value in {
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
         self.end_headers()
-        broken = weights and self.mode in ("break", "stall")
+        broken = weights and self.mode == "stall"
         self.close_connection = body and broken
         if body:
             with contextlib.suppress(ConnectionError):  # a client that gave up

@@ -1,7 +1,7 @@
 """Mean and variance per channel of what reaches some layers, streamed over batches of images of any size.
 
-Sums are merged batch by batch (Chan, Golub & LeVeque 1979, the parallel algorithm), in float64: the variance does not
-cancel where a mean is large. Memory holds two numbers per channel.
+Sums are merged batch by batch in float64 (Chan, Golub & LeVeque 1979): the variance does not cancel where a mean is
+large.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.checked_batches import checked, misfit
+from normswap.calibration.checked_batches import checked, run
 from normswap.errors import SourceError, VerificationError
 from normswap.models.modes import Progress, evaluating, hooked
 
@@ -25,6 +25,11 @@ class ChannelMoments:
     count: int
     mean: Tensor
     square: Tensor
+
+    @classmethod
+    def none(cls, channels: int) -> ChannelMoments:
+        """Of no values yet, on the CPU."""
+        return cls(0, *torch.zeros(2, channels, dtype=torch.float64))
 
     @property
     def variance(self) -> Tensor:
@@ -39,6 +44,31 @@ class ChannelMoments:
         self.square += (values - mean[:, None]).square().sum(1) + apart.square() * self.count * values.shape[1] / count
         self.mean += apart * values.shape[1] / count
         self.count = count
+
+
+class ChannelLine:
+    """The least-squares line from x to y in each of C channels, streamed; float64."""
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.count = 0
+        self.sums = torch.zeros(4, channels, dtype=torch.float64, device=device)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add values (C, N) and what they should become."""
+        self.count += x.shape[1]
+        self.sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1)])
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance (C,) of x."""
+        mean, _, square, _ = self.sums / self.count
+        return mean, (square - mean.square()).clamp_min(0)
+
+    def fitted(self) -> tuple[Tensor, Tensor]:
+        """Slope and offset (C,); a channel that is constant gets the slope 0."""
+        mean, variance = self.moments()
+        _, target, _, product = self.sums / self.count
+        slope = torch.where(variance > 1e-12, (product - mean * target) / variance.clamp_min(1e-12), 0.0)
+        return slope, target - slope * mean
 
 
 @dataclass(frozen=True)
@@ -67,20 +97,17 @@ def measure(
     total, images = operator.length_hint(batches), 0
     handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
     with evaluating(model), hooked(handles):
-        for done, example in enumerate(checked(model, batches), 1):
-            try:
-                example.call(model)
-            except Exception as error:  # whatever the network raises
-                raise misfit(error) from None
+        for number, example in enumerate(checked(model, batches), 1):
+            run(model, example)
             images += example.count
             if progress is not None:
-                progress(done, total)
+                progress(number, total)
     if not images:
         raise SourceError("0 calibration images", "at least 1 is needed")
-    for path, seen in moments.items():
-        if seen.count < 2:
+    for path, moment in moments.items():
+        if moment.count < 2:
             raise SourceError(f"{path} sees one value per channel", "its variance is not defined", "Give more images")
-        if not bool(torch.isfinite(seen.mean).all() and torch.isfinite(seen.square).all()):
+        if not bool(torch.isfinite(moment.mean).all() and torch.isfinite(moment.square).all()):
             raise VerificationError(f"what reaches {path} is not finite on these images")
     return Measured(moments, images)
 

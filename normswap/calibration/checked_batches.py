@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
@@ -41,28 +41,47 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     called, size = form(model), None
     for i, batch in enumerate(batches):
         example, _ = called.read(batch)
-        _check_images(example, batch, i)
+        _check_images(example, i)
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
-            shown = [one[0] if one and len(one) == 1 else one for one in (sizes, size)]
+            shown = [each[0] if each and len(each) == 1 else each for each in (sizes, size)]
             raise SourceError(f"calibration batch {i} has images of size {shown[0]}", f"not {shown[1]}")
         size = sizes
         yield example.like(model)
 
 
-def _check_images(example: Example, batch: object, index: int) -> None:
+def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Iterator[Example]:
+    """The calls that the batches are (`checked`), until there are so many images."""
+    total = 0
+    for example in checked(model, batches):
+        yield example
+        total += example.count
+        if total >= count:
+            return
+
+
+def _check_images(example: Example, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
     if not tensors or not (floats or example.kwargs) or (not example.listed and example.images.ndim < 2):
-        arguments = batch.args if isinstance(batch, Example) else batch
-        what = tensors[0] if tensors else arguments[0] if isinstance(arguments, tuple | list) and arguments else batch
-        kind = f"Tensor, {what.dtype}" if isinstance(what, Tensor) else type(what).__name__
         remedy = "Give them as the network takes them: floating-point (N, C, H, W), normalized"
-        raise SourceError(f"calibration batch {index} is no batch of images", f"it is of type {kind}", remedy)
+        raise SourceError(f"calibration batch {index} is no batch of images", f"its tensors are: {example}", remedy)
     if not all(bool(torch.isfinite(t).all()) for t in floats):
         raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
 
 
-def misfit(error: Exception, what: str = "the calibration images do not fit the network") -> NormswapError:
+def run(model: nn.Module, example: Example, what: str = "the calibration images do not fit the network") -> object:
+    """What the network answers.
+
+    Raises:
+        SourceError: it does not run.
+    """
+    try:
+        return example.call(model)
+    except Exception as error:  # whatever the network raises
+        raise misfit(error, what) from None
+
+
+def misfit(error: Exception, what: str) -> NormswapError:
     """The error for whatever a network raises on a batch: errors of ours as they are."""
     return error if isinstance(error, NormswapError) else SourceError(what, first_line(error))

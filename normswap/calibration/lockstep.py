@@ -1,27 +1,31 @@
-"""Two networks run over the same images, in lockstep, from one layer to the next.
+"""Several networks run over the same images, in lockstep, from one layer to the next.
 
-Where they stop, the values that later nodes still read are kept, per batch, in files of a temporary folder, and the
-next stop goes on from there: little is computed or written twice, and memory does not grow with the images.
+Where they stop, the values that later nodes still read are stored batch by batch, and the next stop goes on from there.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from normswap.calibration.activation_cache import ActivationCache, CacheEntry, TensorFiles, Values
-from normswap.calibration.checked_batches import checked, misfit, parts
+from normswap.calibration.checked_batches import checked, misfit, parts, run
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
-MIRRORED = 500  # so many images are shown in a mirror, too; to more it adds nothing
-SIZE = ""  # the name, among values, of the record that the images follow
+Values: TypeAlias = dict[str, Any]
+# The name, among values, of the record that the images follow.
+SIZE = ""
+# Tensors of so many bytes lie in files.
+LARGE = 2**20
 
 
 class Interpreter:
@@ -96,93 +100,50 @@ def _filled(value: object, values: Values) -> Any:
     return value
 
 
-def interpreters(batches: Iterable[object], *models: nn.Module) -> tuple[list[Interpreter], Iterable[Example]]:
-    """An interpreter for each network, recorded on the first of the batches, and all the batches again, as calls.
-
-    Args:
-        batches: what the networks take (`Example.read`).
-
-    Raises:
-        SourceError: there is none, or the images do not fit the networks.
-    """
-    rest = checked(models[0], batches)
-    first = next(rest, None)
-    if first is None:
-        raise SourceError("0 calibration images", "at least 2 are needed")
-    try:
-        recorded = [Interpreter(model, first) for model in models]
-    except TraceError as error:
-        raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
-    return recorded, itertools.chain([first], rest)
-
-
 class Lockstep:
-    """The stored batches and how far each network has come on them.
+    """Networks, recorded on the first batch, and the values of each batch in each of them, as far as they have come.
 
     Args:
-        interpreters: the networks, in eval mode.
-        batches: calls, on the networks' device; read once.
-        mirror: take every image's mirror image, too, if there are no more than `MIRRORED`.
-        needed: fewer images than this are an error.
+        models: the networks, in eval mode.
+        batches: what they take (`Example.read`); read once.
+        mirrored: so many images, the first ones, are followed by their mirror images.
 
     Raises:
-        SourceError: the batches are unusable, or too few.
+        SourceError: the batches do not fit the networks, or there are fewer than two images.
     """
-
-    def __init__(
-        self, interpreters: list[Interpreter], batches: Iterable[Example], *, mirror: bool = False, needed: int = 2
-    ) -> None:
-        self.interpreters, self.store = interpreters, TensorFiles()
-        self.batches: list[list[dict[str, CacheEntry]]] = []  # where the values of each interpreter lie, batch by batch
-        self.images = 0
-        self.shown = 0  # with the mirror images
-        self.reached = [0] * len(interpreters)
-        try:
-            self._store(batches, mirror)
-            if self.images < needed:
-                raise SourceError(f"{self.images} calibration images", f"at least {needed} are needed")
-        except BaseException:
-            self.close()
-            raise
-
-    def _store(self, batches: Iterable[Example], mirror: bool) -> None:
-        forms: list[Example] = []
-        for i, example in enumerate(part for batch in batches for part in parts(batch, batch.images.device)):
-            if not i:
-                self._probe(example.first(1))
-            mirror = mirror and example.mirrors
-            self.images += example.count
-            forms.append(example.hollow)
-            self._begin(example)
-        if mirror and self.images <= MIRRORED:
-            straight, self.batches = self.batches, []
-            for entries, form in zip(straight, forms, strict=True):
-                self.batches.append(entries)
-                self._mirror(entries, form)
-
-    def _mirror(self, entries: list[dict[str, CacheEntry]], form: Example) -> None:
-        images = (
-            value.flip(-1) for value in ActivationCache(self.store, entries[0]).values() if isinstance(value, Tensor)
-        )
-        self._begin(form.map(lambda _: next(images)))
-
-    def _begin(self, example: Example) -> None:
-        self.shown += example.count
-        caches = [ActivationCache(self.store, {}) for _ in self.interpreters]
-        for interpreter, cache in zip(self.interpreters, caches, strict=True):
-            cache.update(interpreter.start(example))
-        self.batches.append([cache.keep({}) for cache in caches])
 
     @torch.no_grad()
-    def _probe(self, example: Example) -> None:
-        for interpreter in self.interpreters:
-            try:
-                example.call(interpreter.traced.modules[""])
-            except Exception as error:  # whatever the network raises
-                raise misfit(error) from None
+    def __init__(self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0) -> None:
+        self.batches: list[list[Values]] = []
+        # Images, and rows of the stored batches: mirror images count here.
+        self.images = self.rows = 0
+        examples = checked(models[0], batches)
+        first = next(examples, None)
+        if first is None:
+            raise SourceError("0 calibration images", "at least 2 are needed")
+        self.first = first
+        try:
+            self.interpreters = [Interpreter(model, first) for model in models]
+        except TraceError as error:
+            raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
+        for model in models:
+            run(model, first.first(1).map(torch.clone))
+        self.device = first.images.device
+        self.reached = [0] * len(models)
+        for batch in itertools.chain([first], examples):
+            for example in parts(batch, self.device):
+                self._store(example)
+                if self.images < mirrored and example.mirrors:
+                    self._store(example.map(lambda images: images.flip(-1)))
+                self.images += example.count
+        if self.images < 2:
+            raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
 
-    def close(self) -> None:
-        self.store.close()
+    def _store(self, example: Example) -> None:
+        self.rows += example.count
+        # Each network gets a copy: the first layer may write in place.
+        starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
+        self.batches.append([_stored(values, {}) for values in starts])
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
@@ -194,24 +155,57 @@ class Lockstep:
             VerificationError: after the last batch: a value of any of them is not finite.
         """
         ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
-        keep = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
+        advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
         finite: list[Tensor] = []
-        for i, entries in enumerate(self.batches):
-            caches = [ActivationCache(self.store, slots) for slots in entries]
+        for i, stored in enumerate(self.batches):
+            batch = [_loaded(values, self.device) for values in stored]
+            if not advances:
+                # The next stop starts from the stored values, so this one must not write into them.
+                batch = copy.deepcopy(batch)
             try:
-                for interpreter, cache, begin, end in zip(self.interpreters, caches, self.reached, ends, strict=True):
-                    interpreter.run(cache, begin, end)
+                for interpreter, values, begin, end in zip(self.interpreters, batch, self.reached, ends, strict=True):
+                    interpreter.run(values, begin, end)
             except Exception as error:  # a way that only other images take
                 raise misfit(error, "these images take another way through the network than the first") from None
-            for slots, cache in zip(entries, caches, strict=True):
-                finite += _finite(cache.held[name] for name in cache.held.keys() - slots.keys())
-            yield [*caches]
-            if keep:
-                self.batches[i] = [cache.keep(slots) for slots, cache in zip(entries, caches, strict=True)]
-        if finite and not bool(torch.stack(finite).all()):  # asked once for all batches: a device is waited for
+            for values, before in zip(batch, stored, strict=True):
+                finite += _finite(values[name] for name in values.keys() - before.keys())
+            yield batch
+            if advances:
+                self.batches[i] = [_stored(values, before) for values, before in zip(batch, stored, strict=True)]
+        # One question for all batches, as a device is waited for.
+        if finite and not bool(torch.stack(finite).all()):
             raise VerificationError("the network gives values that are not finite on the calibration images")
-        if keep:
+        if advances:
             self.reached = ends
+
+
+def _stored(values: Values, before: Values) -> Values:
+    """The values, large tensors in files; what was stored before stays where it is."""
+    # Views of one memory stay there together, as a network may write into one and read the other.
+    sharing = Counter(value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor))
+    stored: Values = {}
+    for name, value in values.items():
+        stored[name] = before.get(name, value)
+        large = isinstance(value, Tensor) and value.nbytes >= LARGE and value.is_contiguous()
+        if large and name not in before and sharing[value.untyped_storage().data_ptr()] == 1:
+            stored[name] = _mapped(value)
+    return stored
+
+
+def _mapped(value: Tensor) -> Tensor:
+    """A copy in a temporary file that is mapped to memory: the system may write it out where memory is short."""
+    with tempfile.NamedTemporaryFile(prefix="normswap-") as file:
+        mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
+    return mapped.view(value.shape).copy_(value)
+
+
+def _loaded(values: Values, device: torch.device) -> Values:
+    """The values, on the device of the network."""
+    loaded = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.untyped_storage().filename is not None:
+            loaded[name] = value.to(device)
+    return loaded
 
 
 def _finite(values: Iterable[object]) -> Iterator[Tensor]:

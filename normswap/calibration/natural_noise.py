@@ -1,8 +1,7 @@
 """Images made of chance: noise with the spectrum of natural images, and dead leaves, which have edges as well.
 
 The noise's amplitude falls as 1/f (Field 1987), and its colours go together. Dead leaves are shapes that hide one
-another, of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001); networks can be trained on them (Baradad et al.
-2021, arXiv:2106.05963).
+another, of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """The sign and scale of each channel before a norm with statistics per sample, chosen so that these cost least.
 
-Such a norm subtracts each sample's group mean and divides by its group deviation. A large eps makes the divisor nearly
-constant. The means stay: channels that rise together cancel in the group's mean where their signs differ. Sign and
-scale of a channel are free before the norm, as gamma and beta behind it make up for them. An error in a channel costs
-as much as gamma makes of it. Where channels are independent and a_c is what one deviation of channel c does to the
-output, scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its
-minimum. From there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent.
-
-What is needed is how the channels' means go together from image to image. Images of dead leaves show that well enough
-(`channel_values`), each channel scaled to its running variance. With 100 photographs instead nothing measurable was
-gained (`tests/lab/ablation.md`).
+Such a norm subtracts each sample's group mean and divides by its group deviation. Sign and scale of a channel are free
+before the norm, as gamma and beta behind it make up for them. Channels that rise together cancel in the group's mean
+where their signs differ. Where channels are independent and a_c is what one deviation of channel c does to the output,
+scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its minimum. From
+there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent. How the channels' means go
+together is seen on dead leaves; 100 photographs instead gain nothing measurable (`tests/lab/ablation.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.channel_values import joined, watched_on_leaves, watching_moments
-from normswap.calibration.fit_task import FitTask
+from normswap.calibration.channel_values import dead_leaves, image_moments, observed
 from normswap.layers import affine
 from normswap.layers.per_sample import before, group_moments, last, move, moved
+from normswap.models.calling import Example
+from normswap.plan import Body, Step
 
 # Random signs that the search for the best starts from.
 STARTS = 8
@@ -40,45 +37,47 @@ LEAST_COST, LEAST_VARIANCE = 0.03, 1e-4
 Numbers = npt.NDArray[np.float64]
 
 
+def rescalable(step: Step) -> dict[str, Body]:
+    """The arguments of the norms of a step before which channels may be rescaled, by path."""
+    return {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm" and "eps" in edit.args}
+
+
 @torch.no_grad()
-def choose_rescaling(task: FitTask) -> None:
-    """Give source and result, in place, the best rescaling before each norm; the source computes the same.
+def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, example: Example) -> None:
+    """Give target and result, in place, the best rescaling before each norm; the target computes the same.
 
     Args:
-        task: its source has its BatchNorms, and the rescaling of the step (`groupnorm.fitting_target`).
+        target: the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
+        example: one call.
     """
-    source, result, step = task.source, task.result, task.step
+    args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
-    free = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm" and "eps" in edit.args}
-    norms = {path: last(source.get_submodule(path)) for path in free}
-    if not norms:
-        return
-    moments = joined(watched_on_leaves(source, task.example, norms, watching_moments))
-    inputs = {
-        path: NormInputs.of(*pair, norms[path], free[path]["groups"], free[path]["eps"])
-        for path, pair in moments.items()
-    }
+    norms = {path: last(target.get_submodule(path)) for path in args}
+    inputs: dict[str, NormInputs] = {}
+    for path, batches in observed(target, norms, dead_leaves(target, example, norms), image_moments).items():
+        means, squares = torch.cat(batches, 1).cpu()
+        if bool(means.isfinite().all() and squares.isfinite().all()):
+            inputs[path] = NormInputs.of(means, squares, norms[path], args[path]["groups"], args[path]["eps"])
     for path, scale in _scales(inputs).items():
         norm = norms[path]
         scale = scale.to(norm.weight.device)
         shift = -scale * norm.running_mean.double()
-        for network in (source, result):
+        for network in (target, result):
             move(before(network, path, holders), scale, shift)
         moved(norm, scale, shift)
-        _match(last(result.get_submodule(path)), norm, free[path]["groups"])
+        _match(last(result.get_submodule(path)), norm, args[path]["groups"])
 
 
-def _scales(inputs: dict[str, NormInputs]) -> dict[str, Tensor]:
+def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
     """The signed scales (C,) of each norm; norms of one shape go through one descent, with fewer calls of torch."""
-    alike: dict[torch.Size, dict[str, NormInputs]] = {}
-    for path, one in inputs.items():
-        alike.setdefault(one.means.shape[1:], {})[path] = one
+    alike: dict[torch.Size, list[str]] = {}
+    for path, norm_inputs in inputs.items():
+        alike.setdefault(norm_inputs.means.shape[1:], []).append(path)
     scales: dict[str, Tensor] = {}
-    for some in alike.values():
-        channels = [one.var.numel() for one in some.values()]
-        parts = NormInputs.joined(some.values()).least_costly().split(channels)
-        scales |= dict(zip(some, parts, strict=True))
-    return {path: scales[path] for path in inputs}
+    for paths in alike.values():
+        together = NormInputs.joined([inputs[path] for path in paths]).least_costly()
+        scales |= dict(zip(paths, together.split([inputs[path].var.numel() for path in paths]), strict=True))
+    return scales
 
 
 def _match(norm: Any, like: Any, groups: int) -> None:
@@ -108,15 +107,13 @@ class NormInputs:
     eps: Tensor
 
     @classmethod
-    def of(
-        cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float, effect: Tensor | None = None
-    ) -> NormInputs:
-        """Of each image's means and mean squares (N, C), and effects (C,): by default the square of gamma / deviation.
+    def of(cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float) -> NormInputs:
+        """Of each image's means and mean squares (N, C); an error costs the square of gamma / deviation.
 
         Every channel is scaled to its running variance: leaves are not what the network was trained on, and a channel
         that these images do not show would dominate its group on others.
         """
-        effect = affine.read(norm)[0].square() if effect is None else effect
+        effect = affine.read(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)  # only their ratios count: none is too large for float32
         centre = means.mean(0)
         apart = means - centre
@@ -125,33 +122,26 @@ class NormInputs:
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
         ratio = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
-        x, e = (value.float().contiguous() for value in (x * ratio, e * ratio.square()))
+        x, e = x * ratio, e * ratio.square()
         mean_var = var.mean(1, keepdim=True)
-        own = eps * mean_var / mean_var.mean().clamp_min(1e-30)
-        return cls(x, e, var.float(), effect.float(), own.clamp_min(affine.epsilon(norm)).float())
+        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(affine.epsilon(norm))
+        # a group whose channels are all constant has nothing to weigh: its variance is taken for 1
+        constant = mean_var <= 1e-30
+        x, e = torch.where(constant[:, None], 0.0, x), torch.where(constant[:, None], 1.0, e)
+        var = torch.where(constant, 1.0, var)
+        return cls(*(value.float().contiguous() for value in (x, e, var, effect, own_eps)))
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
         """The groups of all of them; each has as many images, and channels to a group."""
-        tensors = zip(*((one.means, one.squares, one.var, one.effect, one.eps) for one in inputs), strict=True)
+        tensors = zip(*((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs), strict=True)
         return cls(*(torch.cat(values) for values in tensors))
 
     def least_costly(self) -> Tensor:
-        """Scales (C,), signed, that cost little; within a group they keep the mean variance.
-
-        A group whose channels are all constant has nothing to weigh: its variance is taken for 1.
-        """
-        constant = self.var.mean(1)[:, None] <= 1e-30
-        if bool(constant.any()):
-            means, squares = (
-                torch.where(constant[:, None], like, value) for like, value in ((0.0, self.means), (1.0, self.squares))
-            )
-            return NormInputs(
-                means, squares, torch.where(constant, 1.0, self.var), self.effect, self.eps
-            ).least_costly()
-        scale = self._kept(self._by_cost())
+        """Scales (C,), signed, that cost little; within a group they keep the mean variance."""
+        scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
-        signs = np.stack([least_sum(group.T @ group) for group in x.numpy()])
+        signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
         with torch.inference_mode(False), torch.enable_grad():
             return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
@@ -159,35 +149,26 @@ class NormInputs:
         """Scales that give each channel the deviation of the fourth root of what it costs."""
         cost = (self.effect * self.var) ** 0.25
         cost = cost.clamp_min(1e-30).maximum(LEAST_COST * cost.mean(1, keepdim=True))
-        mean_var = self.var.mean(1, keepdim=True)
-        scale = cost / self.var.clamp_min(1e-30).maximum(LEAST_VARIANCE * mean_var).sqrt()
-        return torch.where(mean_var > 1e-30, scale, torch.ones_like(scale))
+        return cost / self.var.maximum(LEAST_VARIANCE * self.var.mean(1, keepdim=True)).sqrt()
 
-    def _kept(self, scale: Tensor) -> Tensor:
+    def _with_mean_variance(self, scale: Tensor) -> Tensor:
         """Scales with which the group's mean variance is what it was."""
-        return scale * (self._variance(1.0) / self._variance(scale)).sqrt()
-
-    def _variance(self, scale: Tensor | float) -> Tensor:
-        return (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
+        variance = (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
+        return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
         """Scales (G, c) nearby that cost less."""
         inputs = NormInputs.joined([self])  # copies, as tensors of inference mode have no gradients
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
-
-        def nearby() -> Tensor:
-            return inputs._kept(scale * log.exp())
-
-        unit = inputs.loss(nearby()).detach().clamp_min(1e-30)
+        unit = inputs.loss(inputs._with_mean_variance(scale)).detach().clamp_min(1e-30)
         for _ in range(STEPS):
             optimizer.zero_grad()
-            (inputs.loss(nearby()) / unit).sum().backward()
+            (inputs.loss(inputs._with_mean_variance(scale * log.exp())) / unit).sum().backward()
             optimizer.step()
             with torch.no_grad():
                 log.clamp_(-FARTHEST, FARTHEST)
-        with torch.no_grad():
-            return nearby()
+        return inputs._with_mean_variance(scale * log.detach().exp())
 
     def loss(self, scale: Tensor) -> Tensor:
         """The cost of the images' own statistics in each group (G,), with these scales (G, c).
@@ -213,24 +194,20 @@ def least_sum(quadratic: Numbers) -> Numbers:
         quadratic: A (C, C), symmetric.
     """
     generator = torch.Generator().manual_seed(0)
-    starts = (torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator) * 2.0 - 1).numpy()
-    diagonal = quadratic.diagonal().astype(np.float64)
+    starts = torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
+    diagonal = quadratic.diagonal()
+    # Less is rounding, which could turn signs for ever.
     least = -1e-12 * diagonal.sum() / 2
-    # in float64, as all sums of it: what rounding leaves over could turn signs for ever
-    slopes = starts.astype(np.float64) @ quadratic.astype(np.float64)
-    best: Numbers = np.ones(len(quadratic))
+    best: Numbers = starts[0]
     lowest = float("inf")
-    step = np.empty_like(quadratic[0])
-    for signs, slope in zip(starts.astype(np.float64), slopes, strict=True):
-        gains = (diagonal - signs * slope) / 2  # an eighth of what flipping each would change
-        turned = signs.astype(quadratic.dtype)
-        # kept as signs turn, not made anew: these steps take most of the time
-        while (gain := gains[at := gains.argmin()]) < least:
-            np.multiply(turned, quadratic[at], out=step)
-            (np.add if turned[at] > 0 else np.subtract)(gains, step, out=gains)
+    for signs in starts:
+        gains = (diagonal - signs * (quadratic @ signs)) / 2  # an eighth of what flipping each would change
+        while gains[at := gains.argmin()] < least:
+            gain = gains[at]
+            gains += signs[at] * signs * quadratic[at]
             gains[at] = -gain
-            turned[at] = -turned[at]
+            signs[at] = -signs[at]
         value = (diagonal - 2 * gains).sum()
         if value < lowest:
-            best, lowest = turned.astype(np.float64), value
+            best, lowest = signs, value
     return best

@@ -1,13 +1,11 @@
 """Mean and variance per channel of each layer's output, brought back to a reference's by bias and weights.
 
-What a BatchNorm's new statistics do for a network that has none any more: it was folded, or freed of norms, and then
-pruned, rounded or averaged. With m and d the mean and deviation of a channel on the images, and m', d' those wanted:
+With m and d the mean and deviation of a channel on the images, and m', d' those of the reference:
 
     r = d' / d,      W <- r W,      b <- r (b - m) + m'
 
-Layer after layer, each on what the corrected ones before it give. The wanted moments are measured on a reference, the
-network before it was changed; of several references they are averaged (Jordan et al. 2023, arXiv:2211.08403, section
-3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2. A weight of 0 stays 0.
+Layer after layer, each on what the corrected ones before it give; of several references the moments are averaged
+(Jordan et al. 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap.calibration.channel_moments import ChannelMoments
-from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
+from normswap.calibration.lockstep import Interpreter, Lockstep
 from normswap.calibration.sampling import fits
 from normswap.errors import RefusedError, SourceError
 from normswap.graph.tracing import inputs
@@ -29,38 +27,10 @@ from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating
 
-_NEEDED = 2  # images
-_ROUNDING = 1e-3  # of the outputs: the same operations one by one differ by far less
-_CONSTANT = 1e-10  # of the wanted variance: a channel that varies by less is left as wide as it is
-
-
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """Which moments the outputs of layers shall have.
-
-    Args:
-        networks: they are as those of this network; of several, as their average.
-        scales: variances too, by the weights; without, the biases alone change.
-    """
-
-    networks: tuple[nn.Module, ...] = ()
-    scales: bool = True
-
-    @classmethod
-    def of(cls, networks: nn.Module | Sequence[nn.Module] | Wanted) -> Wanted:
-        """Of one network, or of several."""
-        if isinstance(networks, Wanted):
-            return networks
-        return cls((networks,) if isinstance(networks, nn.Module) else tuple(networks))
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Counts: layers that were restored, those of them that have no bias to carry a mean, and images."""
-
-    layers: int
-    without_bias: int
-    images: int
+# The same operations one by one differ by far less than this share of the outputs.
+_ROUNDING = 1e-3
+# A channel that varies by less than this share of the wanted variance is left as wide as it is.
+_CONSTANT = 1e-10
 
 
 @dataclass(frozen=True)
@@ -75,43 +45,48 @@ class _Place:
 @torch.no_grad()
 def restore(
     model: nn.Module,
-    wanted: Wanted,
+    references: Sequence[nn.Module],
     batches: Iterable[object],
     *,
+    means_only: bool = False,
     progress: Progress | None = None,
-) -> Restored:
+) -> tuple[str, ...]:
     """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
 
     Args:
-        wanted: by networks with the same layers at the same paths.
+        references: networks with the same layers at the same paths; of several the moments are averaged.
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        means_only: leave the variances, and with them the weights; the biases alone change.
         progress: called after each layer with the layers done and their total.
+
+    Returns:
+        What the user should know.
 
     Raises:
         RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its
             modules do not (fake quantizers that another library hooks in).
         SourceError: unusable or too few images.
     """
-    with evaluating(model, *wanted.networks):
-        recorded, examples = interpreters(batches, *wanted.networks, model)
-        places = list(_places(recorded))
+    with evaluating(model, *references):
+        lockstep = Lockstep([*references, model], batches)
+        places = list(_places(lockstep.interpreters))
         if not places:
             why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
             raise RefusedError("the reference has no layer of the network's", why)
-        first, *rest = examples
-        _check_recorded(recorded[-1], first.first(2))
-        lockstep = Lockstep(recorded, [first, *rest], needed=_NEEDED)
-        try:
-            for done, place in enumerate(places, 1):
-                *there, now = _moments(lockstep, place)
-                if now.count < 2:
-                    raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
-                _set(place.layer, now, there, scales=wanted.scales)
-                if progress is not None:
-                    progress(done, len(places))
-        finally:
-            lockstep.close()
-    return Restored(len(places), sum(place.layer.bias is None for place in places), lockstep.images)
+        _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
+        for number, place in enumerate(places, 1):
+            *targets, current = _moments(lockstep, place)
+            if current.count < 2:
+                raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
+            _set(place.layer, current, targets, means_only=means_only)
+            if progress is not None:
+                progress(number, len(places))
+    moments = "mean" if means_only else "mean and variance"
+    note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
+    without_bias = sum(place.layer.bias is None for place in places)
+    if not without_bias:
+        return (note,)
+    return note, f"{without_bias} layers have no bias: their means stay as they are"
 
 
 def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
@@ -162,31 +137,26 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
     """Those of the layer's output in each network, over all images."""
-    channels = len(place.layer.weight)
-    seen = [_none(channels) for _ in place.nodes]
-    for held in lockstep.run_to([*place.nodes]):
-        for interpreter, values, node, moments in zip(lockstep.interpreters, held, place.nodes, seen, strict=True):
+    moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
+    for batch in lockstep.run_to([*place.nodes]):
+        for interpreter, values, node, each in zip(lockstep.interpreters, batch, place.nodes, moments, strict=True):
             layer = interpreter.traced.linear(str(node.target))
             output = layer(values[inputs(node)[0].name])
-            if interpreter is not lockstep.interpreters[-1]:  # the network's value will be another when it is set
+            # The network's own value will be another one when the layer is set.
+            if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
             rows = output.flatten(0, -2).T if isinstance(layer, nn.Linear) else output.transpose(0, 1).flatten(1)
-            moments.add(rows.detach().double().cpu())
-    return seen
+            each.add(rows.detach().double().cpu())
+    return moments
 
 
-def _none(channels: int) -> ChannelMoments:
-    return ChannelMoments(0, *(torch.zeros(channels, dtype=torch.float64) for _ in range(2)))
-
-
-def _set(layer: Linearity, now: ChannelMoments, there: Sequence[ChannelMoments], *, scales: bool) -> None:
-    mean = torch.stack([one.mean for one in there]).mean(0)
+def _set(layer: Linearity, current: ChannelMoments, targets: Sequence[ChannelMoments], *, means_only: bool) -> None:
+    mean = torch.stack([target.mean for target in targets]).mean(0)
     factor = torch.ones_like(mean)
-    if scales:
-        deviation = torch.stack([one.variance.sqrt() for one in there]).mean(0)
-        varies = now.variance > _CONSTANT * deviation.square()
-        factor = torch.where(varies & (deviation > 0), deviation / now.variance.sqrt(), factor)
+    if not means_only:
+        deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
+        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > 0)
+        factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
     if layer.bias is not None:
-        bias = layer.bias.detach().double().cpu()
-        layer.bias.copy_(factor * (bias - now.mean) + mean)
+        layer.bias.copy_(factor * (layer.bias.detach().double().cpu() - current.mean) + mean)

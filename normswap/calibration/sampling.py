@@ -39,9 +39,9 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
-    seen = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
-    seen = seen.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
-    return seen, _grouped(layer, y, places.to(y.device))
+    read = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
+    read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
+    return read, _grouped(layer, y, places.to(y.device))
 
 
 def columns(maps: Tensor, places: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
-    seen = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
-    return seen if bool(inside.all()) else seen * inside.flatten(1).to(seen)
+    read = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
+    return read if bool(inside.all()) else read * inside.flatten(1).to(read)
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:

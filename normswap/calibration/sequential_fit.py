@@ -2,16 +2,16 @@
 
 For each convolution, linear map and per-sample norm of the converted network, in topological order, the target is what
 the source has at the same place, and the input what the converted network, as far as it is fitted, makes of the same
-images: so later layers repair what earlier ones lost. Where the layer's output goes straight into a sum, the target is
-the source's sum less the converted network's other arm, which repairs the residual stream as well. Closed form, no
-gradient, no labels.
+images. Where the layer's output goes straight into a sum, the target is the source's sum less the converted network's
+other arm, which repairs the residual stream as well. Closed form, no gradient, no labels.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +19,26 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
-from normswap.calibration.activation_cache import Values
+from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.least_squares import Folds, naming, regress
-from normswap.calibration.lockstep import Interpreter, Lockstep, interpreters
+from normswap.calibration.lockstep import Interpreter, Lockstep, Values
 from normswap.calibration.sampling import columns, draw, fits, patches
 from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
-from normswap.layers.planned_layer import Linearity
+from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating
 
-NEEDED = 2  # fewer images are an error
-PLACES = 64  # sampled per image and layer, at most
+# Places of an image at which a layer is looked at, at most.
+PLACES = 64
 # Rows that all images together give. The numbers in a patch over the rows are the share by which the fit's squared
 # error exceeds the least there is: a wide patch needs rows, and a narrow one has enough early.
 LEAST_ROWS, MOST_ROWS = 2**11, 2**15
 LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128  # number in a patch
+# So many images are shown in a mirror as well: that counts most where there are few.
+MIRRORED = 100
 
 
 @torch.no_grad()
@@ -47,7 +49,7 @@ def refit(
     *,
     zero_sum: Callable[[str, nn.Module], Tensor | None] | None = None,
     only: Callable[[str, nn.Module], bool] = lambda path, module: True,
-    mirror: bool = True,
+    mirrored: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
@@ -59,46 +61,31 @@ def refit(
         zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
             count as in the units before. Without a fit such filters are of no use: all of it is kept.
         only: which layers to fit.
-        mirror: take every image's mirror image, too, if there are few (`lockstep.MIRRORED`).
+        mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
     Raises:
         SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
-    dealt = batches if zero_sum is None and isinstance(batches, HeldOut) else None
-    before = {} if dealt is None else values_of(result)
+    before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with evaluating(source, result):
-        pair, examples = interpreters(batches, source, result)
+        lockstep = Lockstep([source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored)
+        pair = lockstep.interpreters
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
-        lockstep = Lockstep(pair, examples, mirror=mirror, needed=NEEDED)
-        try:
-            for done, (theirs, ours, path, module) in enumerate(layers):
-                end = End.of(pair, theirs, ours)
-                layer = LayerValues(lockstep, theirs, ours)
-                with naming(path, "fitted"):
-                    if normalizes(module):
-                        _fit_norm(module, source.get_submodule(path), layer, end, seed + done)
-                    else:
-                        factors = None if zero_sum is None else zero_sum(path, module)
-                        _fit_linear(module, source.get_submodule(path), layer, end, seed + done, factors)
-                if progress is not None:
-                    progress(done + 1, len(layers))
-        finally:
-            lockstep.close()
-    if dealt is not None:
-        keep_share(source, result, before, dealt.held)
-
-
-@dataclass(frozen=True)
-class LayerValues:
-    """The values around one layer, batch by batch, as often as they are asked for."""
-
-    lockstep: Lockstep
-    theirs: fx.Node
-    ours: fx.Node
-
-    def __call__(self) -> Iterator[list[Values]]:
-        return self.lockstep.run_to([self.theirs, self.ours])
+        for number, (theirs, ours, path, module) in enumerate(layers):
+            place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
+            with naming(path, "fitted"):
+                if isinstance(module, SiteNorm):
+                    _estimate_norm(module, source.get_submodule(path), place)
+                elif normalizes(module):
+                    _fit_norm(module, source.get_submodule(path), place)
+                else:
+                    factors = None if zero_sum is None else zero_sum(path, module)
+                    _fit_linear(module, source.get_submodule(path), place, factors)
+            if progress is not None:
+                progress(number + 1, len(layers))
+    if before and isinstance(batches, HeldOut):
+        keep_share(source, result, before, batches.held)
 
 
 def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
@@ -106,30 +93,33 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
     Those behind a detector's choice of boxes are left: each network chooses its own, and their rows are not alike.
     """
-    chosen = behind_choice(theirs)
+    boxes = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
     layers = []
     for node in ours.nodes:
-        module = ours.module(node)
-        if module is None or len(ours.calls[id(module)]) > 1 or str(node.target) not in calls:
+        module, path = ours.module(node), str(node.target)
+        if module is None or path not in calls or calls[path] in boxes:
             continue
-        other = theirs.modules[str(node.target)]
-        if len(theirs.calls[id(other)]) > 1:
-            continue
-        if calls[str(node.target)] in chosen:
-            continue
-        if affine.is_affine(other) if normalizes(module) else fits(module):
-            layers.append((calls[str(node.target)], node, str(node.target), module))
+        other = theirs.modules[path]
+        once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
+        if isinstance(module, SiteNorm):
+            fitted = affine.has_average(other)
+        elif normalizes(module):
+            fitted = once and affine.is_affine(other)
+        else:
+            fitted = once and fits(module)
+        if fitted:
+            layers.append((calls[path], node, path, module))
     return layers
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:
     """The nodes whose rows are of boxes that non-maximum suppression kept, so that values decide what they are."""
-    chosen: set[fx.Node] = set()
+    boxes: set[fx.Node] = set()
     for node in record.nodes:
-        if str(node.target).rpartition(".")[2] == "nms" or not chosen.isdisjoint(inputs(node)):
-            chosen.add(node)
-    return chosen
+        if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
+            boxes.add(node)
+    return boxes
 
 
 @dataclass(frozen=True)
@@ -161,14 +151,14 @@ class End:
         """Whether the layer's output says something of what comes of it; read from the device once."""
         return not bool((self.scale.abs() < 1e-6).any())
 
-    def target(self, held: list[Values], source_value: Tensor) -> Tensor:
-        """The target for a source value `source_value` (N, C, ...): what the result's other arm lacks is added."""
+    def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
+        """The target for a source value (N, C, ...): what the result's other arm lacks is added."""
         if not self.arms:
             return source_value
-        theirs, ours = (values[arm.name] for values, arm in zip(held, self.arms, strict=True))
-        scale: Tensor = self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
-        lacking: Tensor = (theirs - ours) / scale
-        return source_value + lacking
+        their_arm, our_arm = self.arms
+        scale = self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
+        target: Tensor = source_value + (theirs[their_arm.name] - ours[our_arm.name]) / scale
+        return target
 
 
 def _follow(traced: Traced, node: fx.Node) -> End:
@@ -178,8 +168,8 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         user = traced.users[node][0]
         module = traced.module(user)
         if is_add(user) and not arms:
-            one, two = inputs(user)
-            arms = (two if one is node else one,)
+            left, right = inputs(user)
+            arms = (right if left is node else left,)
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
@@ -194,7 +184,23 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     return End(scale, arms)
 
 
-def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: int, factors: Tensor | None) -> None:
+@dataclass(frozen=True)
+class Place:
+    """A layer that is fitted: its nodes in the source and in the result, and where its output goes."""
+
+    lockstep: Lockstep
+    theirs: fx.Node
+    ours: fx.Node
+    end: End
+    seed: int
+
+    @property
+    def input_names(self) -> tuple[str, str]:
+        """The names, among the values of source and result, of what the layer reads."""
+        return inputs(self.theirs)[0].name, inputs(self.ours)[0].name
+
+
+def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
     groups = getattr(module, "groups", 1)
     weight = standardized.computed(source).detach()
     units, zero_sum = torch.ones(groups, 1, 1).to(weight), None
@@ -202,51 +208,66 @@ def _fit_linear(module: Any, source: Any, layer: LayerValues, end: End, seed: in
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    places = min(PLACES, -(-rows_wanted(prior.shape[2]) // layer.lockstep.shown))
-    folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(seed)
-    for held in layer():
-        source_value = held[0][layer.theirs.name] = source(held[0][inputs(layer.theirs)[0].name])
-        target = end.target(held, source_value) if end.alive else source_value
-        seen = held[1][inputs(layer.ours)[0].name]
-        x, y = patches(module, seen, target, places, generator)
-        x = x if factors is None else x / units
-        folds.add(x, y)
+    count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
+    folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(place.seed)
+    their_input, our_input = place.input_names
+    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
+        source_value = theirs[place.theirs.name] = source(theirs[their_input])
+        target = source_value
+        if place.end.alive:
+            target = place.end.target(theirs, ours, source_value)
+        x, y = patches(module, ours[our_input], target, count, generator)
+        folds.add(x if factors is None else x / units, y)
     fit = regress(folds, prior, zero_sum=zero_sum)
-    set_weight(module, (fit.weight / units).reshape(weight.shape), fit.bias.flatten())
+    standardized.compute(module, (fit.weight / units).reshape(weight.shape))
+    if module.bias is not None:
+        module.bias.copy_(fit.bias.flatten())
 
 
-def rows_wanted(fan: int) -> int:
+def rows_needed(fan: int) -> int:
     """How many rows of all images together a layer is fitted to, by the numbers in its patch."""
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
-@torch.no_grad()
-def set_weight(module: Linearity, weight: Tensor, bias: Tensor) -> None:
-    """Let the layer compute `weight`, and `bias` if it has one: a plan says which tensors there are."""
-    standardized.compute(module, weight)
-    if module.bias is not None:
-        module.bias.copy_(bias)
-
-
-@torch.no_grad()
-def _fit_norm(module: Any, source: nn.Module, layer: LayerValues, end: End, seed: int) -> None:
+def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     """gamma and beta per channel: the least-squares affine map from the normalized input to the source's output."""
     s, t = affine.read(source)
-    generator = torch.Generator().manual_seed(seed)
-    sums = torch.zeros(5, s.numel(), dtype=torch.float64, device=s.device)
-    for values in layer():
-        before, after = values[0][inputs(layer.theirs)[0].name], values[1][inputs(layer.ours)[0].name]
-        places = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
-        x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), places)
-        y = s[:, None] * columns(before, places) + t[:, None]
-        if end.arms:
-            theirs, ours = (columns(held[arm.name], places) for held, arm in zip(values, end.arms, strict=True))
-            y = y + theirs - ours
-        sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1), x.new_full(s.shape, x.shape[1])])
-    x_, y_, xx, xy, n = sums
-    variance = xx / n - (x_ / n).square()
-    gamma = (xy / n - x_ * y_ / n.square()) / variance.clamp_min(1e-12)
-    gamma = torch.where(variance > 1e-12, gamma, torch.zeros_like(gamma))
+    generator = torch.Generator().manual_seed(place.seed)
+    line = ChannelLine(len(s), s.device)
+    their_input, our_input = place.input_names
+    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
+        after = ours[our_input]
+        at = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
+        x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at)
+        y = s[:, None] * columns(theirs[their_input], at) + t[:, None]
+        if place.end.arms:
+            their_arm, our_arm = place.end.arms
+            y = y + columns(theirs[their_arm.name], at) - columns(ours[our_arm.name], at)
+        line.add(x, y)
+    gamma, beta = line.fitted()
     module.weight.copy_(gamma)
-    module.bias.copy_(y_ / n - gamma * x_ / n)
+    module.bias.copy_(beta)
+
+
+def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
+    """The BatchNorm that computes most nearly what a norm with statistics per sample does.
+
+    Its mean and variance are those of what reaches it, its gamma and beta those of the line from there to the source's
+    output.
+    """
+    plain = copy.deepcopy(source).eval()
+    for name in ("act", "drop"):
+        if isinstance(getattr(plain, name, None), nn.Module):
+            setattr(plain, name, nn.Identity())
+    line = ChannelLine(module.num_features, module.weight.device)
+    their_input, our_input = place.input_names
+    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
+        rows = (ours[our_input], plain(theirs[their_input].clone()))
+        line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
+    mean, variance = line.moments()
+    slope, offset = line.fitted()
+    module.running_mean.copy_(mean)
+    module.running_var.copy_(variance * line.count / max(line.count - 1, 1))
+    module.weight.copy_(slope * (module.running_var.double() + module.eps).sqrt())
+    module.bias.copy_(offset + slope * mean)

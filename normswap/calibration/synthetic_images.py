@@ -1,8 +1,7 @@
 """Images made from the statistics that a network's BatchNorms keep, for where there are none to calibrate on.
 
 Noise with the spectrum of natural images is changed by gradient descent until each BatchNorm sees its running mean and
-variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795). The descent changes the white noise
-that the spectrum is put on: no prior against high frequencies is needed.
+variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
 """
 
 from __future__ import annotations

@@ -1,27 +1,25 @@
 """Factors that bring channels with long tails down before a tanh, so that it bends none more than it bends N(0, 1).
 
-What is bent is lost: of a channel x, the share of its variance that no line through tanh(alpha x) gives back. It grows
-with the tails, and with alpha. A factor before the tanh is free, as gamma makes up for it; each channel gets the
-largest, at most 1, with which it loses no more than N(0, 1) does without one.
+What is bent is lost: of a channel x, the share of its variance that no line through tanh(alpha x) gives back. A factor
+before the tanh is free, as gamma makes up for it; each channel gets the largest, at most 1, that loses no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from normswap.calibration.channel_values import watched_on_images, watched_on_leaves
-from normswap.calibration.fit_task import FitTask
+from normswap.calibration.channel_values import dead_leaves, observed
+from normswap.calibration.checked_batches import first_images
 from normswap.layers.dynamic_tanh import gain, gains
 from normswap.layers.per_sample import before, last, move
-from normswap.models.modes import hooked
+from normswap.models.calling import Example
+from normswap.plan import Step
 
-# Values of each image and channel, at most.
-PLACES = 16
+# Images of the user's that are looked at, and values of each image and channel, at most.
+MOST, PLACES = 512, 16
 # Values of a channel, from which on the user's images count.
 ENOUGH = 256
 # Factors go down in quarters of an octave, at most so many octaves.
@@ -30,56 +28,46 @@ STEPS, OCTAVES = 4, 5
 NORMAL = 2**14
 
 
-@contextmanager
-def sampling(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """By path, values (C, n) of each channel that reaches each layer meanwhile, a part for each call."""
-    seen: dict[str, list[Tensor]] = {}
-    generator = torch.Generator().manual_seed(0)
-
-    def spy(path: str, layer: nn.Module) -> RemovableHandle:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach().flatten(2) if args[0].ndim > 2 else args[0].detach().unsqueeze(2)
-            places = torch.randperm(x.shape[2], generator=generator, device="cpu")[:PLACES]
-            seen.setdefault(path, []).append(x[:, :, places.to(x.device)].transpose(0, 1).flatten(1).float().cpu())
-
-        return layer.register_forward_pre_hook(hook)
-
-    with hooked(spy(path, layer) for path, layer in layers.items()):
-        yield seen
-
-
 @torch.no_grad()
-def choose_factors(task: FitTask) -> None:
-    """Give source and result, in place, the largest factors with which no channel is bent too much.
+def choose_factors(
+    target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example] | None
+) -> None:
+    """Give target and result, in place, the largest factors with which no channel is bent too much.
 
-    Where the user's images give too few values, images of dead leaves do. The source computes the same.
+    Where the user's images give too few values, images of dead leaves do. The target computes the same.
 
     Args:
-        task: its source has straight layers in place of the tanhs (`dyt.fitting_target`), its result has the tanhs.
+        target: the source with straight layers in place of the tanhs of the result (`dyt.fitting_target`).
+        example: one call.
     """
-    holders = {edit.reads[0]: edit.path for edit in task.step.edits if edit.layer == "Whitened"}
-    alphas = {edit.path: edit.args["alpha"] for edit in task.step.edits if edit.layer == "DynamicTanh"}
-    layers = {path: last(task.source.get_submodule(path)) for path in alphas}
+    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
+    alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
+    layers = {path: last(target.get_submodule(path)) for path in alphas}
+    generator = torch.Generator().manual_seed(0)
+
+    def some_values(_: nn.Module, x: Tensor) -> Tensor:
+        """Values (C, n) of each channel at places that are drawn."""
+        places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
+        return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
+
     values: dict[str, Tensor] = {}
-    if task.batches is not None:
-        parts = watched_on_images(task.source, layers, task.batches, sampling)
+    if batches is not None:
+        parts = observed(target, layers, first_images(target, batches, MOST), some_values)
         values = {path: x for path, part in parts.items() if (x := torch.cat(part, 1)).shape[1] >= ENOUGH}
     if len(values) < len(layers):
-        made = watched_on_leaves(task.source, task.example, layers, sampling)
-        # Their deviation says nothing: the network was not trained on dead leaves.
-        values = {path: _standardized(torch.cat(part, 1)) for path, part in made.items()} | values
+        generator.manual_seed(0)
+        parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
+        for path in parts.keys() - values.keys():
+            x = torch.cat(parts[path], 1)
+            # Their deviation says nothing: the network was not trained on dead leaves.
+            values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
     for path, x in values.items():
-        alpha, straight, bent = alphas[path], layers[path], last(task.result.get_submodule(path))
+        alpha, straight, bent = alphas[path], layers[path], last(result.get_submodule(path))
         factor = factors(x, alpha).double().to(straight.weight.device)
-        for network in (task.source, task.result):
+        for network in (target, result):
             move(before(network, path, holders), factor)
         straight.weight.copy_(straight.weight.double() / factor)
         bent.weight.copy_(bent.weight.double() * gains(alpha, factor) / gain(alpha))
-
-
-def _standardized(x: Tensor) -> Tensor:
-    """With deviation 1."""
-    return x / x.std(1, keepdim=True).clamp_min(1e-30)
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:

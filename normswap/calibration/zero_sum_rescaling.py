@@ -1,15 +1,14 @@
-"""Rescaling before filters that must sum to zero, chosen on images: which channel gives up what their sums told.
+"""Fits of filters that must sum to zero: channels are rescaled first, so that the filters' sums tell little.
 
 A filter w loses its sum s. Of all corrections d with sum -s, that which moves the output least costs s^2 / (1' C^-1 1),
 C the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`);
-then the sum to lose is that of w / f, and with u = 1 / f, S the filters' sums by channel and C the covariance of the
-channels' sums under the kernel, a layer of k places loses
+with u = 1 / f, S the filters' sums by channel and C the covariance of the channels' sums under the kernel, a layer of k
+places loses
 
     sum over filters of (S u / k)^2 / (u' C^-1 u),
 
 which is small where u is large for channels that tell little that the others do not. All factors together are found by
-gradient descent on the sum of the losses, each as a share of its layer's variance. Corrections are taken to be the same
-in all places of the kernel: those that are fitted afterwards cost less.
+gradient descent on the sum of the losses, each as a share of its layer's variance.
 """
 
 from __future__ import annotations
@@ -22,20 +21,50 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.calibration.checked_batches import checked, misfit
+from normswap.calibration.checked_batches import first_images, run
 from normswap.calibration.sampling import patches
+from normswap.calibration.sequential_fit import refit
 from normswap.folding.channel_factors import HELD, Channels, Reach, scale
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
-from normswap.layers.standardized import computed
+from normswap.layers import reparametrized
+from normswap.layers.standardized import STANDARDIZED, computed
 from normswap.models.calling import Example
-from normswap.models.modes import evaluating, hooked
+from normswap.models.modes import Progress, evaluating, hooked
 
-ENOUGH, MOST = 16, 64  # images
-PLACES = 32  # of each image, at most
+# Images: fewer do nothing, more are not looked at. Places of each image, at most.
+ENOUGH, MOST, PLACES = 16, 64, 32
+# Of the descent.
 STEPS, RATE = 120, 0.05
-STIFF = 0.03  # what the mean square of the factors' logarithms costs, in shares of variance
-FARTHEST = 2.0  # of a factor's logarithm
+# The cost of the mean square of the factors' logarithms, in shares of variance.
+STIFF = 0.03
+# A factor's logarithm is no farther from 0.
+FARTHEST = 2.0
+
+
+def fit_zero_sum(
+    target: nn.Module, result: nn.Module, batches: Iterable[object], *, seed: int, progress: Progress | None
+) -> None:
+    """Rescale channels, then fit the filters of the result, in place, by regression on its own inputs.
+
+    Args:
+        target: the network with every filter's mean: it computes what the source does, in the result's units.
+
+    Raises:
+        SourceError: unusable or too few images.
+    """
+    factors = rescale(target, result, batches, _sums_to_zero)
+
+    def zero_sum(path: str, module: nn.Module) -> Tensor | None:
+        if not isinstance(module, reparametrized.CONVOLUTIONS) or not _sums_to_zero(path, module):
+            return None
+        return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
+
+    refit(target, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
+
+
+def _sums_to_zero(path: str, module: nn.Module) -> bool:
+    return isinstance(module, STANDARDIZED) and not reparametrized.keeps_mean(module)
 
 
 def rescale(
@@ -47,27 +76,20 @@ def rescale(
         The factors of the channels that each layer reads (I,), by path.
 
     Args:
-        target: the network with its filters' means, of the same modules as `result`.
-        batches: what they take (`Example.read`); about `MOST` images are looked at, fewer than `ENOUGH` do nothing.
         zero_sum: which layers of the result must have filters that sum to zero.
     """
-    examples, count = [], 0
-    for example in checked(target, batches):
-        examples.append(example)
-        count += example.count
-        if count >= MOST:
-            break
-    if count < ENOUGH:
+    examples = list(first_images(target, batches, MOST))
+    if sum(example.count for example in examples) < ENOUGH:
         return {}
     channels = Channels(PlanBuilder(inspection.inspect(target, examples[0].first(2))))
-    losing = [one for one in channels.layers if zero_sum(one.path, result.get_submodule(one.path))]
+    losing = [reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))]
     try:
-        chosen = factors(_losses(target, losing, examples), channels.count)
+        best = factors(_losses(target, losing, examples), channels.count)
     except torch.linalg.LinAlgError:
         return {}  # numbers overflow: the fit that follows says where
     for network in (target, result):
-        scale(network, channels, chosen)
-    return {one.path: chosen[one.reads] for one in losing}
+        scale(network, channels, best)
+    return {reach.path: best[reach.reads] for reach in losing}
 
 
 @dataclass(frozen=True)
@@ -115,18 +137,16 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 
 @torch.no_grad()
 def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
-    seen = {one.path: _Seen() for one in layers}
-    handles = (model.get_submodule(path).register_forward_hook(moments.look) for path, moments in seen.items())
-    try:
-        with evaluating(model), hooked(handles):
-            for example in examples:
-                example.call(model)
-    except Exception as error:  # whatever the network raises
-        raise misfit(error) from None
-    return [seen.pop(one.path).loss(cast(_ConvNd, model.get_submodule(one.path)), one.reads) for one in layers]
+    moments = {reach.path: _Moments() for reach in layers}
+    handles = (model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items())
+    with evaluating(model), hooked(handles):
+        for example in examples:
+            run(model, example)
+    convolutions = (cast(_ConvNd, model.get_submodule(reach.path)) for reach in layers)
+    return [moments.pop(reach.path).loss(conv, reach.reads) for reach, conv in zip(layers, convolutions, strict=True)]
 
 
-class _Seen:
+class _Moments:
     """Moments of what a layer reads and gives, by group of the convolution, about the first batch's mean."""
 
     def __init__(self) -> None:

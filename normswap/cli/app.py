@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +18,7 @@ import typer.core
 import normswap
 from normswap.cli import commands, gone
 from normswap.cli.grouped_options import spread
-from normswap.errors import NormswapError, OptionError, command_line
+from normswap.errors import NormswapError, OptionError, command_line, quiet
 
 # typer's errors derive from click's, which newer versions of typer no longer import under that name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        with _quiet(), command_line():
+        with quiet(), command_line():
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
@@ -107,19 +104,6 @@ def _abandon_stdout() -> None:
 def _fail(message: str) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Neither warnings nor log lines of the libraries underneath."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _version(is_asked: bool) -> None:

@@ -7,30 +7,32 @@ from dataclasses import asdict
 
 from torch import nn
 
-from normswap.diagnosis import contradiction, placement, settings, stored_numbers
+from normswap.diagnosis import contradiction, settings, stored_numbers
 from normswap.diagnosis.drift import drifted
-from normswap.diagnosis.findings import Case, Check, Diagnosis, anatomy_of, sites_of
+from normswap.diagnosis.findings import Case, Check, Diagnosis, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
+from normswap.errors import NormswapError
 from normswap.models.calling import Inputs
 from normswap.plan import Body
 from normswap.surgery.network import HasModel, Network, module_of
 
 # In this order: a cause stands before what follows from it.
 CHECKS: tuple[Check, ...] = (
-    stored_numbers.broken,
+    stored_numbers.broken_statistics,
+    stored_numbers.broken_parameters,
     stored_numbers.negative_variance,
     settings.untracked,
+    settings.in_training,
     settings.thawed,
     settings.momentum,
     settings.unlike_builder,
-    placement.shared,
-    placement.in_a_row,
+    settings.shared,
+    settings.in_a_row,
     stored_numbers.never_updated,
     stored_numbers.zero_variance,
     stored_numbers.dead_gammas,
     contradiction.contradicted,
-    settings.uneven_eps,
 )
 
 ON_IMAGES: tuple[Check, ...] = (unfit_preprocessing, settings.unfit_eps, drifted)
@@ -60,7 +62,10 @@ def diagnose(
         SourceError: `model` is no network; unusable images, or too few.
     """
     network = model if isinstance(model, Network) else Network(module_of(model), inputs)
-    anatomy, notes = anatomy_of(network)
+    try:
+        anatomy, notes = network.anatomy, tuple[str, ...]()
+    except NormswapError as error:
+        anatomy, notes = None, (f"its forward was not looked at: {error}",)
     sites = sites_of(network.module, anatomy)
     seen = None if images is None else ImageBatches.read(network.module, images)
     case = Case(network, anatomy, sites, name, data, seen)

@@ -28,7 +28,6 @@ class Certainty(str, Enum):
 
     CERTAIN = "certain: it is written in the network"
     LIKELY = "likely: measured, and far beyond what chance does"
-    POSSIBLE = "possible: it fits, and so may something else"
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,21 @@ class Case:
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it; None where nobody knows."""
-        return _bare(self.model)
+        """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
+
+        def set_alike(bare: nn.Module) -> nn.Module:
+            set_here = dict(self.model.named_modules())
+            for path, norm in bare.named_modules():
+                if affine.is_batchnorm(norm) and path in set_here:
+                    vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
+            return bare
+
+        record = provenance.of(self.model)
+        try:
+            arch = record.arch if record is not None else zoo.identify(self.model, set_alike)
+            return None if arch is None else zoo.skeleton(arch)
+        except NormswapError:
+            return None
 
     @property
     def recalibrate(self) -> str:
@@ -154,6 +166,23 @@ class Case:
 
 
 Check: TypeAlias = Callable[[Case], Iterator[Finding]]
+
+
+def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = "") -> Check:
+    """A check of each norm by itself, certain.
+
+    Args:
+        evidence: "{}" stands for how many norms have it; mend: "{}" for the network's name; by default new statistics.
+    """
+
+    def check(case: Case) -> Iterator[Finding]:
+        sites = [site for site in case.sites if hits(case, site)]
+        if sites:
+            shown = evidence.format(share(len(sites), len(case.sites), "norms"))
+            remedy = mend.format(case.name) if mend else case.recalibrate
+            yield Finding(name, paths_of(sites), shown, Certainty.CERTAIN, cost, remedy)
+
+    return check
 
 
 def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
@@ -178,14 +207,6 @@ def _double(value: object) -> Tensor | None:
     return value.detach().double() if isinstance(value, Tensor) else None
 
 
-def anatomy_of(network: Network) -> tuple[Anatomy | None, tuple[str, ...]]:
-    """The network's anatomy; where its forward cannot be recorded, the reason as a note."""
-    try:
-        return network.anatomy, ()
-    except NormswapError as error:
-        return None, (f"its forward was not looked at: {error}",)
-
-
 def share(part: int, whole: int, word: str) -> str:
     """`3 of 22 norms`; `all 22 norms`."""
     return f"all {whole} {word}" if part == whole > 1 else f"{part} of {whole} {word}"
@@ -194,21 +215,3 @@ def share(part: int, whole: int, word: str) -> str:
 def paths_of(sites: Iterable[StoredNorm]) -> tuple[str, ...]:
     """Where the norms stand."""
     return tuple(site.path for site in sites)
-
-
-def _bare(model: nn.Module) -> nn.Module | None:
-    """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
-    record = provenance.of(model)
-    try:
-        arch = record.arch if record is not None else zoo.identify(model, lambda bare: _set_alike(bare, model))
-        return None if arch is None else zoo.skeleton(arch)
-    except NormswapError:
-        return None
-
-
-def _set_alike(bare: nn.Module, model: nn.Module) -> nn.Module:
-    set_here = dict(model.named_modules())
-    for path, norm in bare.named_modules():
-        if affine.is_batchnorm(norm) and path in set_here:
-            vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
-    return bare

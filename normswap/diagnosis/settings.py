@@ -1,21 +1,21 @@
-"""Checks of what norms are set to: eps and momentum, modes, statistics that are not kept."""
+"""Checks of what norms are set to (eps and momentum, modes, statistics that are not kept) and where they stand."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator
 
-from torch import nn
+from torch import fx, nn
 
 from normswap.calibration import channel_moments
-from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.errors import NormswapError
+from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
+from normswap.layers.activations import is_identity
 
 _USUAL = (1e-5, 1e-3)  # torch's eps; TensorFlow's and Ultralytics'
 _CLEARLY, _FAR = 2.0, 0.01  # times nearer; nats of distance that chance does not make
-_MOST_NORMS = 4  # times as many norms have the usual eps as have another: fewer may be meant so
 _LARGEST = 0.5  # momentum is the share of the new batch; one above this is Keras', the share of the old
 
 
@@ -45,21 +45,6 @@ def set_eps(value: float, sites: list[StoredNorm], case: Case) -> str:
     return "; ".join(f"model.get_submodule({site.path!r}).eps = {value:g}" for site in sites[:4])
 
 
-def uneven_eps(case: Case) -> Iterator[Finding]:
-    """A few norms with another eps than the rest, where no library says that it must be so."""
-    kept = Counter(site.eps for site in case.sites if site.mean is not None)
-    if len(kept) < 2 or case.bare is not None:
-        return
-    usual, count = kept.most_common(1)[0]
-    sites = [site for site in case.sites if site.eps != usual and site.mean is not None]
-    if count < _MOST_NORMS * len(sites):
-        return
-    rest = ", ".join(f"{one:g}" for one in kept if one != usual)
-    evidence = f"eps is {usual:g} in {count} norms, and {rest} in {len(sites)}"
-    cost = "small variances are scaled otherwise there, if it is not meant so"
-    yield Finding("uneven-eps", paths_of(sites), evidence, Certainty.POSSIBLE, cost, set_eps(usual, sites, case))
-
-
 def momentum(case: Case) -> Iterator[Finding]:
     """A momentum with which running statistics cannot follow: 0 and less, or nearly the whole batch."""
     hit = [site for site in case.sites if site.momentum is not None and not 0 < site.momentum <= _LARGEST]
@@ -73,37 +58,38 @@ def momentum(case: Case) -> Iterator[Finding]:
         yield Finding("momentum", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 
 
-def untracked(case: Case) -> Iterator[Finding]:
-    """Norms that keep no statistics: eval mode depends on what else is in the batch."""
-    hit = [site for site in case.sites if site.mean is None]
-    if hit:
-        evidence = f"{share(len(hit), len(case.sites), 'norms')} keep no running statistics (track_running_stats=False)"
-        cost = "an image's answer depends on the batch that it comes in, also in eval mode"
-        mend = f"build them with track_running_stats=True, then {case.recalibrate}"
-        yield Finding("no-statistics", paths_of(hit), evidence, Certainty.CERTAIN, cost, mend)
+def _keeps_none(_case: Case, site: StoredNorm) -> bool:
+    return site.mean is None
 
 
-def thawed(case: Case) -> Iterator[Finding]:
-    """Norms in training mode that were meant to be frozen, or in a network in eval mode."""
-    alive = [site for site in case.sites if site.module.training and not affine.is_frozen(site.module)]
-    if not case.model.training and alive:
-        evidence = f"{share(len(alive), len(case.sites), 'norms')} are in training mode, the network is in eval mode"
-        cost = "answers depend on the batch, and each call changes the statistics"
-        yield Finding("training-mode", paths_of(alive), evidence, Certainty.CERTAIN, cost, "model.eval()")
-    fixed = [site for site in alive if case.model.training and _learns_nothing(site)]
-    if fixed:
-        evidence = (
-            f"gamma and beta are frozen in {share(len(fixed), len(case.sites), 'norms')}, their statistics are not"
-        )
-        only = " ".join(f"--only {site.path}" for site in fixed[:3])
-        mend = f"normswap convert {case.name} --to frozen-bn {only}"
-        cost = "statistics move with every batch"
-        yield Finding("thawed", paths_of(fixed), evidence, Certainty.CERTAIN, cost, mend)
+def _in_training(case: Case, site: StoredNorm) -> bool:
+    return not case.model.training and site.module.training and not affine.is_frozen(site.module)
 
 
-def _learns_nothing(site: StoredNorm) -> bool:
+def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     parameters = [*site.module.parameters(recurse=False)]
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    alive = case.model.training and site.module.training and not affine.is_frozen(site.module)
+    return alive and bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+untracked = rule(
+    "no-statistics", _keeps_none,
+    "{} keep no running statistics (track_running_stats=False)",
+    "an image's answer depends on the batch that it comes in, also in eval mode",
+    "build them with track_running_stats=True, then normswap recalibrate {} --data IMAGES",
+)  # fmt: skip
+in_training = rule(
+    "training-mode", _in_training,
+    "{} are in training mode, the network is in eval mode",
+    "answers depend on the batch, and each call changes the statistics",
+    "model.eval()",
+)  # fmt: skip
+thawed = rule(
+    "thawed", _only_statistics_learn,
+    "gamma and beta are frozen in {}, their statistics are not",
+    "statistics move with every batch",
+    "normswap convert {} --to frozen-bn (with --only PATH where others are to learn)",
+)  # fmt: skip
 
 
 def unfit_eps(case: Case) -> Iterator[Finding]:
@@ -152,3 +138,48 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
         shift = (mean - site.mean).square() / (site.var + 1e-12)
         total += float(((ratio - 1 - ratio.log() + shift) / 2).quantile(0.75))
     return total / len(sites)
+
+
+def shared(case: Case) -> Iterator[Finding]:
+    """One norm, or one tensor of statistics, for several places."""
+    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
+    owners: dict[int, list[StoredNorm]] = {}
+    for site in case.sites:
+        buffer = getattr(site.module, "running_mean", None)
+        if buffer is not None:
+            owners.setdefault(buffer.data_ptr(), []).append(site)
+    aliased = [site for sites in owners.values() if len(sites) > 1 for site in sites]
+    paths = tuple(dict.fromkeys(site.path for site in [*twice, *aliased]))
+    if paths:
+        evidence = f"{len(paths)} norms serve several places: one set of statistics for what differs"
+        cost = "each place is normalized by the mixture; training mode, which takes each apart, hides it"
+        mend = "share the weights, not the norms: give each place its own (nn.BatchNorm2d per level), then train on"
+        yield Finding("shared-norm", paths, evidence, Certainty.CERTAIN, cost, mend)
+
+
+def in_a_row(case: Case) -> Iterator[Finding]:
+    """A norm that reads nothing but what another norm has just normalized."""
+    if case.traced is None:
+        return
+    paths = []
+    for site in case.sites:
+        for call in case.calls(site):
+            before = _source(case.traced, call)
+            norm = None if before is None else case.traced.module(before)
+            if before is None or norm is None or not affine.is_batchnorm(norm) or affine.activation(norm) is not None:
+                continue
+            if len(case.traced.users[before]) == 1:
+                paths += [str(before.target), site.path]
+    if paths:
+        evidence = f"{paths[1]} normalizes what {paths[0]} has normalized, with nothing between"
+        cost = "the first one's gamma and beta have no effect in training mode; another function than in eval mode"
+        mend = f"normswap convert {case.name} --to folded --only {paths[0]}"
+        yield Finding("double-norm", tuple(dict.fromkeys(paths)), evidence, Certainty.CERTAIN, cost, mend)
+
+
+def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
+    """Find the value that the call reads, past what does nothing in eval mode."""
+    before = inputs(call)
+    while len(before) == 1 and is_identity(traced.module(before[0])):
+        before = inputs(before[0])
+    return before[0] if len(before) == 1 else None

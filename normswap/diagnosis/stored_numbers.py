@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.layers.planned_layer import Linearity
 
 _SWITCHED_OFF = 0.1  # share of a norm's channels with a gamma of 0 from which on it is a fault
@@ -17,32 +17,31 @@ _DECAYED = 1e-6  # of the median filter's squared length, below which a filter i
 _FILTERS, _CHANCE = 8, 4.0  # fewest whose lengths say something; standard errors of their variance
 
 
-def broken(case: Case) -> Iterator[Finding]:
-    """Values that are not finite."""
-    for names, mend in (
-        (("mean", "var"), case.recalibrate),
-        (("gamma", "beta"), "load the weights again, from a checkpoint before they broke"),
-    ):
-        hit = [site for site in case.sites if any(_is_broken(getattr(site, name)) for name in names)]
-        if hit:
-            evidence = f"{' or '.join(names)} holds NaN or infinity in {share(len(hit), len(case.sites), 'norms')}"
-            yield Finding(
-                "not-finite", paths_of(hit), evidence, Certainty.CERTAIN, "every answer is NaN or constant", mend
-            )
+def _holds_broken(*names: str) -> Callable[[Case, StoredNorm], bool]:
+    def hits(_case: Case, site: StoredNorm) -> bool:
+        values = [getattr(site, name) for name in names]
+        return any(value is not None and not bool(torch.isfinite(value).all()) for value in values)
+
+    return hits
 
 
-def _is_broken(values: Tensor | None) -> bool:
-    return values is not None and not bool(torch.isfinite(values).all())
+def _has_negative_variance(_case: Case, site: StoredNorm) -> bool:
+    return site.var is not None and bool((site.var < 0).any())
 
 
-def negative_variance(case: Case) -> Iterator[Finding]:
-    """Variances below 0: no data has them, so they are something else, or mixed up."""
-    hit = [site for site in case.sites if site.var is not None and bool((site.var < 0).any())]
-    if hit:
-        count = sum(int((site.var < 0).sum()) for site in hit if site.var is not None)
-        evidence = f"{count} variances are negative: statistics were mixed up, or subtracted from one another"
-        cost = "the square root is NaN, or of the wrong number"
-        yield Finding("negative-variance", paths_of(hit), evidence, Certainty.CERTAIN, cost, case.recalibrate)
+broken_statistics = rule(
+    "not-finite", _holds_broken("mean", "var"), "mean or var holds NaN or infinity in {}",
+    "every answer is NaN or constant",
+)  # fmt: skip
+broken_parameters = rule(
+    "not-finite", _holds_broken("gamma", "beta"), "gamma or beta holds NaN or infinity in {}",
+    "every answer is NaN or constant", "load the weights again, from a checkpoint before they broke",
+)  # fmt: skip
+negative_variance = rule(
+    "negative-variance", _has_negative_variance,
+    "variances are negative in {}: statistics were mixed up, or subtracted from one another",
+    "the square root is NaN, or of the wrong number",
+)  # fmt: skip
 
 
 def never_updated(case: Case) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.natural_noise import pink
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
@@ -95,11 +94,6 @@ class Reference:
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
     scores: bool = True
-
-    @classmethod
-    def of(cls, source: nn.Module) -> Reference:
-        """For a file that takes images and gives the network's answer."""
-        return cls(source, Signature.of_images(source, "logits"))
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
@@ -259,19 +253,14 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def pictures(size: tuple[int, int, int], mean: Tensor, std: Tensor, *, count: int = 16, seed: int = 0) -> Tensor:
-    """Make inputs (count, C, H, W), smooth as images are: noise in 0..1, normalized by mean and std (C, 1, 1)."""
-    return (torch.sigmoid(2 * pink(count, size, seed)) - mean) / std
-
-
-def split(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
-    """The same images, `size` at a time; None: as they come, but of more than one size (a short one first)."""
+def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
+    """The same images: one at a time, or as they come, but of more than one size (the first one by itself)."""
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)
-        if size is None and (i or len(images) < 2):
-            yield images, labels
-            continue
-        cuts = [size] * (len(images) // size) if size else [1, len(images) - 1]
-        cuts += [rest] if (rest := len(images) - sum(cuts)) else []
-        parts = [None] * len(cuts) if labels is None else labels.split(cuts)
-        yield from zip(images.split(cuts), parts, strict=True)
+        sizes = [len(images)]
+        if singly:
+            sizes = [1] * len(images)
+        elif i == 0 and len(images) > 1:
+            sizes = [1, len(images) - 1]
+        parts = [None] * len(sizes) if labels is None else labels.split(sizes)
+        yield from zip(images.split(sizes), parts, strict=True)

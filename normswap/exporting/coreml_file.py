@@ -1,15 +1,11 @@
 """Core ML: a package for Apple's devices, FILE.mlpackage, which coremltools makes of a traced network, an ML program.
 
-It is a directory. coremltools writes it on every system; what runs it is macOS's. Its names and times are left out, so
-that the same network is the same bytes.
+It is a directory. coremltools writes it on every system; what runs it is macOS's.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +23,6 @@ if TYPE_CHECKING:
     from coremltools.proto.Model_pb2 import Model
 
 _ENDING = ".mlpackage"
-_OWNER = "com.apple.CoreML"
-_GRAPH, _WEIGHTS = "model.mlmodel", "weights"
 _DISK = "[MIL FileWriter]"  # begins what coremltools says when it cannot write
 _TOOL = "com.github.apple.coremltools."  # what it notes by itself, the date among it
 
@@ -40,9 +34,11 @@ def write(contents: FileContents, file: Path) -> None:
     whole, half = contents.in_float32, contents.network.dtype == torch.float16
     made = or_simpler(whole, lambda network: _converted(network, whole, half=half))
     try:
-        spec = made.get_spec()
-        _require_names(spec, contents.network.signature)
-        _write(spec, Path(made.weights_dir), contents.metadata, file)
+        _require_names(made.get_spec(), contents.network.signature)
+        made.user_defined_metadata.clear()
+        made.user_defined_metadata.update(contents.metadata)
+        with silent():
+            made.save(str(file))
     finally:
         shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
 
@@ -89,27 +85,6 @@ def _require_names(spec: Model, signature: Signature) -> None:
     wanted = [*signature.inputs, *signature.outputs]
     if wrong := [name for name, other in zip(wanted, names, strict=True) if name != other]:
         raise RefusedError("Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx")
-
-
-def _write(spec: Model, weights: Path, metadata: Mapping[str, str], file: Path) -> None:
-    """Write the package, whose files get the permissions that new files have."""
-    noted = spec.description.metadata.userDefined
-    noted.clear()
-    noted.update(metadata)
-    folder = file / "Data" / _OWNER
-    (folder / _WEIGHTS).mkdir(parents=True)
-    for each in sorted(weights.iterdir()):
-        shutil.copyfile(each, folder / _WEIGHTS / each.name)
-    (folder / _GRAPH).write_bytes(spec.SerializeToString(deterministic=True))
-    descriptions = {_GRAPH: "CoreML Model Specification", _WEIGHTS: "CoreML Model Weights"}
-    items = {
-        str(uuid.uuid5(uuid.NAMESPACE_DNS, f"{name}.{_OWNER}")): {
-            "author": _OWNER, "description": what, "name": name, "path": f"{_OWNER}/{name}",
-        }
-        for name, what in descriptions.items()
-    }  # fmt: skip
-    manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": items, "rootModelIdentifier": next(iter(items))}
-    (file / "Manifest.json").write_text(json.dumps(manifest, indent=4) + "\n", encoding="utf-8")
 
 
 def open(file: Path) -> Runs:

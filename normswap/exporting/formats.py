@@ -32,6 +32,7 @@ from normswap.errors import (
     VerificationError,
     called,
     first_line,
+    quiet,
     require_packages,
     spelled,
 )
@@ -294,8 +295,6 @@ def refusing(what: str) -> Iterator[None]:
 def quietly() -> Iterator[None]:
     """Keep the words of torch and other libraries off the terminal, and compute no gradients."""
     import torch
-
-    from normswap.models.weight_files import quiet
 
     with quiet(), torch.no_grad():
         yield

@@ -108,12 +108,41 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """Write the network in int8."""
     import onnx
 
-    from normswap.exporting import onnx_arranging
-
     model = graph(contents)
-    onnx_arranging.arrange(model)
+    pool_means(model.graph)
     quantize(model, file, how)
     _save(onnx.load(file), contents, file)
+
+
+def pool_means(graph: onnx.GraphProto) -> None:
+    """Let every mean over a whole map be GlobalAveragePool, in place.
+
+    ONNX Runtime computes that on bytes; a ReduceMean costs a pass over floats on both sides of it, a fifth of the time
+    of networks with squeeze-and-excitation.
+    """
+    from onnx import helper, numpy_helper
+
+    values = (*graph.value_info, *graph.input, *graph.output)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes = []
+    for node in graph.node:
+        axes = constants.get(node.input[1]) if node.op_type == "ReduceMean" and len(node.input) > 1 else None
+        rank = ranks.get(node.input[0], 0) if axes is not None else 0
+        if axes is None or rank < 3 or sorted(axis % rank for axis in axes.tolist()) != [*range(2, rank)]:
+            nodes.append(node)
+            continue
+        keeps_sides = all(attribute.i for attribute in node.attribute if attribute.name == "keepdims")
+        result = node.output[0]
+        pooled = result if keeps_sides else f"{result}_pooled"
+        nodes.append(helper.make_node("GlobalAveragePool", [node.input[0]], [pooled], node.name))
+        if not keeps_sides:
+            # As many rows as there are, and the rest of the numbers.
+            rows = helper.make_tensor(f"{result}_shape", 7, [2], [0, -1])
+            graph.initializer.append(rows)
+            nodes.append(helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows"))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:

@@ -28,7 +28,6 @@ from normswap.graph.node_reader import LINEAR
 
 _ATEN = torch.ops.aten
 _HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
-_NEUTRAL = {_ATEN.mul.Tensor: 1, _ATEN.add.Tensor: 0, _ATEN.add_.Tensor: 0}  # the number with which it changes nothing
 _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
 
@@ -46,7 +45,6 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     """
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
-    _leave_out_identities(program.graph)
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
@@ -74,30 +72,6 @@ def _with_bf16(network: Shipped) -> Shipped:
         module.weight.data = module.weight.data.bfloat16()
         parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
     return twin
-
-
-def _leave_out_identities(graph: fx.Graph) -> None:
-    """Take out products with the number 1, and sums with 0.
-
-    Networks that once had scalars compute the former (timm's NormFreeBlock), those with merged branches the latter.
-    Where what it reads, or gives, is overwritten, it is needed as a copy.
-    """
-    for node in list(graph.nodes):
-        number = node.args[1] if node.target in _NEUTRAL else None
-        if not isinstance(number, float | int) or number != _NEUTRAL[node.target]:
-            continue
-        same = node.args[0]
-        if same.meta["val"].dtype != node.meta["val"].dtype:  # an integer becomes a float
-            continue
-        overwritten = any(_writes(user) for user in (*node.users, *same.users))
-        if _writes(node) or len(same.users) == 1 or not overwritten:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether it works in place."""
-    return node.op == "call_function" and str(node.target).split(".")[-2].endswith("_")
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from normswap.calibration.natural_noise import pink
 from normswap.errors import OptionError, spelled
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
@@ -95,9 +96,9 @@ class ExportRequest:
         return mean, std
 
     def pictures(self, count: int = 16) -> Tensor:
-        """Smooth noise (count, C, H, W), as the source takes images."""
-        channels, height, width = self.size
-        return checks.pictures((channels, height, width), *self.normalization, count=count)
+        """Smooth noise in 0..1, normalized (count, C, H, W), as the source takes images."""
+        mean, std = self.normalization
+        return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
         """The request, and what the network gives, by name; where that is no answer the request is for all of it.
@@ -171,7 +172,7 @@ class ExportRequest:
         if self.inputs:
             return self._calls(self.inputs if images is None else images), noise or "given inputs"
         pairs = labelled(self.pictures() if images is None else images)
-        return checks.split(pairs, None if self.settings.dynamic_batch else 1), noise or "given images"
+        return checks.split(pairs, singly=not self.settings.dynamic_batch), noise or "given images"
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
         """The inputs of the file, call by call; a sample at a time where their number is not free."""

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from normswap import demo_files
-from normswap.errors import OptionError, SourceError, first_line, spelled
+from normswap.errors import OptionError, SourceError, first_line, quiet, spelled
 from normswap.images.labels import Outputs, label_map
 from normswap.models import network_input, zoo
 from normswap.models.hub_config import Cfg
 from normswap.models.modes import undisturbed
 from normswap.models.preprocessing import stated
-from normswap.models.weight_files import quiet
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -50,9 +49,7 @@ class Loader:
         notes: which part of a dataset they are, and how labels were read, where the user should know.
     """
 
-    def __init__(
-        self, batches: DataLoader[object], origin: str, count: int | None, notes: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, batches: DataLoader[Any], origin: str, count: int | None, notes: tuple[str, ...] = ()) -> None:
         self.batches, self.origin, self.count, self.notes = batches, origin, count, notes
 
     def __len__(self) -> int:
@@ -61,11 +58,8 @@ class Loader:
     def only(self, rows: Sequence[int]) -> Loader:
         """Return a loader of these images; no other is read."""
         old = self.batches
-        some: DataLoader[object] = DataLoader(
-            Subset(old.dataset, rows), old.batch_size, num_workers=old.num_workers, collate_fn=old.collate_fn,
-            generator=old.generator,
-        )  # fmt: skip
-        return Loader(some, self.origin, len(rows), self.notes)
+        batches = _batches(Subset(old.dataset, rows), old.batch_size, old.num_workers, old.generator)
+        return Loader(batches, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         left = self.count
@@ -122,10 +116,12 @@ def make_loader(
     elif hasattr(dataset, "set_loader_cfg"):
         # timm deals out the shards of a stream by it.
         dataset.set_loader_cfg(num_workers=workers)
-    batches: DataLoader[object] = DataLoader(
-        dataset, batch_size, num_workers=workers, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
-    )
+    batches = _batches(dataset, batch_size, workers, torch.Generator().manual_seed(seed))
     return Loader(batches, data, count, notes)
+
+
+def _batches(dataset: Any, size: int | None, workers: int, generator: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, size, num_workers=workers, collate_fn=collate, generator=generator)
 
 
 def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
@@ -325,18 +321,14 @@ class CsvReader(ReaderImageFolder):
         self.root = str(file.parent)
         try:
             with file.open(newline="", encoding="utf-8-sig") as lines:
-                head, *rows = [*csv.reader(lines)] or [[]]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise SourceError(f"{file} cannot be read", first_line(error), "It is a CSV in UTF-8") from None
-        if head != ["file", "label"]:
-            remedy = "A line for each image follows: its file, a comma, its label"
-            raise SourceError(f"{file} does not begin with the line file,label", remedy=remedy)
-        pairs = []
-        for number, row in enumerate(rows, 2):
-            if row and (len(row) != 2 or not (file.parent / row[0].strip()).is_file()):
-                remedy = "Files are named relative to the CSV's folder"
-                raise SourceError(f"{file}, line {number}", "it is no file that is there, and its label", remedy)
-            pairs += [(str(file.parent / row[0].strip()), row[1].strip())] if row else []
+                rows = [(row["file"].strip(), row["label"].strip()) for row in csv.DictReader(lines)]
+        except (OSError, UnicodeDecodeError, csv.Error, KeyError, AttributeError):
+            rows = []
+        pairs = [(str(file.parent / name), label) for name, label in rows]
+        absent = [f"{path} does not exist" for path, _ in pairs if not Path(path).is_file()]
+        if absent or not pairs:
+            remedy = "It is UTF-8 text, its first line is file,label, and files are named relative to its folder"
+            raise SourceError(f"{file} is no list of images and labels", "".join(absent[:1]), remedy)
         ordered = sorted({label for _, label in pairs}, key=natural_key)
         self.class_to_idx = {label: number for number, label in enumerate(ordered)}
         self.samples = [(path, self.class_to_idx[label]) for path, label in pairs]

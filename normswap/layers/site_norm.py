@@ -93,7 +93,7 @@ def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
 
 
 class EmptyNorm(PlannedLayer):
-    """In place of a norm with statistics per sample: one whose values data will give (`norm_estimate`)."""
+    """In place of a norm with statistics per sample: one whose values data will give (`sequential_fit`)."""
 
     KEEPS_NORM = True
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from normswap.errors import PlanError, SourceError, first_line
+from normswap.errors import PlanError, SourceError, first_line, quiet
 from normswap.models.hub_config import Cfg
-from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
 Made = TypeVar("Made")
@@ -47,14 +46,14 @@ class Built:
         model: random values, on the CPU, in eval mode.
         arch: how to build it again.
         source: what to name to open it again.
-        seen: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
+        preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
         pretrained: gives the network with the weights that the source stands for.
     """
 
     model: nn.Module
     arch: Arch
     source: str
-    seen: Cfg
+    preprocessing: Cfg
     pretrained: Callable[[], nn.Module]
 
 

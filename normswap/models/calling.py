@@ -54,7 +54,9 @@ class Example:
     def count(self) -> int:
         """How many samples it has: as many as are in its list, else as its first images' first dimension says."""
         listed = next((value for value in self._values() if isinstance(value, list)), None)
-        return len(listed) if listed is not None else len(self.images) if self.images.ndim else 1
+        if listed is not None:
+            return len(listed)
+        return len(self.images) if self.images.ndim else 1
 
     def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]
@@ -186,10 +188,11 @@ def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     """Return the values of a call by the names of forward's arguments; of a dict among them by its own keys."""
-    names = [p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = dict(enumerate(positional))
     values: dict[str, object] = {}
     for i, value in enumerate(example.args):
-        values |= value if isinstance(value, Mapping) else {names[i] if i < len(names) else str(i): value}
+        values |= value if isinstance(value, Mapping) else {names.get(i, str(i)): value}
     return values | example.kwargs
 
 

@@ -24,20 +24,20 @@ from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 
 
-def build(name: str, wanted: BuildRequest) -> Built:
+def build(name: str, request: BuildRequest) -> Built:
     """Call the factory; the weights are those that it gives the network; or raises SourceError."""
-    arch = Arch(name, wanted.given, "factory")
+    arch = Arch(name, request.given, "factory")
     model = create(arch)
     stated: object = getattr(model, "pretrained_cfg", None)
-    seen = {key: stated[key] for key in RECORDED if key in stated} if isinstance(stated, Mapping) else {}
-    if wanted.num_classes is not None:
-        seen["num_classes"] = wanted.num_classes
+    preprocessing = {key: stated[key] for key in RECORDED if key in stated} if isinstance(stated, Mapping) else {}
+    if request.num_classes is not None:
+        preprocessing["num_classes"] = request.num_classes
 
     def pretrained() -> nn.Module:
         check_finite(model.state_dict(), f"what {name} gives")
         return model
 
-    return Built(model, arch, name, seen, pretrained)
+    return Built(model, arch, name, preprocessing, pretrained)
 
 
 def create(arch: Arch) -> nn.Module:

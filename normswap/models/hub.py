@@ -1,19 +1,14 @@
-"""The Hugging Face hub: one file at a time, from the cache when offline, and never waiting for ever."""
+"""The Hugging Face hub: one file at a time, from the cache when offline, and at once where there is no hub."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub as client
 from huggingface_hub import constants, errors
 
-from normswap.errors import SourceError, first_line, spelled
-from normswap.models.weight_files import quiet
-
-_MOST = 2  # a transfer is given up once it has brought this many times the size of the file
+from normswap.errors import SourceError, first_line, quiet, spelled
 
 
 def endpoint() -> str:
@@ -40,6 +35,16 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
     raise SourceError(f"hub repository {repo} has no {' or '.join(filenames)}", f"asked {endpoint()}")
 
 
+def local(folder: Path, filenames: Sequence[str]) -> Path:
+    """Return the first of `filenames` that a directory has; raises SourceError where it has none."""
+    file = next((folder / name for name in filenames if (folder / name).is_file()), None)
+    if file is None:
+        remedy = "A model directory has config.json and weights; for weights alone name the file."
+        what = f"{folder} has no {' or '.join(filenames)}" if folder.is_dir() else f"{folder} is no directory"
+        raise SourceError(what, remedy=remedy)
+    return file
+
+
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
     """Return the file; None where the repository is there and has none of that name."""
     # The client retries an unreachable hub for minutes. A first HEAD of our own, without retries, settles it quickly.
@@ -56,7 +61,7 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
             return None
         raise _explained(error, repo) from None
     try:
-        return Path(client.hf_hub_download(repo, filename, revision=revision, **_guard()))
+        return Path(client.hf_hub_download(repo, filename, revision=revision))
     except Exception as error:
         what = f"the transfer of {filename} from {url} broke"
         raise SourceError(what, first_line(error), "Nothing was kept; try again.") from None
@@ -73,20 +78,3 @@ def _explained(error: Exception, repo: str) -> SourceError:
         f"'{spelled('arch', metavar='NAME')}'; or a hub that answers (HF_ENDPOINT, or a cache filled in HF_HOME)."
     )
     return SourceError(f"no weights for {repo}", why, remedy)
-
-
-def _guard() -> dict[str, Any]:
-    """Return a progress bar that gives up: the client resumes for ever when a server breaks each transfer half way."""
-    if "tqdm_class" not in inspect.signature(client.hf_hub_download).parameters:
-        return {}  # older clients stop by themselves
-
-    class Bar(client.utils.tqdm):  # type: ignore[misc]
-        received = 0.0
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self.received += max(n or 0, 0)
-            if self.total and self.received > _MOST * self.total:
-                raise OSError("the server keeps closing the connection before the end")
-            return super().update(n)
-
-    return {"tqdm_class": Bar}

@@ -31,9 +31,6 @@ def read_json(file: Path, origin: str) -> Cfg:
     """Read a file that holds an object of JSON; raises SourceError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        remedy = "A model directory has config.json and model.safetensors; for weights alone name the file."
-        raise SourceError(f"{origin} has no {file.name}", remedy=remedy) from None
     except (OSError, ValueError) as error:
         raise SourceError(f"{origin}: {file.name} cannot be read", first_line(error)) from None
     if not isinstance(content, dict):
@@ -61,11 +58,11 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     if not isinstance(stated, dict) or not isinstance(args, dict):
         raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
     top = {key: config[key] for key in _TOP_LEVEL if key in config}
-    known = {key: value for key, value in {**stated, **top}.items() if value is not None}
-    size = known.get("input_size", [3, 224, 224])
+    values = {key: value for key, value in {**stated, **top}.items() if value is not None}
+    size = values.get("input_size", [3, 224, 224])
     if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
         raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
-    return name, args, known
+    return name, args, values
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
@@ -87,23 +84,23 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
         kwargs: the arguments the network was built with.
     """
     classes = getattr(model, "num_classes", cfg["num_classes"])
-    kept = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
-    if classes != kept.get("num_classes"):
-        kept = {key: value for key, value in kept.items() if not key.startswith("label_")}
-        kept["num_classes"] = classes
-    chans = kwargs.get("in_chans", kept["input_size"][0])
-    size = kwargs.get("img_size", kept["input_size"][1:])
-    kept["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
-    kept |= {key: per_channel(kept[key], chans) for key in ("mean", "std") if kept.get(key) is not None}
-    plain: Cfg = json.loads(json.dumps(kept))
+    recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
+    if classes != recorded.get("num_classes"):
+        recorded = {key: value for key, value in recorded.items() if not key.startswith("label_")}
+        recorded["num_classes"] = classes
+    chans = kwargs.get("in_chans", recorded["input_size"][0])
+    size = kwargs.get("img_size", recorded["input_size"][1:])
+    recorded["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
+    recorded |= {key: per_channel(recorded[key], chans) for key in ("mean", "std") if recorded.get(key) is not None}
+    plain: Cfg = json.loads(json.dumps(recorded))
     return plain
 
 
 def bare(config: Cfg) -> Cfg:
     """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
-    kept = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
+    recorded = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
             if key not in _OF_A_FILE}  # fmt: skip
-    return {**kept, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})}
+    return {**recorded, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in recorded else {})}
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
@@ -118,24 +115,24 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
     crop = _sides(stated.get("crop_size")) if stated.get("do_center_crop", True) else None
     size = _sides(stated.get("size")) if stated.get("do_resize", True) else None
     final = crop or size or _sides(getattr(config, "image_size", None))
-    seen: Cfg = {} if final is None else {"input_size": [channels, *final]}
+    preprocessing: Cfg = {} if final is None else {"input_size": [channels, *final]}
     if size is not None and final is not None:
         squashes = crop is None and isinstance(stated["size"], dict) and "height" in stated["size"]
         share = crop_share(min(crop), min(size)) if crop else stated.get("crop_pct") or 1.0
-        seen |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
+        preprocessing |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
     if stated.get("resample") in _INTERPOLATIONS:
-        seen["interpolation"] = _INTERPOLATIONS[stated["resample"]]
+        preprocessing["interpolation"] = _INTERPOLATIONS[stated["resample"]]
     if stated.get("do_normalize") is False:
-        seen |= {"mean": [0.0] * channels, "std": [1.0] * channels}
+        preprocessing |= {"mean": [0.0] * channels, "std": [1.0] * channels}
     for key, word in (("image_mean", "mean"), ("image_std", "std")):
         values = stated.get(key)
-        if word not in seen and isinstance(values, list) and len(values) == channels:
-            seen[word] = [float(value) for value in values]
+        if word not in preprocessing and isinstance(values, list) and len(values) == channels:
+            preprocessing[word] = [float(value) for value in values]
     if type(model).__name__.endswith("ForImageClassification"):
         names = [str(config.id2label[label]) for label in sorted(config.id2label)]
         meaningful = len(set(names)) == len(names) and not all(name.startswith("LABEL_") for name in names)
-        seen |= {"num_classes": config.num_labels, **({"label_names": names} if meaningful else {})}
-    return seen
+        preprocessing |= {"num_classes": config.num_labels, **({"label_names": names} if meaningful else {})}
+    return preprocessing
 
 
 def _sides(size: object) -> tuple[int, int] | None:

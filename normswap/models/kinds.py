@@ -78,8 +78,8 @@ KINDS = (
 def of(name: str) -> Kind:
     """Find the kind of source that a MODEL names: by its prefix; else a factory, if it is written so, else timm's."""
     prefix = name.partition(":")[0]
-    known = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
-    return next(known, FACTORY if _FACTORY.fullmatch(name) else TIMM)
+    matches = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
+    return next(matches, FACTORY if _FACTORY.fullmatch(name) else TIMM)
 
 
 def prefixes() -> tuple[str, ...]:
@@ -91,8 +91,8 @@ def by_builder(builder: str) -> Kind:
     """Return the kind whose networks the builder makes; raises SourceError where there is none."""
     match = next((kind for kind in KINDS if kind.builder == builder), None)
     if match is None:
-        known = ", ".join(kind.builder for kind in KINDS)
-        raise SourceError(f"this normswap does not know the builder {builder!r}", f"it knows {known}", "Upgrade it")
+        names = ", ".join(kind.builder for kind in KINDS)
+        raise SourceError(f"this normswap does not know the builder {builder!r}", f"it knows {names}", "Upgrade it")
     return match
 
 

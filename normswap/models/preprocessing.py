@@ -73,8 +73,10 @@ def _record(model: nn.Module, values: Cfg) -> None:
 def stated(model: nn.Module) -> Cfg:
     """Return what a network's record, or timm's, states of its images and classes."""
     origin = provenance.of(model)
+    if origin and origin.pretrained_cfg:
+        return dict(origin.pretrained_cfg)
     config: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    return dict((origin.pretrained_cfg if origin else None) or (config if isinstance(config, Mapping) else {}))
+    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[float]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import timm
@@ -13,11 +12,11 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from normswap import demo_files, shipped
-from normswap.errors import SourceError, first_line, spelled
+from normswap.errors import SourceError, first_line, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
 from normswap.models.hub_config import GENERAL, read_config, record
-from normswap.models.weight_files import check_finite, load_into, quiet, read
+from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 
 # Arguments of timm.create_model that would load weights or return something else than the named network.
@@ -63,23 +62,24 @@ def _looks_like_path(name: str) -> bool:
     return any(mark in name for mark in "/\\:")
 
 
-def build(name: str, wanted: BuildRequest) -> Built:
+def build(name: str, request: BuildRequest) -> Built:
     """Build the network of a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, or a directory in timm's layout.
 
     Raises:
         SourceError: it cannot be found, read, understood or built.
     """
-    prefix, _, rest = name.partition(":")
+    prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
-        return _from_hub(rest, wanted.given)
+        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.given)
     if name == demo_files.NAME:
-        return replace(_from_directory(demo_files.FOLDER, wanted.given), source=name)
+        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.given)
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
-        return _from_directory(Path(name.removeprefix("local-dir:")), wanted.given)
+        folder = Path(name.removeprefix("local-dir:")).resolve()
+        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.given)
     if _looks_like_path(name):
         remedy = "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code package.module:factory"
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
-    return _from_name(name, wanted.given)
+    return _from_name(name, request.given)
 
 
 def _from_name(name: str, arguments: Cfg) -> Built:
@@ -124,31 +124,13 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     return model
 
 
-def _from_hub(repo: str, arguments: Cfg) -> Built:
-    origin = f"hf-hub:{repo}"
-    return _from_layout(hub.fetch(repo, ("config.json",)), origin, arguments, lambda: hub.fetch(repo, _FILES))
-
-
-def _from_directory(folder: Path, arguments: Cfg) -> Built:
-    if not folder.is_dir():
-        raise SourceError(f"{folder} is no directory")
-
-    def weights() -> Path:
-        file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-        if file is None:
-            raise SourceError(f"{folder} has no weights", f"neither {' nor '.join(_FILES)}")
-        return file
-
-    return _from_layout(folder / "config.json", f"local-dir:{folder.resolve()}", arguments, weights)
-
-
-def _from_layout(config: Path, origin: str, arguments: Cfg, weights: Callable[[], Path]) -> Built:
-    """Build what a config.json describes; `weights` finds the file that belongs to it."""
-    arch, cfg = _configured(config, origin, arguments)
+def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: Cfg) -> Built:
+    """Build what a config.json describes; `find` gives the first file of some names that lies beside it."""
+    arch, cfg = _configured(find(("config.json",)), origin, arguments)
     model = create(arch)
 
     def pretrained() -> nn.Module:
-        load_into(model, read(weights()), origin, cfg)
+        load_into(model, read(find(_FILES)), origin, cfg)
         return model
 
     return Built(model, arch, origin, record(cfg, arch.kwargs, model), pretrained)
@@ -159,8 +141,8 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     architecture, model_args, stated = read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]
-    kept = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
-    cfg = {**_USUAL, **kept, **stated, "architecture": name}  # no preprocessing of the name's default weights
+    of_name = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
+    cfg = {**_USUAL, **of_name, **stated, "architecture": name}  # no preprocessing of the name's default weights
     chans, *size = cfg["input_size"]
     cfg["input_size"] = [model_args.get("in_chans", chans), *size]
     kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **model_args, **arguments}

@@ -28,17 +28,17 @@ from normswap.plan import Arch
 _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
-def build(name: str, wanted: BuildRequest) -> Built:
+def build(name: str, request: BuildRequest) -> Built:
     """Build the bare network of `torchvision:BUILDER` as its weights want it: those behind the @, or the default ones.
 
     Raises:
         SourceError: unknown builder, weights or arguments.
     """
     called, _, tag = name.partition(":")[2].partition("@")
-    arguments = wanted.named("num_classes", "in_chans")
+    arguments = request.named("num_classes", "in_chans")
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
-    member = _member(called, tag) if tag or wanted.trained else None
+    member = _member(called, tag) if tag or request.trained else None
     categories = member.meta.get("categories") if member is not None else None
     classes = len(categories or ())
     fresh_head = bool(classes) and arguments.get("num_classes") not in (None, classes)
@@ -54,10 +54,10 @@ def build(name: str, wanted: BuildRequest) -> Built:
         load_into(model, _rehead(state, model, classes) if fresh_head else state, source, {})
         return model
 
-    seen = _preprocessing(member or getattr(models.get_model_weights(called), "DEFAULT", None))
-    if "num_classes" in seen and "num_classes" in arguments:
-        seen["num_classes"] = arguments["num_classes"]
-    return Built(model, arch, source, seen, pretrained)
+    preprocessing = _preprocessing(member or getattr(models.get_model_weights(called), "DEFAULT", None))
+    if "num_classes" in preprocessing and "num_classes" in arguments:
+        preprocessing["num_classes"] = arguments["num_classes"]
+    return Built(model, arch, source, preprocessing, pretrained)
 
 
 def create(arch: Arch) -> nn.Module:
@@ -77,19 +77,19 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    known = models.list_models()
-    if name not in known:
-        remedy = near(name, known, "See torchvision.models.list_models()")
+    names = models.list_models()
+    if name not in names:
+        remedy = near(name, names, "See torchvision.models.list_models()")
         raise SourceError(f"torchvision has no model '{name}'", remedy=remedy)
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
     """Return the weights of that name; of no name, the default ones."""
-    known = models.get_model_weights(name).__members__
-    if (tag or "DEFAULT") in known:
-        return known[tag or "DEFAULT"]
+    members = models.get_model_weights(name).__members__
+    if (tag or "DEFAULT") in members:
+        return members[tag or "DEFAULT"]
     what = f"torchvision has no weights '{tag}' for {name}" if tag else f"torchvision has no weights for {name}"
-    raise SourceError(what, remedy=near(tag, known, f"Use '{spelled('weights', 'random')}', or a weights file."))
+    raise SourceError(what, remedy=near(tag, members, f"Use '{spelled('weights', 'random')}', or a weights file."))
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
@@ -120,10 +120,10 @@ def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
     preset = None if member is None else member.transforms()
     if isinstance(preset, presets.ObjectDetection):  # the network itself normalizes
         return {"mean": [0.0] * 3, "std": [1.0] * 3}
-    seen: Cfg = {name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)}
+    preprocessing: Cfg = {name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)}
     if member is None or not isinstance(preset, presets.ImageClassification):
-        return seen
+        return preprocessing
     side = int(preset.crop_size[0])
     size = {"input_size": [3, side, side], "crop_pct": crop_share(side, int(preset.resize_size[0]))}
     classes = {"num_classes": len(member.meta["categories"])} if "categories" in member.meta else {}
-    return {**seen, **size, "crop_mode": "center", "interpolation": preset.interpolation.value, **classes}
+    return {**preprocessing, **size, "crop_mode": "center", "interpolation": preset.interpolation.value, **classes}

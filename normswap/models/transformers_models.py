@@ -16,25 +16,25 @@ import torch
 import transformers
 from torch import nn
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, first_line, quiet
 from normswap.layers.seeding import seeded
 from normswap.models import hub, hub_config
 from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
-from normswap.models.weight_files import check_finite, listed, quiet
+from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NOT_RUN = "Code that a repository brings is not run"
 
 
-def build(name: str, wanted: BuildRequest) -> Built:
+def build(name: str, request: BuildRequest) -> Built:
     """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with its config as arguments.
 
     Raises:
         SourceError: it cannot be found, read, understood or built.
     """
     place, source = name.partition(":")[2], name
-    arguments = wanted.named("num_labels", "num_channels")
+    arguments = request.named("num_labels", "num_channels")
     stated, processor = arguments, dict[str, Any]()
     arch = Arch(place, arguments, "transformers")
     if Path(place).is_dir() or not hasattr(transformers, place):
@@ -45,8 +45,8 @@ def build(name: str, wanted: BuildRequest) -> Built:
             processor = hub_config.read_json(_fetch(place, "preprocessor_config.json"), name)
     model = create(arch)
     fresh = _config(Arch(name, hub_config.bare(stated))).num_labels != model.config.num_labels
-    seen = hub_config.of_image_processor(processor, model)
-    return Built(model, arch, source, seen, lambda: _trained(place, arch, name, fresh=fresh))
+    preprocessing = hub_config.of_image_processor(processor, model)
+    return Built(model, arch, source, preprocessing, lambda: _trained(place, arch, name, fresh=fresh))
 
 
 def create(arch: Arch) -> transformers.PreTrainedModel:
@@ -71,12 +71,8 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
 
 def _fetch(place: str, *names: str) -> Path:
     """Return the first file of these names in a directory or a hub repository."""
-    folder = Path(place)
-    if folder.is_dir():
-        file = next((folder / name for name in names if (folder / name).is_file()), None)
-        if file is None:
-            raise SourceError(f"{folder} has no {' or '.join(names)}", remedy="Is it written by save_pretrained?")
-        return file
+    if Path(place).is_dir():
+        return hub.local(Path(place), names)
     if place.count("/") != 1:
         raise SourceError(f"hf:{place} is no directory", "nor is it owner/name, a repository of the hub")
     return hub.fetch(place, names)
@@ -93,17 +89,17 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     named = stated.get("architectures")
     if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
         return Arch(named[0], kwargs, "transformers")
-    made = make(name, transformers.AutoModel.from_config, {"config": config})
-    return Arch(type(made).__name__, kwargs, "transformers")
+    model = make(name, transformers.AutoModel.from_config, {"config": config})
+    return Arch(type(model).__name__, kwargs, "transformers")
 
 
 def _config(arch: Arch) -> transformers.PretrainedConfig:
     body = dict(arch.kwargs)
-    kind, known = body.pop("model_type", None), transformers.CONFIG_MAPPING
-    if not isinstance(kind, str) or kind not in known:
-        remedy = near(str(kind), known, _NOT_RUN)
+    kind, configs = body.pop("model_type", None), transformers.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in configs:
+        remedy = near(str(kind), configs, _NOT_RUN)
         raise SourceError(f"{arch.name}: transformers has no model_type {kind!r}", remedy=remedy)
-    return make(f"hf:{arch.name}", known[kind].from_dict, {"config_dict": body})
+    return make(f"hf:{arch.name}", configs[kind].from_dict, {"config_dict": body})
 
 
 def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import logging
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, first_line, quiet
 from normswap.models.hub_config import Cfg
 from normswap.models.network_input import is_finite
 
@@ -32,22 +30,6 @@ _SHOWN = 5  # names in an error
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""
-    loggers = [logging.getLogger(name) for name in ("timm", "huggingface_hub", "transformers", "torch")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
@@ -95,10 +77,9 @@ def read(file: Path) -> State:
 
 def _foreign_names(file: Path) -> list[str]:
     """Return the classes and functions that an archive wants to import, read without importing them."""
-    try:
+    with suppress(Exception):  # of what is no archive of torch.save
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    except Exception:  # no archive of torch.save
-        return []
+    return []
 
 
 def _unwrapped(content: object, file: Path) -> State:

@@ -132,10 +132,10 @@ def open_source(
     kind = kinds.of(name)
     check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
-    wanted = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
+    request = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
     if file is not None:
-        return _filled(lambda: kind.load().build(name, wanted), file)
-    built: Built = kind.load().build(name, wanted)
+        return _filled(lambda: kind.load().build(name, request), file)
+    built: Built = kind.load().build(name, request)
     if not trained:
         return _carry(built, built.model, built.source, None)
     model = built.pretrained()
@@ -151,7 +151,7 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     """Let the model carry its origin, and let timm see the same preprocessing."""
-    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.seen}
+    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)  # plain attributes, as timm sets them
-    record = Provenance(built.arch, source, sha256, built.seen)
+    record = Provenance(built.arch, source, sha256, built.preprocessing)
     return provenance.attach(model, record)

@@ -1,24 +1,23 @@
 """The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme` adds more.
 
 A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record in the catalogue.
-What several share is in `parts`. Imports: `calibration` and what is below; the catalogue imports no torch.
+Imports: `calibration` and what is below; the catalogue imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 
 from normswap import plugins
 from normswap.errors import OptionError, spelled
 from normswap.plan import Step
-from normswap.schemes.catalogue import PURPOSES, STEPS, TARGETS
-from normswap.schemes.parts.options import Option, check_given
+from normswap.schemes.catalogue import PURPOSES, TARGETS
+from normswap.schemes.catalogue import STEPS as STEPS
+from normswap.schemes.options import Option, check_given
 from normswap.schemes.scheme import Chosen as Chosen
 from normswap.schemes.scheme import Options as Options
-from normswap.schemes.scheme import Planner
 from normswap.schemes.scheme import Scheme as Scheme
 
 UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
@@ -40,18 +39,12 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
         raise OptionError(f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}")
     if name in {*TARGETS, *PURPOSES, *STEPS, *_registered, "unfold"}:
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
-    options = scheme.options or tuple(_of_signature(scheme.plan))
+    keywords = [p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    kinds = [type(p.default) if type(p.default) in (int, float, bool) else str for p in keywords]
+    options = tuple(Option(p.name, kind, p.default) for p, kind in zip(keywords, kinds, strict=True))
     summary = scheme.summary or (inspect.getdoc(scheme.plan) or name).split("\n")[0]
-    _registered[name] = replace(scheme, name=name, options=options, summary=summary)
+    _registered[name] = replace(scheme, name=name, options=scheme.options or options, summary=summary)
     return _registered[name]
-
-
-def _of_signature(plan: Planner) -> Iterator[Option]:
-    """The keywords of a plan as options of the type of their defaults."""
-    for keyword in inspect.signature(plan).parameters.values():
-        if keyword.kind is keyword.KEYWORD_ONLY:
-            kind = type(keyword.default)
-            yield Option(keyword.name, kind if kind in (int, float, bool) else str, keyword.default)
 
 
 def names() -> list[str]:
@@ -69,10 +62,11 @@ def get(name: str) -> Scheme:
     """The scheme, purpose or step of that name.
 
     Raises:
-        OptionError: there is none; near names are suggested.
+        OptionError: there is none; a near name is suggested.
     """
-    for scheme in (table[name] for table in (TARGETS, PURPOSES, STEPS) if name in table):
-        return replace(scheme, name=name)
+    own = {**TARGETS, **PURPOSES, **STEPS}
+    if name in own:
+        return replace(own[name], name=name)
     if name not in names():
         raise _unknown(name)
     return _registered[name]
@@ -84,7 +78,7 @@ def check_target(name: str) -> None:
     Raises:
         OptionError: one cannot convert to that.
     """
-    if name in purpose_names():
+    if name in PURPOSES:
         use = f"{spelled('to', metavar='SCHEME')}' with '{spelled('purpose', name)}"
         raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '{use}'")
     if name != "unfold" and name not in names():
@@ -97,15 +91,16 @@ def check_purpose(name: str | None) -> None:
     Raises:
         OptionError: there is none of that name.
     """
-    if name is not None and name not in purpose_names():
+    if name is not None and name not in PURPOSES:
         raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(purpose_names())))
 
 
 def _unknown(name: str) -> OptionError:
-    known = sorted([*names(), "unfold"])
-    near = difflib.get_close_matches(str(name), known, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}"
-    return OptionError(f"unknown scheme {name!r}", remedy=hint)
+    targets = sorted([*names(), "unfold"])
+    remedy = f"Known: {', '.join(targets)}"
+    if near := difflib.get_close_matches(str(name), targets, 1):
+        remedy = f"Did you mean {near[0]}?"
+    return OptionError(f"unknown scheme {name!r}", remedy=remedy)
 
 
 def chosen(name: str, options: Options) -> Chosen:
@@ -137,10 +132,10 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 def changed(scheme: str, options: Options) -> Options:
     """The options that are not the scheme's defaults; all of them, if nobody knows the scheme any more."""
     try:
-        known = get(scheme).defaults
+        defaults = get(scheme).defaults
     except OptionError:
-        known = {}
-    return {name: value for name, value in options.items() if name not in known or known[name] != value}
+        return options
+    return {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
 
 
 def exact(step: Step) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from normswap.schemes.parts.options import Option, Range
+from normswap.schemes.options import Option, Range
 from normswap.schemes.scheme import Options, Scheme
 
 
@@ -37,40 +37,21 @@ def _keeps(option: str, value: str) -> Callable[[Options], bool]:
 
 
 _ALPHA = Option(
-    "alpha",
-    object,
-    "match",
-    "`match`, `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number",
-    "NUMBER",
-    choices=("match", "inv-sqrt-depth"),
+    "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
 _STEADY = Option(
-    "steady",
-    float,
-    0.9,
-    "the share of a norm's divisor (variance + eps) that eps makes; the more, the more is kept, and the less it "
-    "normalizes; 0: the plain norm",
-    "SHARE",
-    range=Range(0, 1),
+    "steady", float, 0.9, "share of the divisor, variance + eps, that is eps; 0: plain", "SHARE", range=Range(0, 1)
 )
+_BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
-    Option(
-        "stem",
-        str,
-        "keep",
-        "the same for the convolution that reads the image; without them it is blind to brightness and colour",
-        choices=("fit", "keep"),
-    ),
-    Option(
-        "depthwise",
-        str,
-        "keep",
-        "the same for filters that read one channel, which without a mean lose its level",
-        choices=("fit", "keep"),
-    ),
+    Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
+    Option("depthwise", str, "keep", "the same for filters that read one channel", choices=("fit", "keep")),
 )
+# A norm with statistics per sample in place of every BatchNorm.
+_PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
+# What one can convert to, by name.
 TARGETS: dict[str, Scheme] = {
     "affine": Scheme(
         Function("schemes.norm_insertion.plan_affine"),
@@ -86,38 +67,21 @@ TARGETS: dict[str, Scheme] = {
                 "where",
                 str,
                 "norms",
-                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate, as "
-                "`activation`: after each convolution whose values reach an activation next; `conv`: after each that "
-                "another layer reads",
+                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate: after each "
+                "convolution whose values reach an `activation` next, or another layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
-            Option(
-                "like",
-                str,
-                "",
-                "instead: an architecture (named as MODEL is) whose norms' places are taken and whose own class, "
-                "without normswap's layers, holds the result",
-                "ARCH",
-                or_network=True,
-            ),
-            Option(
-                "ghost_batch",
-                int,
-                0,
-                "how many samples share their statistics in training; 0: the whole batch",
-                "N",
-                range=Range(0),
-            ),
+            Option("like", str, "", "instead: an architecture whose own class holds the result", "ARCH"),
+            Option("ghost_batch", int, 0, "samples that share statistics in training; 0: all", "N", range=Range(0)),
         ),
     ),
     "centered-weightnorm": Scheme(
-        Function("schemes.nf.plan_centered_weightnorm"),
+        Function("schemes.filters.plan_centered_weightnorm"),
         summary="Centered weight normalization: W = g (v - mean v) / |v - mean v| per filter; no norm of activations.",
         paper="Huang et al. 2017, arXiv:1710.02338, section 3",
         exact=_keeps("mean", "keep"),
-        needs_data=lambda options: options["mean"] != "keep",
-        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
-        fitting_target=Function("schemes.nf.fitting_target"),
+        needs_data=True,
+        fit=Function("schemes.filters.fit"),
         options=_FILTER_MEANS,
     ),
     "dyt": Scheme(
@@ -126,19 +90,8 @@ TARGETS: dict[str, Scheme] = {
         paper="Zhu et al. 2025, arXiv:2503.10622, section 4",
         exact=False,
         fit=Function("schemes.dyt.fit"),
-        fitting_target=Function("schemes.dyt.fitting_target"),
-        fits_without_images=True,
         starts_from="batchnorm",
-        options=(
-            Option(
-                "bend",
-                float,
-                0.25,
-                "the alpha that every layer starts with; its input has deviation 1, less where tails are long",
-                "ALPHA",
-                range=Range(0, 4, low_open=True, high_open=False),
-            ),
-        ),
+        options=(Option("bend", float, 0.25, "the alpha that every layer starts with", "ALPHA", range=_BEND),),
     ),
     "fixup": Scheme(
         Function("schemes.fixup.plan"),
@@ -147,9 +100,7 @@ TARGETS: dict[str, Scheme] = {
         exact=_keeps("init", "keep"),
         on_branches=True,
         decay="all",
-        options=(
-            Option("init", str, "keep", "`keep` the weights, or `fixup`, the paper's reset", choices=("keep", "fixup")),
-        ),
+        options=(Option("init", str, "keep", "`keep` weights, or `fixup`: the reset", choices=("keep", "fixup")),),
     ),
     "folded": Scheme(
         Function("schemes.folded.plan"),
@@ -160,8 +111,7 @@ TARGETS: dict[str, Scheme] = {
                 "branches",
                 str,
                 "merge",
-                "`merge` branches whose sum one convolution computes (RepVGG, MobileOne, RepViT, FastViT), or `keep` "
-                "them, so that `unfold` finds the way back",
+                "`merge` summed branches, or `keep` them",
                 choices=("merge", "keep"),
             ),
         ),
@@ -175,25 +125,14 @@ TARGETS: dict[str, Scheme] = {
         Function("schemes.groupnorm.plan"),
         summary="GroupNorm in place of every BatchNorm, set so that an average sample sees the BatchNorm.",
         paper="Wu & He 2018, arXiv:1803.08494, section 3",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
         options=(
-            Option(
-                "groups",
-                int,
-                1,
-                "of channels; a norm whose channels they do not divide gets the nearest divisor, and a note says so",
-                "N",
-                range=Range(1),
-            ),
+            Option("groups", int, 1, "of channels, or the nearest divisor of their number", "N", range=Range(1)),
             Option(
                 "group_size",
                 int,
                 0,
-                "instead: so many channels to a group (robot policies take 16); 0: `groups` says it",
+                "instead: channels to a group",
                 "N",
                 range=Range(0),
                 instead_of="groups",
@@ -205,31 +144,22 @@ TARGETS: dict[str, Scheme] = {
         Function("schemes.groupnorm.plan_instancenorm"),
         summary="InstanceNorm: every channel of every sample is normalized by itself; little of a classifier is kept.",
         paper="Ulyanov et al. 2016, arXiv:1607.08022, section 2",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
     ),
     "layernorm": Scheme(
         Function("schemes.groupnorm.plan_layernorm"),
         summary="LayerNorm over all channels and positions of a sample: GroupNorm with one group.",
         paper="Ba et al. 2016, arXiv:1607.06450, section 3",
-        exact=False,
-        fit=Function("schemes.groupnorm.fit"),
-        fitting_target=Function("schemes.groupnorm.fitting_target"),
-        fits_without_images=True,
-        starts_from="batchnorm",
+        **_PER_SAMPLE,
         options=(_STEADY,),
     ),
     "nf": Scheme(
-        Function("schemes.nf.plan"),
+        Function("schemes.filters.plan_nf"),
         summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
         paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
         exact=_keeps("mean", "keep"),
-        needs_data=lambda options: options["mean"] != "keep",
-        fit=Function("calibration.zero_sum_fit.fit_zero_sum"),
-        fitting_target=Function("schemes.nf.fitting_target"),
+        needs_data=True,
+        fit=Function("schemes.filters.fit"),
         on_branches=True,
         options=_FILTER_MEANS,
     ),
@@ -241,14 +171,7 @@ TARGETS: dict[str, Scheme] = {
         on_branches=True,
         options=(
             _ALPHA,
-            Option(
-                "dropout",
-                float,
-                0.2,
-                "probability of dropping a feature before the classifier, in [0, 1)",
-                "P",
-                range=Range(0, 1),
-            ),
+            Option("dropout", float, 0.2, "of features before the classifier, a probability", "P", range=Range(0, 1)),
         ),
     ),
     "residual-scale": Scheme(
@@ -263,7 +186,7 @@ TARGETS: dict[str, Scheme] = {
                 "rule",
                 str,
                 "rescale",
-                "the published rule that gives a and b",
+                "for a and b",
                 choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
             ),
         ),
@@ -282,29 +205,29 @@ TARGETS: dict[str, Scheme] = {
         options=(_ALPHA,),
     ),
     "spectralnorm": Scheme(
-        Function("schemes.weightnorm.plan_spectralnorm"),
+        Function("schemes.filters.plan_spectralnorm"),
         summary="Spectral normalization: W = alpha V / sigma(V), sigma the largest singular value, one alpha a layer.",
         paper="Miyato et al. 2018, arXiv:1802.05957, section 2.1",
     ),
     "tune": Scheme(
-        Function("schemes.tune.plan"),
+        Function("schemes.norm_insertion.plan_tune"),
         summary="Tune mode: frozen statistics, and a gamma that learns and scales the convolution's weight.",
         paper="You et al. 2023, Efficient ConvBN Blocks, arXiv:2305.11624, section 3.3",
     ),
     "weightnorm": Scheme(
-        Function("schemes.weightnorm.plan"),
+        Function("schemes.filters.plan_weightnorm"),
         summary="Weight normalization: W = g v / |v| per filter, with g the filter's norm; no norm of activations.",
         paper="Salimans & Kingma 2016, arXiv:1602.07868, section 2",
     ),
 }
-"""What one can convert to, by name."""
 
+# What `--for` adds after a scheme.
 PURPOSES: dict[str, Scheme] = {
     "federated": Scheme(Function("schemes.purposes.plan_federated"), may_do_nothing=True),
     "opacus": Scheme(Function("schemes.purposes.plan_opacus"), may_do_nothing=True),
 }
-"""What `--for` adds after a scheme."""
 
+# Steps of a plan that are no targets: what comes before a scheme, or stands alone.
 STEPS: dict[str, Scheme] = {
     "estimate": Scheme(
         Function("schemes.statistics.plan_estimate"),
@@ -314,11 +237,11 @@ STEPS: dict[str, Scheme] = {
         fit=Function("schemes.statistics.fit_estimate"),
     ),
     "measured-batchnorm": Scheme(
-        Function("schemes.measured_batchnorm.plan"),
+        Function("schemes.statistics.plan_measured"),
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3",
         needs_data=True,
-        fit=Function("schemes.measured_batchnorm.fit"),
-        settle=Function("schemes.measured_batchnorm.settle"),
+        fit=Function("schemes.statistics.fit_measured"),
+        settle=Function("schemes.statistics.settle_measured"),
         options=(Option("where", str, "activation"),),
     ),
     "merged-branches": Scheme(
@@ -341,4 +264,3 @@ STEPS: dict[str, Scheme] = {
         ),
     ),
 }
-"""Steps of a plan that are no targets: what comes before a scheme, or stands alone."""

@@ -1,9 +1,7 @@
-"""Fixup: no normalization; a scalar multiplier per residual branch, scalar biases before each layer and activation.
+"""Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every layer and activation; no norm.
 
-y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every convolution, linear layer and activation. The
-network is folded first, and its convolutions keep their biases per channel, so the function is kept. `--init fixup`
-applies the paper's reset, which is not exact: the last convolution of each branch and the classifier are 0, and the
-other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the number of residual blocks.
+`--init fixup` applies the paper's reset, which is not exact: the last convolution of each branch and the classifier are
+0, and the other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the number of residual blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.own import scales_branch
-from normswap.schemes.skipinit import check_blocks, place_scale
+from normswap.schemes.replaceable_batchnorms import readers
+from normswap.schemes.skipinit import NO_MODULE, check_blocks, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
@@ -26,9 +25,6 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
     Args:
         init: `fixup` applies the paper's reset to the weights, `keep` does not.
-
-    Raises:
-        RefusedError: no residual blocks, or a branch that ends where no module can stand.
     """
     check_blocks(anatomy)
     builder = fold_norms(anatomy)
@@ -44,9 +40,7 @@ def _place_scales(builder: PlanBuilder) -> None:
     modules = builder.anatomy.traced.modules
     for block in builder.anatomy.part():
         if block.tail is None:
-            builder.refusals[block.path] = (
-                "its branch ends in a function of the block itself, where no module can stand"
-            )
+            builder.refusals[block.path] = NO_MODULE
         elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
             builder.notes.append(f"{block.path} keeps its scalar")
         else:
@@ -54,13 +48,9 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 
 def _place_biases(builder: PlanBuilder) -> None:
-    modules = builder.anatomy.traced.modules
-    for path, module in modules.items():
-        if (
-            builder.is_removed(path, module)
-            and builder.anatomy.takes_part(path)
-            and _before_activation(builder, module)
-        ):
+    for path, module in builder.anatomy.traced.modules.items():
+        removed = builder.is_removed(path, module) and builder.anatomy.takes_part(path)
+        if removed and _before_activation(builder, module):
             builder.replace(path, "ScalarBias")
 
 
@@ -91,18 +81,10 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
     """Whether nothing but activations reads the module, through whatever is the identity (timm's `drop_block`)."""
     if affine.activation(module) is not None:
         return True
-    traced = builder.anatomy.traced
-    ahead = [user for call in traced.calls.get(id(module), ()) for user in traced.users[call]]
-    activations = 0
-    while ahead:
-        node = ahead.pop()
-        if builder.is_identity(node):
-            ahead += traced.users[node]
-        elif _is_activation(builder, node):
-            activations += 1
-        else:
-            return False
-    return activations > 0
+    calls = builder.anatomy.traced.calls.get(id(module), ())
+    ahead = [node for call in calls for node in readers(builder, call, builder.is_identity)]
+    final = [node for node in ahead if not builder.is_identity(node)]
+    return bool(final) and all(_is_activation(builder, node) for node in final)
 
 
 def _is_activation(builder: PlanBuilder, node: fx.Node) -> bool:

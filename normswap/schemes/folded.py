@@ -1,17 +1,8 @@
 """The canonical form: convolutions with bias, activations and sums; no statistics, no scalars. For fast inference.
 
-W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s. Before a ReLU (pre-activation networks)
-|s| moves on into the next convolutions and a shift per channel stays; elsewhere a scale and shift stay. Nothing is
-lost but the statistics, which the checkpoint keeps beside the weights (`--to unfold` brings them back).
-Of LayerNorms the standardization stays; gamma and beta go into the linear layers that read it, where that is exact; a
-LayerScale goes into the linear layer that it follows. Parallel branches whose sum one convolution computes become that
-convolution.
-
-The step that merges: parallel branches of convolutions, and of scales per channel, that are summed become one
-convolution.
-
-W' = sum of W_i at their taps, b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697,
-section 3.3). It follows `folded`, which has left convolutions, scales and shifts.
+W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s (`folding.canonical_form`). Of LayerNorms the
+standardization stays. Parallel branches that are summed become one convolution: W' = sum of W_i at their taps,
+b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697, section 3.3).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`batchnorm`, `frozen-bn` and `affine`: a layer at every place where a BatchNorm stands, or stood.
+"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands, or stood.
 
-The statistics are those that the network carries. A norm that was folded back leaves its output in its place: mean =
-beta, deviation = |gamma|. One that was folded forward, or left a shift or an affine map, has its own input there: its
-running statistics. In either case the new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the
-transform can be the identity), and the convolutions keep their values. A network that never had a BatchNorm gets some
-with statistics measured on the images of `--calibrate` (`measured_batchnorm.py`).
+A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
+forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer computes what
+stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
+from normswap.layers import affine, reparametrized
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Outcome
-from normswap.schemes.parts.replaceable_batchnorms import require_no_tokenwise_norms
+from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
@@ -64,11 +62,7 @@ def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode.
-
-    Raises:
-        RefusedError: there is no BatchNorm, and no record of one.
-    """
+    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode."""
     return insert_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
 
 
@@ -77,27 +71,66 @@ def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     builder.settle(path, left_affine("its own map"))
 
 
+def plan_tune(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a live gamma that scales the weight of every convolution before a norm, made anew at each step.
+
+    W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that no plain 2-D
+    convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
+    """
+    builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
+    # what folds back into one plain convolution can scale its weight instead
+    for path, conv in _folding(anatomy).items():
+        edit = builder.replacements.get(path)
+        module = anatomy.traced.linear(conv)
+        plain = reparametrized.plain_class(module) is nn.Conv2d and not reparametrized.keeps_input_bias(module)
+        if edit is None or not plain or (conv in builder.linears and builder.linears[conv].layer != "Folded"):
+            continue
+        linear = builder.linear(conv)
+        linear.layer, linear.extra = "Tuned", dict(edit.args)
+        linear.add(path, AbsorbMode.NORM)
+        builder.remove(path)
+        builder.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
+    return builder
+
+
+def _keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    builder.replace(path, "EvalNorm")
+    builder.settle(path, KEEPS_STATISTICS)
+
+
+def _folding(anatomy: Anatomy) -> dict[str, str]:
+    """The convolution into which each norm would fold, or was folded, as the only one after it."""
+    modules = anatomy.traced.modules
+    absorbed = {}
+    for conv, linear in fold_norms(anatomy).linears.items():
+        after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
+        absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
+    for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
+        after = [read for read, absorption in edit.absorbed if absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)]
+        lost = [read for read in after if isinstance(modules.get(read), Vacant)]
+        absorbed.setdefault(edit.path, []).extend(path for path in lost if path not in absorbed.get(edit.path, ()))
+    convolutions: dict[str, list[str]] = {}
+    for conv, paths in absorbed.items():
+        if len(paths) == 1 and conv in modules:
+            convolutions.setdefault(paths[0], []).append(conv)
+    return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
+
+
 Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost.
-
-    Raises:
-        RefusedError: there is no BatchNorm, and no record of one.
-    """
+    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost."""
     modules = anatomy.traced.modules
-    living = [
-        norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called and anatomy.takes_part(norm.path)
-    ]
-    held = {anatomy.original_path(norm.path) for norm in anatomy.norms}
-    lost = [path for path in anatomy.provenance.original_paths if path not in held and anatomy.takes_part(path)]
+    norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
+    living = [norm.path for norm in norms if anatomy.takes_part(norm.path)]
+    present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
+    lost = [path for path in anatomy.provenance.original_paths if path not in present and anatomy.takes_part(path)]
     now = [anatomy.current_path(path) for path in lost]
     builder = fold_norms(anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))])
     refusals = {id(read.module): read.refusal for read in anatomy.maps}
     for path in living:
-        why = refusals[id(modules[path])]
-        if why:
+        if why := refusals[id(modules[path])]:
             builder.refusals[path] = why
         else:
             keep(builder, path, modules[path])
@@ -141,10 +174,8 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
     edits = (edit for step in record.plan.steps for edit in step.edits)
-    moved_on = any(
-        read == path and absorption.way is AbsorbMode.BEFORE for edit in edits for read, absorption in edit.absorbed
-    )
-    if at_input or moved_on:
+    absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
+    if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
         return mean, var.sqrt()
     beta, gamma = anatomy.kept_moments(path)
     assert beta is not None

@@ -1,10 +1,8 @@
-"""What `--for` adds after a scheme: the needs of private or federated training, as one more step. Nothing else changes.
+"""What `--for` adds after a scheme: the needs of private or federated training, as one more step.
 
-`opacus`, differentially private SGD by gradients per sample (Abadi et al. 2016, arXiv:1607.00133; Opacus 1.6): no
-statistics of the batch; no buffers in a layer that learns, which Opacus refuses (`GradSampleModule.validate`); nothing
-written in place to what a layer that learns returns, as its backward hooks forbid. `federated`, averaging of clients'
-states (McMahan et al. 2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes, so that
-the parameters are all there is to average.
+`opacus` (Abadi et al. 2016, arXiv:1607.00133): no statistics of the batch, no buffers in a layer that learns
+(`GradSampleModule.validate`), and nothing written in place to what such a layer returns. `federated` (McMahan et al.
+2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(builder, path, module)
         if isinstance(module, ChannelBias) and module.sign is not None:
-            _learn_sign(builder, path)
+            builder.replace(path, "ChannelAffine")
+            builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
     return builder
 
 
@@ -49,11 +48,6 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     for path, why in traced.opaque.items():
         builder.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
     return builder
-
-
-def _learn_sign(builder: PlanBuilder, path: str) -> None:
-    builder.replace(path, "ChannelAffine")
-    builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
 
 
 def _write_out_of_place(builder: PlanBuilder, path: str) -> None:
@@ -80,9 +74,9 @@ def learns(module: nn.Module) -> bool:
 
 
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    held = [name for name, _ in module.named_buffers()] if learns(module) else []
-    if held:
-        what = f"a {type(module).__name__} learns and holds buffers ({', '.join(held[:3])}), which Opacus refuses"
+    buffers = [name for name, _ in module.named_buffers()] if learns(module) else []
+    if buffers:
+        what = f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which Opacus refuses"
         builder.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
     elif parametrize.is_parametrized(module) and not learns(module):
         builder.replace(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
@@ -96,7 +90,8 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     while not _owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]
     owners = _owners(traced, value)
-    if not owners or _writer_is_gone(builder, node):
+    writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
+    if not owners or (writer is not None and writer.layer == "OutOfPlace"):
         return
     if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
         return
@@ -111,8 +106,3 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
 def _owners(traced: Traced, node: fx.Node) -> list[str]:
     """The modules with parameters of their own that return the value of `node`, innermost first."""
     return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]
-
-
-def _writer_is_gone(builder: PlanBuilder, node: fx.Node) -> bool:
-    edit = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
-    return edit is not None and edit.layer == "OutOfPlace"

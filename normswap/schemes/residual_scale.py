@@ -1,12 +1,9 @@
 """Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no normalization.
 
-Rules, for block l of L: `balduzzi` a = b = 1/sqrt(2); `szegedy` a = 1, b = 0.2; `hanin` a = 1, b = 0.9^l; `arpit`
-a = 1, b = 1/L; `rescale` b^2 = 1/(l + L), a^2 = 1 - b^2. Any such sequence is a rescaling: with x~ = g x, the first
-convolutions of f are divided by g and the last is multiplied by a g / b, so the function is kept. g is chosen so that
-it is 1 at the end of every stage. b sits at the end of the branch. a needs a module on the sum: a ReLU module after it,
-where relu(a z) = a relu(z), and b / a stays on the branch. Without one (pre-activation networks) the branches, which
-write to the stream, hold it instead: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x), where
-the product starts anew with every projection.
+Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and the last is multiplied
+by a g / b, so the function is kept. b sits at the end of the branch. a needs a module on the sum: a ReLU module after
+it, where relu(a z) = a relu(z). Without one (pre-activation networks) the branches, which write to the stream, hold it
+instead: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import scales_branch
-from normswap.schemes.skipinit import check_blocks, place_scale
+from normswap.schemes.skipinit import NO_MODULE, check_blocks, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
@@ -39,11 +36,7 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
     """Fold, then give block l its (a, b).
 
     a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
-    times, which goes back through the identity skips to where the stage's stream is made. Where no module can hold a,
-    the branches that write to the stream do instead: divided by a_1 ... a_l, the stream is x + b / (a_1 ... a_l) f.
-
-    Raises:
-        RefusedError: the network has no residual blocks.
+    times, which goes back through the identity skips to where the stage's stream is made.
     """
     check_blocks(anatomy)
     depth = len(anatomy.blocks)
@@ -72,20 +65,20 @@ def _scale(
     """The two factors' paths, and their values; their inverses go into the weights."""
     modules = builder.anatomy.traced.modules
     if block.tail is None:
-        raise NotFoldable("its branch ends in a function of the block itself, where no module can stand")
+        raise NotFoldable(NO_MODULE)
     tail = modules[block.tail]
     if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
         raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
-    held = _after_sum(builder, block)
-    if held is None:
+    after_sum = _after_sum(builder, block)
+    if after_sum is None:
         owed[block.total] = a * _owed_before(builder, block, owed)
         b /= owed[block.total]
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
-    act, path = held
+    act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
     enlarge(builder, act, 1 / a, set(builder.anatomy.traced.users[act]))
     return [(block.tail, b / a), (path, a)]
@@ -101,11 +94,7 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
-    """The activation after the sum, and where a factor of its output can sit; None where nothing can hold one.
-
-    Raises:
-        NotFoldable: the activation is not homogeneous: a factor cannot be taken off what it reads either.
-    """
+    """The activation after the sum, and where a factor of its output can sit; None where nothing can hold one."""
     traced = builder.anatomy.traced
     users = traced.users[block.total]
     module = traced.module(users[0]) if len(users) == 1 else None

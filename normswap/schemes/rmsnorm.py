@@ -2,10 +2,7 @@
 
 LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
 embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
-layers after it, and stays with the last norm, whose output is the network's features. The price: the mean of the
-features between the blocks; and dropout of single elements of the stream in training lets a mean back in. Refused
-where something else reads the mean: a convolution or a pooling on the stream, Swin's patch merging (one norm over four
-tokens, whose means differ), a branch that ends in its norm.
+layers after it. The price: the mean of the features between the blocks. Refused where something else reads the mean.
 """
 
 from __future__ import annotations
@@ -25,39 +22,35 @@ from normswap.plan import AbsorbMode, Outcome
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
-    """Plan an RMSNorm in place of every LayerNorm.
-
-    Raises:
-        RefusedError: the network has no LayerNorm.
-    """
+    """Plan an RMSNorm in place of every LayerNorm."""
     norms = {path: m for path, m in norm_affine.found(anatomy).items() if isinstance(m, nn.LayerNorm)}
     if not norms:
         raise RefusedError(
             "the network has no LayerNorm", remedy=f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         )
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
-    seen = channel_axes.read(anatomy.traced, builder.is_identity)
+    axes = channel_axes.read(anatomy.traced, builder.is_identity)
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
-            _replace(builder, seen, path, norm, streams)
+            _replace(builder, axes, path, norm, streams)
         except NotFoldable as why:
             builder.refusals[path] = str(why)
-    for one in streams:
-        residual_stream.centre(builder, one)
+    for stream in streams:
+        residual_stream.centre(builder, stream)
     return builder
 
 
 def _replace(
-    builder: PlanBuilder, seen: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
+    builder: PlanBuilder, axes: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
 ) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
     values = [value for call in builder.anatomy.traced.calls[id(norm)] for value in inputs(call)]
-    if new := [value for value in values if not any(value in one.values for one in streams)]:
+    if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
-            streams.append(residual_stream.around(builder, seen, new))
+            streams.append(residual_stream.around(builder, axes, new))
         except NotFoldable as why:
             raise NotFoldable(f"the mean of what it reads has to stay: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
@@ -70,7 +63,7 @@ def _replace(
     if getattr(norm, "bias", None) is None:
         return
     try:
-        readers = norm_affine.linear_readers(builder, seen, path, norm)
+        readers = norm_affine.linear_readers(builder, axes, path, norm)
     except NotFoldable as why:
         builder.replace(path, "RMSNorm", shift=True)
         builder.settle(path, _becomes_one(f"its shift stays: {why}"))

@@ -6,22 +6,46 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from normswap.errors import spelled
-from normswap.schemes.parts.options import EVERY, Option
+from normswap.schemes.options import EVERY, Option
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
     from torch import nn
 
-    from normswap.calibration.fit_task import FitTask
     from normswap.folding.plan_builder import PlanBuilder
+    from normswap.models.calling import Example
+    from normswap.models.modes import Progress
     from normswap.plan import Step
+
+
+@dataclass(frozen=True, eq=False)
+class FitTask:
+    """A result whose values are to be set from data, and all that they are set from.
+
+    Args:
+        source: the network before the step.
+        result: the network after the step; its tensors are set in place.
+        step: the step.
+        batches: calls of both networks, read as often as needed; None where the user gave no images.
+        example: one call, for its form and the size of its images.
+        after: after(step) is the source, which stays, after another step.
+        seed: of all that is drawn.
+        progress: called with what is done and the total.
+    """
+
+    source: nn.Module
+    result: nn.Module
+    step: Step
+    batches: Iterable[Example] | None
+    example: Example
+    after: Callable[[Step], nn.Module]
+    seed: int = 0
+    progress: Progress | None = None
+
 
 Options: TypeAlias = dict[str, Any]
 
-
 Planner: TypeAlias = "Callable[..., PlanBuilder]"
 """plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
-
 
 FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
 """Sets values of the result from data, in place; returns what the user should know."""
@@ -35,12 +59,9 @@ class Scheme:
         plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
         paper: where it is from.
         exact: whether the function is kept, if it depends on the options: said by them.
-        fit: fit(task) sets values of the result from data, in place, and may return what the user should know
-            (`FitTask`); a batch is a call, `batch.call(task.source)` (`calling.Example`).
-        fits_without_images: whether `fit` has something to do without the user's images, too.
-        needs_data: whether it cannot do without them.
-        fitting_target: fitting_target(step): the step after which the source has the result's rescaling, to be fitted
-            to.
+        fit: fit(task) sets values of the result from data, in place (`FitTask`), where the function is not kept; it
+            may return what the user should know. A batch is a call, `batch.call(task.source)` (`calling.Example`).
+        needs_data: whether `fit` cannot do without images of the user's.
         settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
             (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
             images are refused.
@@ -58,9 +79,7 @@ class Scheme:
     paper: str = ""
     exact: bool | Callable[[Options], bool] = True
     fit: FitFunction | None = None
-    fits_without_images: bool = False
-    needs_data: bool | Callable[[Options], bool] = False
-    fitting_target: Callable[[Step], Step] | None = None
+    needs_data: bool = False
     settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
     starts_from: str | None = None
     on_branches: bool = False
@@ -78,10 +97,6 @@ class Scheme:
     def is_exact(self, options: Options) -> bool:
         """Whether the function is kept with these options, which are complete."""
         return self.exact(options) if callable(self.exact) else self.exact
-
-    def requires_data(self, options: Options) -> bool:
-        """Whether there is no conversion without images, with these options."""
-        return self.needs_data(options) if callable(self.needs_data) else self.needs_data
 
 
 @dataclass(frozen=True)
@@ -103,21 +118,10 @@ class Chosen:
 
     @property
     def fits(self) -> bool:
-        """Whether values are fitted to data, if there are some."""
+        """Whether values are fitted."""
         return self.scheme.fit is not None and (self.measures or not self.exact)
 
     @property
     def measures(self) -> bool:
         """Whether its data give what the function does not depend on."""
         return self.scheme.settle is not None
-
-    @property
-    def requires_data(self) -> bool:
-        """Whether there is no conversion without images."""
-        return self.scheme.requires_data(self.options)
-
-    @property
-    def exact_instead(self) -> str | None:
-        """The option that makes do without images, if there is one."""
-        return next((spelled(option.name, word) for option in self.scheme.options for word in option.choices
-                     if not self.scheme.requires_data({**self.options, option.name: word})), None)  # fmt: skip

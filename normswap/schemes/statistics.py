@@ -1,17 +1,149 @@
-"""Two steps that set statistics: BatchNorms for norms with statistics per sample, and BatchNorm's statistics anew."""
+"""Steps that take statistics from images.
+
+`measured-batchnorm`: BatchNorms in a network that never had any, or whose record is lost. gamma = sqrt(var + eps),
+beta = mean: in eval mode nothing changes, whatever the statistics are; in training mode the norms are alive.
+`estimate`: BatchNorms for norms with statistics per sample. `recalibrate`: BatchNorm's statistics anew.
+"""
 
 from __future__ import annotations
 
-from normswap.calibration.fit_task import FitTask
-from normswap.calibration.norm_estimate import fit_norms
+from math import prod
+from typing import cast
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from normswap.calibration import channel_moments
 from normswap.calibration.population import estimate_population
+from normswap.calibration.sequential_fit import refit
+from normswap.errors import RefusedError, VerificationError, spelled
 from normswap.folding.plan_builder import PlanBuilder
+from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
-from normswap.plan import Outcome
+from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import Traced, is_add, is_mul
+from normswap.layers import affine, site_norm
+from normswap.layers.activations import is_activation, is_activation_call
+from normswap.layers.known_norms import BatchNorm
+from normswap.layers.placeholders import Chain
+from normswap.layers.site_norm import SiteNorm
+from normswap.plan import Outcome, Step
+from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
+from normswap.schemes.scheme import FitTask
+
+# Torch's.
+EPS, MOMENTUM = 1e-5, 0.1
+
+
+def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
+    """Plan a BatchNorm after each convolution that `where` names (`norm_places`)."""
+    builder = PlanBuilder(anatomy)
+    for path in norm_places(builder, where):
+        builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
+        builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
+    if not builder.replacements:
+        require_no_tokenwise_norms(anatomy, "there is no place for a BatchNorm")
+        reaches = "an activation" if where == "activation" else "another layer"
+        raise RefusedError(
+            "there is no place for a BatchNorm",
+            f"no convolution that is called once and has no norm yet reaches {reaches}",
+            f"'{spelled('where', 'conv')}' takes every convolution that another layer reads",
+        )
+    return builder
+
+
+def fit_measured(task: FitTask) -> tuple[str, ...]:
+    """Measure the statistics of each norm; `settle_measured` then makes it the identity."""
+    assert task.batches is not None
+    norms = {path: norm for path, _, norm in _parts(task.result, task.step)}
+    measured = channel_moments.measure(task.result, norms, task.batches, task.progress)
+    for path, norm in norms.items():
+        if path not in measured.moments:
+            continue
+        stored, moments = cast(BatchNorm, norm), measured.moments[path]
+        stored.running_mean.copy_(moments.mean)
+        stored.running_var.copy_(moments.variance)
+        if not bool(torch.isfinite(stored.running_var).all()):
+            raise VerificationError(f"the variance after {path} is more than {stored.running_var.dtype} holds")
+        # a convolution that was merged from branches may say of itself that it is in training
+        norm.train(task.source.training)
+    settle_measured(task.source, task.result, task.step)
+    return (f"the statistics of {len(norms)} norms were measured on {measured.images} images",)
+
+
+def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
+    """Let every norm undo its statistics, in the precision that `result` has."""
+    for path, conv, norm in _parts(result, step):
+        site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
+
+
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
+    chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
+    return [(path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains]
+
+
+_OF_OUTPUTS = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.MultiheadAttention)
+
+
+def norm_places(builder: PlanBuilder, where: str) -> list[str]:
+    """Paths of the convolutions of the network's part after which a norm may be added, in order of the forward pass.
+
+    None has a norm after it already, or maps of one position: of an image such a norm would see a single value per
+    channel. A convolution that is called more than once is left out with a note, as its norm would mix what differs.
+
+    Args:
+        where: `activation`: its values reach an activation next; `conv`: that, or another linear layer.
+    """
+    traced = builder.anatomy.traced
+    places = []
+    for node in traced.nodes:
+        conv, path = traced.module(node), str(node.target)
+        if not isinstance(conv, _ConvNd) or path in places or not builder.anatomy.takes_part(path):
+            continue
+        if not _goes_on(builder, node, linear=where == "conv"):
+            continue
+        shape = node.meta["shape"]
+        if len([call for call in traced.calls[id(conv)] if call.graph is node.graph]) > 1:
+            builder.notes.append(f"{path} gets no norm: it is called more than once")
+        elif read := traced.read_directly(conv):
+            builder.notes.append(f"{path} gets no norm: forward reads {read} by itself")
+        elif isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
+            places.append(path)
+    return places
+
+
+def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
+    """Whether values of a convolution reach an activation, or, with `linear`, another linear layer.
+
+    They do so through identities, sums, gates, and what treats all channels alike.
+    """
+    traced = builder.anatomy.traced
+
+    def passes(reader: fx.Node) -> bool:
+        treats_alike = is_add(reader) or is_mul(reader) or channel_axes.is_step(traced, reader)
+        return builder.is_identity(reader) or treats_alike
+
+    ahead = readers(builder, node, passes)
+    return any(_activates(traced, each) or (linear and isinstance(traced.module(each), LINEAR)) for each in ahead)
+
+
+def _activates(traced: Traced, node: fx.Node) -> bool:
+    """Whether it is an activation, or x g(x), as x sigmoid(x) is; not what makes probabilities of outputs."""
+    module = traced.module(node)
+    if module is not None:
+        return is_activation(module) and not isinstance(module, _OF_OUTPUTS)
+    return is_activation_call(node.target) or (is_mul(node) and traced.main_input(node) is not None)
+
+
+def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
+    """Whether a norm reads what the convolution gives."""
+    modules = (builder.anatomy.traced.module(each) for each in readers(builder, node, builder.is_identity))
+    return any(module is not None and affine.is_norm(module) for module in modules)
 
 
 def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
-    """An empty BatchNorm in place of every GroupNorm, LayerNorm or InstanceNorm (`norm_estimate`)."""
+    """An empty BatchNorm in place of every GroupNorm, LayerNorm or InstanceNorm (`sequential_fit`)."""
     builder = PlanBuilder(anatomy)
     for norm in anatomy.norms:
         if norm.averages and anatomy.takes_part(norm.path):
@@ -23,7 +155,11 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 def fit_estimate(task: FitTask) -> None:
     """Estimate each BatchNorm from what its norm does on average."""
     assert task.batches is not None
-    fit_norms(task.source, task.result, task.batches, task.progress)
+
+    def is_placed(path: str, module: nn.Module) -> bool:
+        return isinstance(module, SiteNorm)
+
+    refit(task.source, task.result, task.batches, only=is_placed, mirrored=0, progress=task.progress)
 
 
 def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
@@ -38,6 +174,4 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
     """Estimate the population statistics anew."""
     assert task.batches is not None
-    seen = estimate_population(task.result, task.batches, task.progress)
-    note = f"{seen.norms} norms, {seen.images} images in {seen.batches} batches"
-    return (note + (f"; a last batch of {seen.left_out} is left out" if seen.left_out else ""),)
+    return (estimate_population(task.result, task.batches, task.progress),)

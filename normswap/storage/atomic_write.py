@@ -30,8 +30,8 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             yield aside
             made = [aside.with_name(name) for name in (*beside, file.name)]
             for written in (path for one in made for path in (one, *one.rglob("*"))):
-                if written.is_file():
-                    written.chmod(0o666 & ~_umask())  # some writers make it private
+                if written.exists():  # some writers make it private
+                    written.chmod((0o777 if written.is_dir() else 0o666) & ~_umask())
             if beside or aside.is_dir():
                 _exchange(made, file.parent, Path(folder) / "old")
             else:

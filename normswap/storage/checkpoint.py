@@ -126,37 +126,25 @@ def load(
     """
     folder = Path(directory)
     header, file = read_header(folder), folder / WEIGHTS
-    arch = Arch(**header.arch.model_dump()) if header.arch else None
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
     if header.plan.get("digest") != plan.digest:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
     norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
     weight_files.check_finite(state, str(file))
-    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, arch, trust_factory)
+    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, header.arch, trust_factory)
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
-    if not changed:
-        _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
-    model.eval()
-    cfg = header.pretrained_cfg
-    known = {**(getattr(model, "pretrained_cfg", None) or {}), **cfg}
-    model.__dict__.update(pretrained_cfg=known, default_cfg=known)
-    record = Provenance(arch, header.source, header.sha256, cfg, plan, norms)
-    return provenance.attach(model, record)
-
-
-def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Check that the files hold the tensors that plan and proof were written beside.
-
-    Raises:
-        SourceError: one does not, or is missing.
-    """
-    for name, known in hashes.items():
-        if weight_files.hash_tensors(states.get(name, {})) != known:
+    for name, tensors in {} if changed else {WEIGHTS: state, NORMS: norms}.items():
+        if name in header.hashes and weight_files.hash_tensors(tensors) != header.hashes[name]:
             what = f"the tensors of {folder / name} are not those that were saved"
             why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
             raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
+    model.eval()
+    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
+    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
+    record = Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
+    return provenance.attach(model, record)
 
 
 def is_checkpoint(folder: Path) -> bool:

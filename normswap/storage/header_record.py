@@ -10,18 +10,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from normswap.errors import SourceError, first_line
-from normswap.plan import Body
+from normswap.plan import Arch
 from normswap.storage.network_folder import WEIGHTS
 from normswap.surgery.report import Report
 
 VERSION = 1
-
-
-class _Arch(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    name: str
-    kwargs: dict[str, Any]
-    builder: str
 
 
 class Header(BaseModel):
@@ -34,7 +27,7 @@ class Header(BaseModel):
 
     model_config = ConfigDict(strict=True)
     version: int
-    arch: _Arch | None
+    arch: Arch | None
     plan: dict[str, Any]
     source: str
     sha256: str | None
@@ -63,17 +56,17 @@ def read_header(folder: Path) -> Header:
         remedy = "Name what `normswap convert` wrote"
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
     try:
-        header: Body = json.loads(text)
-        if header["version"] != VERSION:
-            what = f"{file} has schema version {header['version']}, this normswap reads {VERSION}"
+        version = json.loads(text)["version"]
+        if version != VERSION:
+            what = f"{file} has schema version {version}, this normswap reads {VERSION}"
             raise SourceError(what, remedy="Upgrade it")
-        return Header.model_validate(header)
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-        raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
+        return Header.model_validate_json(text)
     except (ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{file}: the header cannot be read", repr(error)) from None
+        why = repr(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+        raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
 
 
 def read_report(folder: Path) -> Report | None:

@@ -8,47 +8,50 @@ from huggingface_hub import ModelCardData
 
 from normswap import schemes
 from normswap.models import kinds
-from normswap.plan import Body
+from normswap.plan import Step
 from normswap.provenance import Provenance
 from normswap.surgery.report import Report
 
 _PLACE = '"path/to/this/directory"'
 _LOAD = f"model = normswap.load({_PLACE}"
+_CARD = """---
+{data}
+---
+# {title}
+
+- Source: `{source}`{hash}
+- Conversion: {conversion}
+
+{measured}
+## Use
+
+```python
+import normswap
+{load})  # in eval mode
+```
+
+`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here{back}.
+"""
 
 
 def render(record: Provenance, report: Report | None) -> str:
     """Write in Markdown what this is, what was done, what was measured, and how to use it."""
-    steps = [f"{step.scheme}{_options(schemes.changed(step.scheme, step.options))}" for step in record.plan.steps]
+    steps = [_said(step) for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = record.arch.name if record.arch else "network"
     builder = "pytorch" if foreign or record.arch is None else record.arch.builder
     task = ["image-classification"] if record.pretrained_cfg.get("num_classes") else []
-    trust = ", trust_factory=True" if record.arch and foreign else ""
-    lines = [
-        "---",
-        ModelCardData(library_name=builder, tags=[*task, builder, "normswap"]).to_yaml(),
-        "---",
-        f"# {arch}{' converted to ' + steps[-1] if steps else ''}",
-        "",
-        f"- Source: `{record.source}`" + (f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else ""),
-        f"- Conversion: {' -> '.join(['source', *steps])}",
-        "",
-        *_measured(report),
-        "## Use",
-        "",
-        "```python",
-        "import normswap",
-        f"{_LOAD}{trust})  # in eval mode",
-        "```",
-        "",
-        "`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here"
-        + (
-            "; `--to unfold` brings the BatchNorm network back."
-            if record.norms and (not report or report.exact)
-            else "."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    reversible = record.norms and (not report or report.exact)
+    return _CARD.format(
+        data=ModelCardData(library_name=builder, tags=[*task, builder, "normswap"]).to_yaml(),
+        title=f"{arch} converted to {steps[-1]}" if steps else arch,
+        source=record.source,
+        hash=f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else "",
+        conversion=" -> ".join(["source", *steps]),
+        measured=_measured(report) if report else "Not verified since the last change to its weights.\n",
+        load=_LOAD + (", trust_factory=True" if record.arch and foreign else ""),
+        back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
+    )
 
 
 def published(card: str, repo: str, *, alone: bool) -> str:
@@ -64,43 +67,32 @@ def published(card: str, repo: str, *, alone: bool) -> str:
     return re.sub(r"library_name: .*", "library_name: normswap", card).replace(_PLACE, f'snapshot_download("{repo}")')
 
 
-def _options(options: Body) -> str:
-    return f" ({', '.join(f'{key} = {value}' for key, value in options.items())})" if options else ""
+def _said(step: Step) -> str:
+    options = ", ".join(f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items())
+    return f"{step.scheme} ({options})" if options else step.scheme
 
 
-def _measured(report: Report | None) -> list[str]:
-    if report is None:
-        return ["Not verified since the last change to its weights.", ""]
-    rows = [
-        f"| {e.precision} | {'x'.join(map(str, e.size))} | {e.relative_l2:.1e} | {e.largest:.1e} |"
-        + f" {_share(e.agreement)} |" * report.exact  # of an approximate result it would say nothing, on noise
-        for e in report.logits
-    ]
+def _measured(report: Report) -> str:
+    """A table of the proof, and what held-out images say of an approximate result."""
     claim = "keeps the function of its source" if report.exact else "changes the function of its source"
-    return [
-        f"Measured against the source on {report.inputs} (this conversion {claim}):",
-        "",
+    lines = [
+        f"Measured against the source on {report.inputs} (this conversion {claim}):\n",
         "| precision | input | relative L2 | largest |" + " same argmax |" * report.exact,
         "|---|---|---|---|" + "---|" * report.exact,
-        *rows,
-        "",
-        *_kept(report),
     ]
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _kept(report: Report) -> list[str]:
+    for error in report.logits:
+        size, same = "x".join(map(str, error.size)), "" if error.agreement is None else f"{error.agreement:.1%}"
+        row = f"| {error.precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
+        lines.append(row + f" {same} |" * report.exact)  # of an approximate result it would say nothing, on noise
     kept = report.kept
-    if kept is None:
+    if kept:
+        share = kept.agreement
+        same = f"the source's answer on {share:.1%} of them (at least {kept.least:.0%}), " if share is not None else ""
+        lines.append(
+            f"\nOn {kept.count} of the calibration images, to which nothing was fitted: {same}"
+            f"relative L2 {kept.relative_l2:.2g}. Other images may keep less."
+        )
+    elif not report.exact:
         why = f": {report.unmeasured}" if report.unmeasured else ""
-        return [] if report.exact else [f"How much of the accuracy this keeps was not measured{why}.", ""]
-    same = (
-        ""
-        if kept.agreement is None
-        else (f"the source's answer on {kept.agreement:.1%} of them (at least {kept.least:.0%}), ")
-    )
-    return [f"On {kept.count} of the calibration images, to which nothing was fitted: {same}"
-            f"relative L2 {kept.relative_l2:.2g}. Other images may keep less.", ""]  # fmt: skip
+        lines.append(f"\nHow much of the accuracy this keeps was not measured{why}.")
+    return "\n".join([*lines, ""])

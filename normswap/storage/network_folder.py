@@ -16,9 +16,6 @@ def check_writable(place: Path, *, force: bool) -> None:
         OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
     check_beside(place)
-    for parent in place.absolute().parents:
-        if parent.is_file():
-            raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")
     if not place.exists():
         return
     if not place.is_dir():
@@ -26,20 +23,25 @@ def check_writable(place: Path, *, force: bool) -> None:
     if not any(place.iterdir()):
         return
     if not force:
-        raise OutputError(
-            f"{place} exists", remedy=f"Give another directory, or {spelled('force', True)} to replace it"
-        )
-    if not (place / WEIGHTS).is_file() or not (place / CONFIG).is_file():
+        remedy = f"Give another directory, or {spelled('force', True)} to replace it"
+        raise OutputError(f"{place} exists", remedy=remedy)
+    if not _is_network(place):
         raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
 
 
 def check_beside(place: Path) -> None:
-    """See that `place` does not lie in the directory of a network, which is replaced as a whole.
+    """See that `place` lies in a directory, and not in that of a network, which is replaced as a whole.
 
     Raises:
-        OutputError: it does.
+        OutputError: it does not.
     """
     for parent in place.absolute().parents:
-        if (parent / WEIGHTS).is_file() and (parent / CONFIG).is_file():
+        if parent.is_file():
+            raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")
+        if _is_network(parent):
             remedy = "Name a place beside it"
             raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
+
+
+def _is_network(place: Path) -> bool:
+    return (place / WEIGHTS).is_file() and (place / CONFIG).is_file()

@@ -15,8 +15,8 @@ import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, OutputError, first_line
-from normswap.models import hub, timm_models, weight_files
+from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet
+from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES
@@ -63,7 +63,10 @@ def push(
     record = provenance.of(model)
     arguments = _arguments(model, record.arch if record else None)
     contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
-    contents[CONFIG] = _config(folder, arguments)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if arguments is not None:  # with these timm builds the result itself
+        config["model_args"] = dict(arguments)
+    contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     card = (folder / CARD).read_text(encoding="utf-8") if CARD in contents else ""
     contents[CARD] = model_card.published(card, repo, alone=arguments is not None).encode()
     operations = [
@@ -72,7 +75,7 @@ def push(
     ]
     api, commit_message = client.HfApi(), message or f"{folder.name}, converted by normswap"
     try:
-        with weight_files.quiet():
+        with quiet():
             api.create_repo(repo, private=private, exist_ok=True)
             done = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:
@@ -83,14 +86,6 @@ def push(
         remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN" if status in (401, 403) else ""
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
     return Published(str(done.commit_url), repo, tuple(contents), arguments is not None)
-
-
-def _config(folder: Path, arguments: Mapping[str, object] | None) -> bytes:
-    """Return config.json with the arguments that make timm build the result itself."""
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if arguments is not None:
-        config["model_args"] = dict(arguments)
-    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:

@@ -22,14 +22,17 @@ from normswap.plan import Edit, Plan, Step
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
-def apply(model: nn.Module, plan: Plan) -> nn.Module:
+def apply(model: nn.Module, plan: Plan | Sequence[Step], *, double: bool = False) -> nn.Module:
     """A new model: `model` after all steps of `plan`. It keeps its class; `model` is not changed.
+
+    Args:
+        double: in float64, and never rounded to less.
 
     Raises:
         PlanError: an edit names a path, a layer or an argument that does not exist.
     """
-    for step in plan.steps:
-        model = apply_step(model, step)
+    for step in plan.steps if isinstance(plan, Plan) else plan:
+        model = apply_step(model, step, double=double)
     return model
 
 
@@ -94,13 +97,6 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
     return new
 
 
-def in_double(model: nn.Module, steps: Sequence[Step]) -> nn.Module:
-    """A new model: `model` after some steps, in float64 and never rounded to less."""
-    for step in steps:
-        model = apply_step(model, step, double=True)
-    return model
-
-
 def find(model: nn.Module, path: str, who: str) -> Held:
     """The object at a dotted path: a module, a parameter, or (dropout rates) a plain number.
 
@@ -136,13 +132,16 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
-def layer_of(edit: Edit) -> type[PlannedLayer]:
-    """The class of the layer that the edit names.
+def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
+    """The class of the layer that the edit names, or of one that follows it, by name.
 
     Raises:
         PlanError: nobody knows it.
     """
-    return _layer(edit.layer, edit.path)
+    layers, name = planned_layers(), name or edit.layer
+    if name not in layers:
+        raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")
+    return layers[name]
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
@@ -168,19 +167,6 @@ def _now(path: str, kept: Mapping[str, int]) -> str:
     return ".".join([*inside, parts[-1]])
 
 
-def _layer(name: str, path: str) -> type[PlannedLayer]:
-    known = planned_layers()
-    if name not in known:
-        raise PlanError(f"edit of {path} names an unknown layer {name!r}", f"known: {', '.join(known)}")
-    return known[name]
-
-
-def _chain(first: Held, then: Held) -> nn.Module:
-    if not isinstance(first, nn.Module) or not isinstance(then, nn.Module):
-        raise TypeError("only layers follow one another")
-    return placeholders.Chain(first, then)
-
-
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
@@ -189,10 +175,16 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     try:
         with torch.no_grad():
             new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            following = [
+                layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
+            ]
             if edit.keep:
-                new = _chain(old, new)
-            for then in edit.then:
-                new = _chain(new, _layer(then.layer, edit.path).replacing(nn.Identity(), like=like, **then.args))
+                following.insert(0, new)
+                new = old
+            for follower in following:
+                if not isinstance(new, nn.Module) or not isinstance(follower, nn.Module):
+                    raise TypeError("only layers follow one another")
+                new = placeholders.Chain(new, follower)
             return placeholders.out_of_place(new) if edit.out_of_place and isinstance(new, nn.Module) else new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         why = f"{edit.layer}.replacing: {first_line(error)}"

@@ -98,7 +98,7 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
 
     settle = schemes.of(step).scheme.settle
     if settle is None:
-        return comparison.compare_double(network, lambda: applying.in_double(network.module, [step]), parts)
+        return comparison.compare_double(network, lambda: applying.apply_step(network.module, step, double=True), parts)
 
     def settled() -> nn.Module:
         double = copying.to_double(result)

@@ -10,7 +10,6 @@ from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
 from normswap import copying, schemes
-from normswap.calibration import norm_estimate
 from normswap.errors import OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
@@ -107,7 +106,8 @@ def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         why += f", and stay as they are: {what}"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm.averages for norm in norms):
-        remedy = f"{norm_estimate.remedy()}, in the way to {to}"
+        images = f"'{spelled('calibrate', metavar='DATA')}' (images, no labels needed)"
+        remedy = f"{images} replaces them by what they do on average, in the way to {to}"
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
@@ -241,7 +241,7 @@ def _joined(source: Network, done: list[Conversion]) -> Conversion:
     exact = all(schemes.exact(step) for step in steps)
     precise = None
     if exact:
-        precise = comparison.compare_double(source, lambda: applying.in_double(source.module, steps))
+        precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
     fitted = [one.report for one in done if not one.report.exact]
     if len(fitted) == 1:  # the exact ones add nothing to it

@@ -5,18 +5,20 @@ A plan's structure never depends on data; a scheme with a `fit` sets values of t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from normswap.calibration.fit_task import FitTask
+from normswap import schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen
+from normswap.schemes.scheme import FitTask
 from normswap.surgery import applying
 from normswap.surgery.held_out import TOO_FEW, HeldOutSplit
 from normswap.surgery.network import Batches, Network
@@ -35,10 +37,8 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
         why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
-    if images is None and chosen.requires_data:
+    if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
-        if chosen.exact_instead is not None:
-            remedy += f", or `{chosen.exact_instead}`, which is exact"
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
     return images
 
@@ -88,20 +88,17 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
     Raises:
         SourceError: unusable or too few images.
     """
-    scheme = chosen.scheme
-    if images is None and (chosen.exact or not scheme.fits_without_images):
+    if not chosen.fits:
         return Fitted()
     batches = None if images is None else calls_of(images, network)
-    source = network.module
     split: HeldOutSplit | None = None
-    if scheme.fitting_target is not None:
-        # The result is fitted to the source with the rescaling that the result has.
-        source = applying.apply_step(source, scheme.fitting_target(step))
-        if batches is not None and not isinstance(images, SyntheticImages):
-            batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
-    assert scheme.fit is not None
-    task = FitTask(source, result, step, batches, network.examples[0], network.seed, network.progress)
-    notes = tuple(scheme.fit(task) or ())
+    # A step of its own measures statistics, and does that on all images.
+    if batches is not None and chosen.scheme.name not in schemes.STEPS and not isinstance(images, SyntheticImages):
+        batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
+    assert chosen.scheme.fit is not None
+    after = functools.partial(applying.apply_step, network.module)
+    task = FitTask(network.module, result, step, batches, network.examples[0], after, network.seed, network.progress)
+    notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
     if split is None:

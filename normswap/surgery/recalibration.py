@@ -13,7 +13,7 @@ from torch import nn
 
 from normswap import copying
 from normswap.calibration.population import norms_of
-from normswap.calibration.restoring import Wanted, restore
+from normswap.calibration.restoring import restore
 from normswap.errors import OptionError, RefusedError, spelled
 from normswap.layers import affine
 from normswap.models import network_input
@@ -31,7 +31,8 @@ def recalibrate(
     model: nn.Module | Network,
     batches: Batches,
     *,
-    against: nn.Module | Sequence[nn.Module] | Wanted = (),
+    against: nn.Module | Sequence[nn.Module] = (),
+    means_only: bool = False,
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
     seed: int | None = None,
@@ -45,7 +46,8 @@ def recalibrate(
             that gives them.
         against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
-            that still has its BatchNorms is folded for that. `Wanted(networks, scales=False)`: means alone, by biases.
+            that still has its BatchNorms is folded for that.
+        means_only: with `against`, the means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         input_size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
@@ -62,9 +64,9 @@ def recalibrate(
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
     network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
-    wanted = Wanted.of(against)
-    if wanted.networks:
-        return _restored(network, wanted, record)
+    references = (against,) if isinstance(against, nn.Module) else tuple(against)
+    if references:
+        return _restored(network, references, means_only, record)
     if not _keeps_statistics(network.module):
         raise RefusedError(
             "the network has no BatchNorm with running statistics",
@@ -84,7 +86,7 @@ def _keeps_statistics(model: nn.Module) -> bool:
     return any(norm.running_mean is not None for norm in norms)
 
 
-def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
+def _restored(network: Network, references: Sequence[nn.Module], means_only: bool, record: Body) -> Conversion:
     """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
         raise RefusedError(
@@ -92,18 +94,16 @@ def _restored(network: Network, wanted: Wanted, record: Body) -> Conversion:
             "its BatchNorms get those of the images without a reference",
             f"Leave out '{spelled('against')}'",
         )
-    bare = tuple(_without_norms(reference, network) for reference in wanted.networks)
+    bare = tuple(_without_norms(reference, network) for reference in references)
     images = network.images
     assert images is not None
-    step = Step("recalibrate", {**record, "against": len(bare), "scales": wanted.scales}, ())
+    step = Step("recalibrate", {**record, "against": len(bare), "scales": not means_only}, ())
     result = applied(network, step)
-    done = restore(result, replace(wanted, networks=bare), calls_of(images, network), progress=network.progress)
+    calls, progress = calls_of(images, network), network.progress
+    notes = restore(result, bare, calls, means_only=means_only, progress=progress)
     report = comparison.compare(network, result, exact=False)
     comparison.require_passed(network, report, step.scheme)
-    what = "mean and variance" if wanted.scales else "mean"
-    note = f"{what} per channel of {done.layers} layers, {done.images} images"
-    lacking = f"{done.without_bias} layers have no bias: their means stay as they are"
-    return Conversion(network.after(result), report, {}, (note, lacking) if done.without_bias else (note,))
+    return Conversion(network.after(result), report, {}, notes)
 
 
 def _without_norms(reference: nn.Module, like: Network) -> nn.Module:

@@ -217,11 +217,7 @@ class Task:
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let torch's SyncBatchNorm take the place of every BatchNorm; the tensors and their names stay.
-
-    Raises:
-        OptionError: torch has none for the device, or for a norm of the network.
-    """
+    """Let torch's SyncBatchNorm take the place of every BatchNorm; OptionError where torch has none that fits."""
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")
     for path, norm in model.named_modules():

@@ -129,7 +129,7 @@ def finetune(
         record = subject.preprocessing(recipe.data.input_size)
         # What is wrong with the images is said before anything is converted for them.
         images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
-        folder = Folder(Path(out), identify(subject.given, recipe, images.digest))
+        folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
         subject = converted(subject, recipe, log)

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
-from normswap.errors import OptionError, SourceError, first_line
+from normswap.errors import OptionError, SourceError, first_line, quiet
 from normswap.models import zoo
 from normswap.models.network_input import scores
-from normswap.models.weight_files import quiet
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Distill, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
 
 
-def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> torch.optim.Optimizer:
+def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) -> torch.optim.Optimizer:
     """timm's optimizer of that name, over groups by the role of every parameter.
 
     Args:
@@ -39,16 +38,15 @@ def optimizer(model: nn.Module, part: Optim, network: Network | None = None) -> 
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
     """
-    policy = _paper(model) if part.decay == "auto" else part.decay
-    groups = param_groups(
-        model, part.weight_decay, policy, layer_decay=part.layer_decay, scalar_lr_scale=part.scalar_lr, network=network
-    )
+    policy = _paper(model) if optim.decay == "auto" else optim.decay
+    rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
+    groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
     try:
         with quiet():
-            return create_optimizer_v2(groups, part.name, lr=part.lr, momentum=part.momentum, **part.args)
+            return create_optimizer_v2(groups, optim.name, lr=optim.lr, momentum=optim.momentum, **optim.args)
     except Exception as error:  # timm raises what it likes
-        with_args = f" with optim.args {part.args}" if part.args else ""
-        raise OptionError(f"optim.name {part.name!r}{with_args} cannot be used", first_line(error)) from None
+        with_args = f" with optim.args {optim.args}" if optim.args else ""
+        raise OptionError(f"optim.name {optim.name!r}{with_args} cannot be used", first_line(error)) from None
 
 
 def _paper(model: nn.Module) -> str:
@@ -56,36 +54,36 @@ def _paper(model: nn.Module) -> str:
     return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
 
-def scheduler(optimizer: torch.optim.Optimizer, part: Schedule, updates: int, per_epoch: int) -> Scheduler:
+def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int) -> Scheduler:
     """Return timm's scheduler; by `step_update` the rate is a function of the update alone: there is nothing to save.
 
     Args:
         optimizer: its groups' `lr_scale` are heeded.
-        part: `schedule` of the recipe.
+        schedule: of the recipe.
         updates: in all.
         per_epoch: updates.
     """
-    warmup = round(part.warmup * per_epoch)
+    warmup = round(schedule.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
-    if part.name in ("cosine", "poly"):
-        kind: Callable[..., Scheduler] = CosineLRScheduler if part.name == "cosine" else PolyLRScheduler
+    if schedule.name in ("cosine", "poly"):
+        kind: Callable[..., Scheduler] = CosineLRScheduler if schedule.name == "cosine" else PolyLRScheduler
         with quiet():
-            return kind(optimizer, t_initial=updates - warmup, lr_min=part.min_lr, warmup_prefix=True, **common)
-    epochs = list(part.milestones) if part.name == "multistep" else []
-    if part.name == "step":
-        every = part.milestones[0]
+            return kind(optimizer, t_initial=updates - warmup, lr_min=schedule.min_lr, warmup_prefix=True, **common)
+    epochs = list(schedule.milestones) if schedule.name == "multistep" else []
+    if schedule.name == "step":
+        every = schedule.milestones[0]
         epochs = [every * i for i in range(1, int(updates / per_epoch / every) + 1)]
     steps = [round(epoch * per_epoch) + 1 for epoch in epochs]  # timm's milestone m acts at update m - 1
-    return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=part.rate, warmup_prefix=False, **common)
+    return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common)
 
 
-def clipped(model: nn.Module, part: Clip, head: nn.Module | None) -> list[nn.Parameter]:
+def clipped(model: nn.Module, clip: Clip, head: nn.Module | None) -> list[nn.Parameter]:
     """List the parameters whose gradients are clipped.
 
     Adaptive clipping leaves the classifier, `head`, alone (Brock et al. 2021, arXiv:2102.06171).
     """
-    spared = {id(p) for p in head.parameters()} if part.mode == "agc" and head is not None else set()
+    spared = {id(p) for p in head.parameters()} if clip.mode == "agc" and head is not None else set()
     return [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
 
 
@@ -118,12 +116,12 @@ class Objective:
             loss = loss + self.distill.weight * self._distance(self.distill, logits, images)
         return loss
 
-    def _distance(self, part: Distill, logits: Tensor, images: Tensor) -> Tensor:
+    def _distance(self, distill: Distill, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
         with torch.no_grad():
-            taught = F.log_softmax(self.teacher(images) / part.temperature, 1)
-        learned = F.log_softmax(logits / part.temperature, 1)
-        return part.temperature**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
+            taught = F.log_softmax(self.teacher(images) / distill.temperature, 1)
+        learned = F.log_softmax(logits / distill.temperature, 1)
+        return distill.temperature**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
 
 
 class Teacher(nn.Module):

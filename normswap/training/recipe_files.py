@@ -181,6 +181,6 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
     return f"Did you mean {near[0]}?" if near else ""

@@ -34,11 +34,11 @@ class Subject:
 
     Args:
         network: its record.
-        given: what it was before the recipe's own conversion; itself where there was none.
+        source: what it was before the recipe's own conversion; itself where there was none.
     """
 
     network: Network
-    given: nn.Module
+    source: nn.Module
 
     @property
     def module(self) -> nn.Module:
@@ -58,16 +58,16 @@ class Subject:
             record["input_size"] = (record["input_size"][0], side, side)
         return record
 
-    def teacher(self, part: Distill) -> nn.Module:
+    def teacher(self, distill: Distill) -> nn.Module:
         """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
 
         Raises:
             SourceError: it cannot be had, or is no longer what the network was made from.
         """
-        if part.teacher != "source":
-            return checkpoint.open_model(part.teacher, named=False)
-        if self.given is not self.module or not self.network.provenance.plan.steps:
-            return copy.deepcopy(self.given)
+        if distill.teacher != "source":
+            return checkpoint.open_model(distill.teacher, named=False)
+        if self.source is not self.module or not self.network.provenance.plan.steps:
+            return copy.deepcopy(self.source)
         module = self.module
         try:
             origin = reverification.recorded(module, Path("the network"))
@@ -91,15 +91,8 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
 
 
 def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
-    """Convert the network if the recipe says so; it is not changed itself.
-
-    Args:
-        say: called with what the user should know.
-
-    Raises:
-        NormswapError: whatever converting raises.
-    """
-    network, model, part = subject.network, subject.given, recipe.convert
+    """Convert the network if the recipe says so; it is not changed itself. `say` is told what the user should know."""
+    network, model, part = subject.network, subject.source, recipe.convert
     if part is not None:
         say(f"converting to {part.to}")
         images = None

@@ -33,13 +33,7 @@ if TYPE_CHECKING:  # an optional package, or one that takes long to import
 
 @dataclass(frozen=True)
 class Trial:
-    """One run.
-
-    Args:
-        state: done, diverged, failed or running.
-        top1: in percent, after the last epoch; None unless done.
-        note: why it failed.
-    """
+    """One run: done, diverged, failed (the note says why) or running; top-1 in percent after the last epoch."""
 
     lr: float
     seed: int
@@ -52,15 +46,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Line:
-    """One learning rate.
+    """One learning rate: how many runs have ended, well or not, and how many were lost.
 
     Args:
-        runs: how many have ended, well or not.
         mean, std: of the best k in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
         counted: how many that are.
-        lost: how many diverged or failed.
         full: whether all n have ended and k succeeded: only then can this be the best.
-        best: whether no other rate has so high a mean.
         good: whether the mean is at most the best rate's deviation below the best rate's mean.
     """
 
@@ -80,17 +71,18 @@ class Line:
         spread = "" if self.std is None else f" ± {self.std:.2f}"
         return "" if self.mean is None else f"{self.mean:.2f}{spread}"
 
+    @property
+    def mark(self) -> str:
+        """`best`, `good`, or nothing."""
+        return "best" if self.best else "good" * self.good
+
 
 def count_best(seeds: int, best: int | None = None) -> int:
-    """Return how many of the runs of an lr count: `best`, or all but two when there are more than four.
-
-    Raises:
-        OptionError: more than there are.
-    """
+    """Return how many of the runs of an lr count: `best`, or all but two when there are more than four."""
     if best is None:
         return seeds - 2 if seeds > 4 else seeds
     if not 1 <= best <= seeds:
-        raise OptionError(f"--best {best} of {seeds} runs", remedy="It counts the runs of each lr that are kept")
+        raise OptionError(f"--best {best} of {seeds} runs", remedy="It says how many runs of each lr count")
     return best
 
 
@@ -125,10 +117,10 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
     )
 
 
-def notes(trials: Sequence[Trial], rates: Sequence[Line], done: bool) -> list[str]:
+def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
     """List what the reader should know: good rates, what is not done, what failed and why, a grid that ends early."""
     texts = []
-    if not done or any(trial.state == "running" for trial in trials):
+    if not finished or any(trial.state == "running" for trial in trials):
         texts.append("not all runs have ended; the same command continues those that were stopped or killed")
     texts += [f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}" for trial in trials if trial.note][:3]
     winners, good = _highest(rates), [line.lr for line in rates if line.good]
@@ -143,11 +135,7 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], done: bool) -> list[st
 
 
 def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: str = "") -> Path:
-    """Draw top-1 over the learning rate: every run, mean and deviation of those that count, and the best lr.
-
-    Raises:
-        OutputError: the file cannot be written, or not in the format of its suffix.
-    """
+    """Draw top-1 over the learning rate: every run, mean and deviation of those that count, and the best lr."""
     from matplotlib.figure import Figure  # a second to import
 
     from normswap.analysis import plots
@@ -201,19 +189,19 @@ def parse_rates(text: str) -> list[float]:
         OptionError: a part names none, or one that is not positive.
     """
     rates: set[float] = set()
-    for part in text.split(","):
-        first, dots, last = (word.strip() for word in part.partition(".."))
+    for word in text.split(","):
+        first, dots, last = (bound.strip() for bound in word.partition(".."))
         low, high = _POWER.match(first), _POWER.match(last if dots else first)
         try:
             if low and high and low[1] == high[1]:
                 named = [float(low[1]) ** power for power in range(int(low[2]), int(high[2]) + 1)]
             else:
-                named = [float(part)]
+                named = [float(word)]
         except (ValueError, OverflowError, ZeroDivisionError):
             named = []
         if not named or not all(0 < rate < math.inf for rate in named):
             remedy = "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
-            raise OptionError(f"--lr: {part.strip()!r} names no positive rates", remedy=remedy)
+            raise OptionError(f"--lr: {word.strip()!r} names no positive rates", remedy=remedy)
         rates.update(named)
     return sorted(rates)
 

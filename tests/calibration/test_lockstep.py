@@ -9,6 +9,7 @@ import torch
 from narrow_networks import source
 from torch import Tensor, nn
 
+from normswap.calibration import lockstep
 from normswap.calibration.lockstep import SIZE, Interpreter, Lockstep
 from normswap.errors import VerificationError
 from normswap.models.calling import Example
@@ -49,18 +50,13 @@ def test_one_value_that_is_not_finite_is_refused_in_whichever_batch(
     batches = [torch.ones(2, 4) for _ in range(3)]
     if broken is not None:
         batches[broken][1, 2] = 0.0
-    examples = [Example((batch,)) for batch in batches]
-    interpreter = Interpreter(Pointwise(function).eval(), Example((torch.ones(2, 4),)))
-    lockstep = Lockstep([interpreter], examples)
-    (layer,) = (node for node in interpreter.nodes if node.target == "layer")
-    try:
-        if broken is None:
-            assert len([*lockstep.run_to([layer])]) == 3
-        else:
-            with pytest.raises(VerificationError, match="not finite"):
-                list(lockstep.run_to([layer]))
-    finally:
-        lockstep.close()
+    steps = Lockstep([Pointwise(function).eval()], batches)
+    (layer,) = (node for node in steps.interpreters[0].nodes if node.target == "layer")
+    if broken is None:
+        assert len([*steps.run_to([layer])]) == 3
+    else:
+        with pytest.raises(VerificationError, match="not finite"):
+            list(steps.run_to([layer]))
 
 
 class Counting(nn.Module):
@@ -75,25 +71,49 @@ class Counting(nn.Module):
 def test_whole_numbers_become_floats_where_the_network_lets_them() -> None:
     """They have no mean; a product of floats with 1 is not run."""
     network, x = Counting().eval(), torch.randn(3, 4)
-    interpreter = Interpreter(network, Example((x,)))
-    assert sum("mul" in str(node.target) for node in interpreter.nodes) == 1
-    lockstep = Lockstep([interpreter], [Example((x,))])
-    try:
-        ((values,),) = lockstep.run_to([interpreter.nodes[-1]])
-        assert values is not None
-    finally:
-        lockstep.close()
+    steps = Lockstep([network], [x])
+    nodes = steps.interpreters[0].nodes
+    assert sum("mul" in str(node.target) for node in nodes) == 1
+    ((values,),) = steps.run_to([nodes[-1]])
+    assert values is not None
 
 
-@pytest.mark.parametrize("mirror", [True, False])
-def test_images_are_shown_in_a_mirror_left_for_right(mirror: bool) -> None:
+class InPlace(nn.Module):
+    """A network that writes into what a skip connection reads, and into its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(self.relu(x))
+        half = skip[:, :2]
+        y = self.second(skip)
+        self.relu(half)
+        return y + skip
+
+
+@pytest.mark.parametrize("large", [0, 2**20], ids=["in files", "in memory"])
+def test_values_that_are_stored_are_what_one_pass_computes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node by node, with views and layers that write in place; the user's images stay."""
+    monkeypatch.setattr(lockstep, "LARGE", large)
+    torch.manual_seed(0)
+    model, batches = InPlace().eval(), [torch.randn(2, 3, 4, 4) for _ in range(2)]
+    before = [batch.clone() for batch in batches]
+    steps = Lockstep([model], batches)
+    found: list[Tensor] = []
+    for node in steps.interpreters[0].nodes[1:]:
+        found = [values[node.all_input_nodes[0].name] for (values,) in steps.run_to([node])]
+    assert all(torch.equal(one, two) for one, two in zip(batches, before, strict=True))
+    with torch.no_grad():
+        assert all(torch.equal(value, model(batch.clone())) for value, batch in zip(found, before, strict=True))
+
+
+def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
     """In whole batches, each behind its own."""
     batches = [torch.arange(24.0).view(2, 1, 3, 4), 100 + torch.arange(12.0).view(1, 1, 3, 4)]
-    model = nn.Sequential(nn.Conv2d(1, 2, 1)).eval()
-    lockstep = Lockstep([Interpreter(model, Example((batches[0],)))], [Example((x,)) for x in batches], mirror=mirror)
-    (conv,) = (node for node in lockstep.interpreters[0].nodes if node.op == "call_module")
-    shown = [next(value for name, value in values.items() if name != SIZE) for (values,) in lockstep.run_to([conv])]
-    lockstep.close()
-    expected = [x for batch in batches for x in ((batch, batch[..., [3, 2, 1, 0]]) if mirror else (batch,))]
-    assert [x.tolist() for x in shown] == [x.tolist() for x in expected]
-    assert (lockstep.images, lockstep.shown) == (3, 6 if mirror else 3)
+    steps = Lockstep([nn.Sequential(nn.Conv2d(1, 2, 1)).eval()], batches, mirrored=1)
+    (conv,) = (node for node in steps.interpreters[0].nodes if node.op == "call_module")
+    shown = [next(value for name, value in values.items() if name != SIZE) for (values,) in steps.run_to([conv])]
+    assert [x.tolist() for x in shown] == [x.tolist() for x in (batches[0], batches[0].flip(-1), batches[1])]
+    assert (steps.images, steps.rows) == (3, 5)

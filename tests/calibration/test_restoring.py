@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 import normswap
 from normswap import provenance
-from normswap.calibration.restoring import Wanted
 from normswap.errors import RefusedError
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
@@ -76,7 +75,7 @@ def test_every_layer_has_the_moments_of_the_reference() -> None:
 def test_by_biases_alone_the_weights_stay() -> None:
     source, batches = network(), images()
     sparse = pruned(source)
-    done = recalibrate(sparse, batches, against=Wanted((source,), scales=False), input_size=(3, 9, 9))
+    done = recalibrate(sparse, batches, against=source, means_only=True, input_size=(3, 9, 9))
     record = provenance.of(done.model)
     assert record is not None
     assert {name: record.plan.steps[-1].options[name] for name in ("against", "scales")} == {

@@ -12,7 +12,7 @@ import torch
 from lived import distance, lived_in, run
 from torch import Tensor, nn
 
-from normswap.calibration import zero_sum_fit, zero_sum_rescaling
+from normswap.calibration import zero_sum_rescaling
 from normswap.calibration.zero_sum_rescaling import Loss
 from normswap.folding.channel_factors import HELD
 from normswap.layers.standardized import computed
@@ -55,7 +55,7 @@ def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: in
     x = torch.randn(40, 6, 12, 12).double() @ torch.randn(12, 12).double() + torch.rand(6, 1, 1)
     x[:, 1] += x[:, 0]
     x[10:] += 5 * torch.rand(6, 1, 1)  # not what the first batch leads to expect
-    seen = zero_sum_rescaling._Seen()
+    seen = zero_sum_rescaling._Moments()
     for part in x.split(10):
         seen.look(conv, (part,), conv(part))
     logs = torch.randn(3) / 2
@@ -163,7 +163,7 @@ def test_zero_sum_filters_lose_less_when_rescaled(to: str, monkeypatch: pytest.M
     data = list(pictures(256, 3).split(32))
     found = []
     for rescale in (zero_sum_rescaling.rescale, lambda *_: {}):
-        monkeypatch.setattr(zero_sum_fit, "rescale", rescale)
+        monkeypatch.setattr(zero_sum_rescaling, "rescale", rescale)
         done = conversion.convert(model, to, inputs=x, calibrate=iter(data), seed=3)
         found.append(distance(run(model, x), run(done.model, x)))
     assert found[0] < 0.7 * found[1]

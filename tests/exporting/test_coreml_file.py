@@ -1,4 +1,4 @@
-"""Core ML: a package is written whole, the same bytes each time, with names and metadata; nothing runs it on Linux."""
+"""Core ML: a package is written whole, with names and metadata; nothing runs it on Linux."""
 
 from __future__ import annotations
 
@@ -68,11 +68,9 @@ def test_a_package_holds_the_folded_network_and_is_not_called_verified(dtype: st
             run()
 
 
-def test_the_same_network_is_the_same_bytes_with_the_usual_permissions(tmp_path: Path) -> None:
-    model = nn.Conv2d(3, 8, 3).eval()
-    first, second = (normswap.export(model, tmp_path / f"{name}.mlpackage", **SIZE) for name in "ab")
-    assert content(first.file) == content(second.file)
-    modes = {one.is_dir(): one.stat().st_mode & 0o777 for one in (first.file, *first.file.rglob("*"))}
+def test_a_package_has_the_usual_permissions(tmp_path: Path) -> None:
+    file = normswap.export(nn.Conv2d(3, 8, 3).eval(), tmp_path / "a.mlpackage", **SIZE).file
+    modes = {one.is_dir(): one.stat().st_mode & 0o777 for one in (file, *file.rglob("*"))}
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     assert modes == {place.is_dir(): place.stat().st_mode & 0o777 for place in (tmp_path / "folder", tmp_path / "file")}
@@ -108,10 +106,3 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     done = normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.mlpackage", **SIZE)
     assert coreml_file.nodes(done.file) == {"conv": 1}
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a refusal leaves a folder of its own
-def test_a_pool_over_three_dimensions_which_it_lacks_is_a_mean(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten()).eval()
-    done = normswap.export(model, tmp_path / "net.mlpackage", inputs=torch.zeros(1, 1, 4, 5, 6))
-    assert done.nodes == {"conv": 1, "relu": 1, "reduce_mean": 1, "reshape": 1}

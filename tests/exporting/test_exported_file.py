@@ -104,7 +104,7 @@ def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[s
     shown = as_documented(printed("inspect", str(file), "--json"), "inspect")
     assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["conv2d.default"]) == ("pt2", "demo", 22)
     assert shown["sidecar"]["input"]["size"] == [3, 64, 64]
-    assert "images: 1 x 3x64x64 in float32" in printed("inspect", str(file))
+    assert "name images, dtype float32" in printed("inspect", str(file))
     images = ("--data", "demo", "--samples", str(IMAGES), "--workers", "0")
     measured = json.loads(printed("evaluate", str(file), *images, "--json"))
     assert measured["top1"] == of_checkpoint().top1

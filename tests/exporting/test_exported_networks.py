@@ -44,11 +44,6 @@ def trained(name: str) -> nn.Module:
     return open_model(str(TRAINED[name]))
 
 
-@pytest.mark.parametrize("name", NFNETS)
-def test_an_nfnet_alone(name: str, tmp_path: Path) -> None:
-    computes_the_same_alone(name, "onnx", tmp_path)
-
-
 @crossed("name, form", DEEP, ENDINGS, 3)
 def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
     computes_the_same_alone(name, form, tmp_path)

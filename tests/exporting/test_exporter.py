@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -240,31 +239,6 @@ def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_damaged_on_its_way_to_the_disk_gets_no_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import onnx
-    from onnx import numpy_helper
-
-    from normswap.cli.app import main
-    from normswap.exporting import onnx_file
-
-    write = onnx_file.write
-
-    def damage(contents: FileContents, file: Path) -> None:
-        write(contents, file)
-        proto = onnx.load(file)
-        weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
-        onnx.save(proto, file)
-
-    monkeypatch.setattr(onnx_file, "write", damage)
-    model = ["resnet10t", "--weights", "random", "--arch-arg", "channels=8,16,32,64"]
-    model += ["--arch-arg", "zero_init_last=false"]  # a weight of zeros cannot be damaged so
-    assert main(["export", *model, "--input-size", "3,64,64", "-o", str(tmp_path / "net.onnx")]) == 2
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = network()
     file = tmp_path / "net.pt2"
@@ -364,58 +338,6 @@ def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_p
     with pytest.raises(OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"):
         normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"net.param": "ncnn's", "net.bin": "ncnn's"}
-
-
-def test_all_that_belongs_to_a_file_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and what is to be done first, too: the old graph goes before them, the new one comes after them."""
-    model, _ = network()
-    file, moved, replace = tmp_path / "net.xml", list[tuple[str, bool]](), os.replace
-
-    def move(source: Any, target: Any) -> None:
-        if tmp_path in (Path(source).parent, Path(target).parent):
-            moved.append((Path(target).name, Path(target).parent == tmp_path))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", move)
-    normswap.export(model, file, input_size=(3, 64, 64))
-    parts = {"net.bin", "net.xml.preprocess.json"}
-    assert {name for name, _ in moved[:-1]} == parts
-    assert moved[-1] == ("net.xml", True)
-    moved.clear()
-    normswap.export(model, file, force=True, input_size=(3, 64, 64))
-    assert moved[0] == ("net.xml", False)
-    assert {name for name, comes in moved if not comes} == {"net.xml", *parts}
-    assert moved[-1] == ("net.xml", True)
-
-
-def test_products_with_one_go_unless_they_are_copies(tmp_path: Path) -> None:
-    """A NormFreeBlock still multiplies by its alpha and beta, which are 1 when they have been folded."""
-
-    class Copies(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            copy = x * 1.0
-            return (copy.relu_() + x + (x * 1.0).sigmoid()).flatten(1)
-
-    done = normswap.export(Copies(), tmp_path / "net.pt2", input_size=(3, 8, 8))
-    assert sum(n for kind, n in done.nodes.items() if kind.startswith("mul")) == 1
-
-
-def test_sums_with_nothing_go_unless_they_are_copies(tmp_path: Path) -> None:
-    """Where a branch was merged into another one, the network's own forward adds the number 0."""
-
-    class Copies(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            total = (0 + x.tanh()) + 0.0
-            total += 0.0
-            copy = x.sin() * 2
-            kept = copy + 0.0
-            counts = (x.argmax(1, keepdim=True) + 0.0).mean(1, keepdim=True)  # whole numbers have no mean
-            return (total + copy.relu_() + kept + counts).flatten(1)
-
-    x = torch.randn(1, 3, 8, 8)
-    done = normswap.export(Copies(), tmp_path / "net.pt2", input_size=(3, 8, 8))
-    assert sum(n for kind, n in done.nodes.items() if kind.startswith("add")) == 5
-    assert torch.equal(formats.get("pt2").open(tmp_path / "net.pt2")(x), Copies()(x))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

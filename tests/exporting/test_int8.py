@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import onnx
 import pytest
 import torch
 from alone import run_alone
-from commands import environment
 from crossed import quick
 from lived import distance
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
@@ -225,18 +223,6 @@ def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchao_says_nothing(tmp_path: Path) -> None:
-    """It logs and warns as it is imported, which is when it is needed."""
-    program = "import sys, test_int8 as t; from pathlib import Path\nassert 'torchao' not in sys.modules\n"
-    program += "t.made(Path(sys.argv[1]))\nassert 'torchao' in sys.modules"
-    command = [sys.executable, "-W", "ignore:::timm", "-c", program, str(tmp_path / "net.pt2")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, env=environment()
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.slow
 def test_openvino(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     done = made(tmp_path / "net.xml")
@@ -308,15 +294,6 @@ def test_a_missing_package_names_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(OptionError, match=rf"{form} in int8 needs the package {package}.*'normswap\[quantize\]'"):
         made(tmp_path / name)
-
-
-def test_the_two_parts_share_no_image() -> None:
-    loader = datasets.make_loader(open_model(str(DATA)), TAR, batch_size=64, workers=0)
-    one, two = datasets.split_for_calibration(loader, 100)
-    assert (one.count, two.count) == (100, 400)
-    rows = [images.flatten(1) for part in (one, two) for images, _ in part]
-    assert len(torch.cat(rows).unique(dim=0)) == len(torch.cat([x for x, _ in loader]).flatten(1).unique(dim=0))
-    assert len({int(label) for _, labels in one for label in labels}) == 10
 
 
 def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,13 +210,11 @@ def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) ->
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize(
-    ("size", "parts"), [(None, [1, 3, 4, 2]), (3, [3, 1, 3, 1, 2]), (2, [2, 2, 2, 2, 2]), (8, [4, 4, 2])]
-)
-def test_batches_are_split_to_the_size_of_a_file(size: int | None, parts: list[int]) -> None:
+@pytest.mark.parametrize(("singly", "parts"), [(False, [1, 3, 4, 2]), (True, [1] * 10)])
+def test_batches_are_split_to_the_size_of_a_file(singly: bool, parts: list[int]) -> None:
     images = torch.arange(10.0).view(10, 1, 1, 1)
     batches = [(images[:4], torch.arange(4)), (images[4:8], None), (images[8:], None)]
-    made = [*checks.split(batches, size)]
+    made = [*checks.split(batches, singly=singly)]
     assert [len(x) for x, _ in made] == parts
     assert torch.cat([x for x, _ in made]).equal(images)
     assert torch.cat([y for _, y in made if y is not None]).equal(torch.arange(4))

@@ -9,11 +9,10 @@ import torch
 from lived import distance, run
 from torch import Tensor, nn
 
-from normswap.errors import RefusedError
+from normswap.errors import RefusedError, quiet
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.simpler_graph import or_simpler, simpler
-from normswap.models.weight_files import quiet
 
 
 class Applied(nn.Module):

@@ -6,7 +6,6 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,10 +227,3 @@ def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "create_dataset", lambda *_, **__: Stream())
     assert batches(CONFIG, "wds/x:/y")[1] == list(range(9))
     assert batches(CONFIG, "wds/x:/y", samples=7)[1] == list(range(7))
-
-
-@pytest.mark.parametrize(
-    ("names", "found"), [({"a": 0, "b": 1}, {"a": 0, "b": 1}), ({"a": 0, "b": 0}, {}), ({}, {}), (["a", "b"], {})]
-)
-def test_names_of_labels_are_those_of_a_dataset_that_tells_them_apart(names: Any, found: dict[str, int]) -> None:
-    assert datasets._names(SimpleNamespace(class_to_idx=names)) == found

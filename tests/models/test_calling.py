@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import math
-import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Unpacked, batches, resnet, scaled, trunk
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import normswap
 from normswap.analysis.signal_propagation import signal
-from normswap.calibration import lockstep, share_of_fit
+from normswap.calibration import sequential_fit, share_of_fit
 from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
 from normswap.models import calling
@@ -42,7 +40,7 @@ def same(one: nn.Module, two: nn.Module) -> None:
 
 @functools.cache
 def plain(to: str, mirrored: int, **options: Any) -> Conversion:
-    """The fit on plain tensors, which every form is compared with, by `lockstep.MIRRORED` and options."""
+    """The fit on plain tensors, which every form is compared with, by `sequential_fit.MIRRORED` and options."""
     data = batches()
     return normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
 
@@ -57,10 +55,10 @@ def test_a_fit_is_that_of_plain_tensors(
 ) -> None:
     wrap, given = FORMS[form]
     if form == "two arguments":  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
-        monkeypatch.setattr(lockstep, "MIRRORED", 0)
+        monkeypatch.setattr(sequential_fit, "MIRRORED", 0)
         options = {**options, "steady": 0.0} if to == "groupnorm" else options
     data = batches()
-    wanted = plain(to, lockstep.MIRRORED, **options)
+    wanted = plain(to, sequential_fit.MIRRORED, **options)
     calibrate = [given(x) for x in data]
     done = normswap.convert(wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options)
     same(wanted.model, done.model)
@@ -280,19 +278,3 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
 
 
 # --- on the command line ----------------------------------------------------------------------------------------------
-
-
-def test_a_function_that_writes_to_its_list_may_do_so_for_every_batch() -> None:
-    """What a graph holds cannot be changed: torchvision's detectors write to the lists that they hand on."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(operator.getitem, ([x, (x, [1])], slice(None, x)), {"more": {"x": [x]}})
-    args, kwargs = (lockstep._filled(part, {"x": 3}) for part in (node.args, node.kwargs))
-    assert args == ([3, (3, [1])], slice(None, 3))
-    assert kwargs == {"more": {"x": [3]}}
-    args[0].append(4)
-    args[0][1][1].append(5)
-    kwargs["more"]["x"].clear()
-    assert lockstep._filled(node.args, {"x": 3})[0] == [3, (3, [1])]
-    spot = collections.namedtuple("spot", "x y")
-    assert lockstep._filled(spot(x, [2]), {"x": 3}) == spot(3, [2])

@@ -23,9 +23,8 @@ from torch import nn
 import normswap
 from normswap import provenance
 from normswap.cli.app import main
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError, SourceError, quiet
 from normswap.models import hub_config, kinds, network_input, zoo
-from normswap.models.weight_files import quiet
 from normswap.plan import Arch
 
 FACTORY = """

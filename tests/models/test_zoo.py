@@ -186,7 +186,7 @@ def _config(text: str) -> Callable[[Path], None]:
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["no config.json"]),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["has no model.safetensors"]),
     "not json": (_config("{"), ["config.json cannot be read"]),
     "not an object": (_config("[1]"), ["config.json holds no object"]),
     "transformers": (_config('{"architectures": ["ViT"], "model_type": "vit"}'), ["no timm 'architecture'"]),

@@ -16,10 +16,8 @@ from lived import batchnorms, distance, lived_in, run, step
 from small import SMALL_IMAGES
 from torch import Tensor, nn
 
-from normswap.errors import OptionError
 from normswap.layers.scalars import Scale
 from normswap.surgery import applying
-from normswap.surgery.conversion import convert
 
 # Residual branches, and the norm that ends each, from the papers (how they are counted: test_inspection_families.py;
 # SE-ResNeXt-26t: 2 + 2 + 2 + 2 bottlenecks). In the SE-ResNeXt a gate follows that norm, in the others it comes before.
@@ -100,17 +98,3 @@ def test_one_wrong_channel_is_noticed(arch: str) -> None:
     with torch.no_grad():
         scale.alpha *= 1.01
     assert distance(reference, run(broken, x)) > 1e-6
-
-
-@pytest.mark.parametrize(("channels", "groups"), [(64, 4), (128, 8), (24, 1), (40, 2), (8, 1)])
-def test_groups_of_a_size(channels: int, groups: int) -> None:
-    """As robot policies count them: channels // 16 groups, one where there are fewer channels."""
-    model = nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels)).eval()
-    done = convert(model, "groupnorm", input_size=(3, 16, 16), group_size=16)
-    assert done.model[1].num_groups == groups
-
-
-@pytest.mark.parametrize("options", [{"group_size": -1}, {"group_size": True}, {"groups": 2, "group_size": 16}])
-def test_group_sizes_that_say_nothing(options: dict[str, int]) -> None:
-    with pytest.raises(OptionError, match="group_size="):
-        convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), "groupnorm", input_size=(3, 16, 16), **options)

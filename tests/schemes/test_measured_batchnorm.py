@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lived import batchnorms, lived_in
+from lived import batchnorms
 from narrow_networks import skeleton
 from narrow_networks import source as lived
 from torch import Tensor, nn
@@ -17,10 +17,7 @@ import normswap
 from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
-from normswap.graph.inspection import inspect
 from normswap.layers import site_norm
-from normswap.storage.checkpoint import open_model
-from normswap.surgery import likeness
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -88,14 +85,6 @@ def test_moments_do_not_cancel_where_the_mean_is_large() -> None:
     model = nn.Sequential(layer, nn.Conv2d(2, 1, 1).double())
     seen = measure(model, {"0": layer}, x.split(7)).moments["0"]
     assert torch.allclose(seen.variance, x.transpose(0, 1).flatten(1).var(1), rtol=1e-9)
-
-
-def test_float32_is_proved_in_float64() -> None:
-    net, batches = network().float(), [batch.float() for batch in images()]
-    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches)
-    errors = {error.precision: error.relative_l2 for error in done.report.logits}
-    assert errors["float64"] < 1e-14
-    assert errors["float32"] < 1e-6
 
 
 def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +198,6 @@ def test_the_plan_is_made_without_running_on_images() -> None:
     assert not builder.notes
 
 
-def test_a_network_without_a_place_is_refused() -> None:
-    with pytest.raises(RefusedError, match="there is no place for a BatchNorm"):
-        normswap.convert(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), "batchnorm", calibrate=[torch.zeros(2, 3, 4, 4)])
-
-
 def test_a_convolution_that_is_called_twice_gets_none() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -227,30 +211,6 @@ def test_a_convolution_that_is_called_twice_gets_none() -> None:
     done = normswap.convert(Twice().double().eval(), "batchnorm", inputs=images()[0], calibrate=images())
     assert list(batchnorms(done.model)) == ["stem.then"]
     assert any("shared gets no norm: it is called more than once" in note for note in done.notes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["mobilenetv2_050", "torchvision:resnet18"])
-def test_like_a_name(arch: str, tmp_path: Path) -> None:
-    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
-    own = lived_in(open_model(arch, weights="random", num_classes=7), x).float()
-    net = provenance.attach(normswap.convert(own, "folded", input_size=(3, 64, 64)).model, provenance.Provenance())
-    done = normswap.convert(net, "batchnorm", input_size=(3, 64, 64), calibrate=[x.float()], like=arch)
-    own.load_state_dict(done.model.state_dict())
-    assert next(error for error in done.report.logits if error.precision == "float64").relative_l2 < LIMIT
-    again = normswap.load(normswap.save(done, tmp_path / "net"))
-    assert type(again) is type(own)
-    assert apart(done.model, again, x.float()) == 0
-
-
-def test_batches_that_grow_weigh_by_their_values() -> None:
-    layer, x = nn.Identity(), torch.randn(9, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x += torch.arange(9.0).view(-1, 1, 1, 1)
-    model = nn.Sequential(layer, nn.Conv2d(2, 1, 1).double())
-    seen = measure(model, {"0": layer}, x.split([1, 2, 6])).moments["0"]
-    values = x.transpose(0, 1).flatten(1)
-    assert torch.allclose(seen.mean, values.mean(1), rtol=1e-12)
-    assert torch.allclose(seen.variance, values.var(1), rtol=1e-12)
 
 
 class Beside(nn.Module):
@@ -292,55 +252,3 @@ def test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place() -> None
     like = Joined(normed=True)
     done = normswap.convert(net, "batchnorm", like=like, inputs=images()[0], calibrate=images())
     assert apart(net, done.model, images()[1]) < LIMIT
-
-
-class Scaled(Joined):
-    """With a tensor that is of no layer; its convolutions have biases, or not, as asked for."""
-
-    def __init__(self, *, normed: bool, biased: bool, width: int = 9) -> None:
-        super().__init__(normed=normed)
-        self.scale = nn.Parameter(torch.rand(1, width, 1, 1))
-        for conv in (self.one, self.two):
-            conv.bias = nn.Parameter(torch.rand(conv.out_channels)) if biased else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.one(x), self.two(x)], 1)
-        return self.head(self.norm(x * self.scale).relu()).mean((2, 3))
-
-
-def scaled(*, normed: bool, biased: bool, width: int = 9, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return Scaled(normed=normed, biased=biased, width=width).double().eval()
-
-
-def test_what_the_architecture_has_by_itself_is_of_the_network_or_zero() -> None:
-    """A tensor that is of no layer has the network's values; a bias that the network has not is 0."""
-    net, like = scaled(normed=False, biased=False), scaled(normed=True, biased=True, seed=1)
-    ask: dict[str, Any] = {"inputs": images()[0], "calibrate": images()}
-    done = normswap.convert(net, "batchnorm", like=like, **ask)
-    assert apart(net, done.model, images()[1]) < LIMIT
-    assert torch.equal(done.model.get_parameter("scale"), net.get_parameter("scale"))
-    one = scaled(normed=False, biased=False, width=1)
-    with pytest.raises(RefusedError, match="it has no scale"):
-        normswap.convert(one, "batchnorm", like=like, **ask)
-
-
-def test_the_result_says_where_the_network_is_from() -> None:
-    net: Any = Joined(normed=False).double().eval()
-    net.pretrained_cfg = {"mean": (0.1, 0.2, 0.3)}
-    provenance.attach(net, provenance.Provenance(None, "somewhere", "a" * 64, {"std": (0.5, 0.5, 0.5)}))
-    done: Any = normswap.convert(
-        net, "batchnorm", like=Joined(normed=True), inputs=images()[0], calibrate=images()
-    ).model
-    record = provenance.of(done)
-    assert record is not None
-    assert (record.source, record.sha256, record.pretrained_cfg) == ("somewhere", "a" * 64, {"std": (0.5, 0.5, 0.5)})
-    assert done.pretrained_cfg == net.pretrained_cfg
-
-
-def test_the_architecture_gets_as_many_classes_as_the_network_has() -> None:
-    torch.manual_seed(0)
-    headless = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()
-    whole = nn.Sequential(*headless, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 7)).eval()
-    for model, classes in ((headless, 0), (whole, 7)):
-        assert likeness._classes(inspect(model, torch.randn(2, 3, 8, 8))) == classes

@@ -11,7 +11,7 @@ import pytest
 from normswap import schemes
 from normswap.errors import OptionError
 from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
-from normswap.schemes.parts.options import Option, Range
+from normswap.schemes.options import Option, Range
 
 
 def test_every_keyword_of_a_plan_has_a_record() -> None:
@@ -40,10 +40,10 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
         ("layernorm", {"steady": float("nan")}, "steady=nan is not in"),
         ("dyt", {"bend": 0}, r"bend=0 is not in \(0, 4\]"),
         ("dyt", {"bend": 4.1}, r"bend=4.1 is not in \(0, 4\]"),
-        ("skipinit", {"alpha": float("inf")}, "neither 'match', 'inv-sqrt-depth' nor a finite number"),
-        ("skipinit", {"alpha": None}, "alpha= is neither"),
-        ("nf", {"stem": "zero"}, "stem=\"zero\" is neither 'fit' nor 'keep'"),
-        ("residual-scale", {"rule": "golden"}, 'unknown rule="golden".*Known: balduzzi'),
+        ("skipinit", {"alpha": float("inf")}, "alpha=inf is not 'match' or 'inv-sqrt-depth' or a finite number"),
+        ("skipinit", {"alpha": None}, "alpha= is not"),
+        ("nf", {"stem": "zero"}, "stem=\"zero\" is not 'fit' or 'keep'"),
+        ("residual-scale", {"rule": "golden"}, 'rule="golden" is not .balduzzi. or'),
         ("batchnorm", {"ghost_batch": "4"}, 'ghost_batch="4" is not a whole number >= 0'),
     ],
 )

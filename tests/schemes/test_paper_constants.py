@@ -14,12 +14,9 @@ from lived import distance, lived_in, run, swapped
 from small import ARGS
 from tiny import ONE, C, Net, bn, conv, net
 from torch import Tensor, nn
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 import normswap
-from normswap import schemes
 from normswap.layers.scalars import FixedScale
-from normswap.layers.site_norm import EmptyNorm, SiteNorm
 from normswap.schemes.residual_scale import RULES
 
 DEPTH = 8
@@ -127,15 +124,6 @@ def test_weight_norm_of_transposed_convolutions_is_per_filter() -> None:
     assert torch.equal(after[:, [0, 1, 3, 4, 5]], before[:, [0, 1, 3, 4, 5]])
 
 
-def test_weight_norm_is_per_filter() -> None:
-    """Salimans & Kingma 2016, arXiv:1602.07868, equation 2: g of output channel c is the norm of its filter."""
-    net: Any = swapped(upsampling(), "weightnorm")
-    for layer in (net.conv, net.head):
-        gain, filters = layer.parametrizations.weight.original0, layer.weight.detach().flatten(1)
-        assert gain.shape == (len(filters), *(1,) * (layer.weight.ndim - 1))
-        assert torch.allclose(gain.flatten(), filters.norm(dim=1))
-
-
 def test_a_dead_filter_keeps_its_direction() -> None:
     """gamma = 0 kills it: g is 0, and v what it was, so that it can live again; a filter of zeros gets ones."""
     model: Any = upsampling()
@@ -162,45 +150,6 @@ def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() 
     assert gain.item() == pytest.approx(largest, rel=0.02)  # of torch's 15 power iterations
 
 
-NORM = {"eps": 3e-3, "momentum": 0.03}
-
-
-def normed() -> nn.Module:
-    torch.manual_seed(0)
-    parts: dict[str, nn.Module] = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4, **NORM), "head": nn.Linear(4, 2)}
-    return lived_in(Net(lambda m, x: m.head(m.bn(m.conv(x)).relu().mean((2, 3))), **parts), torch.randn(4, 3, 9, 9))
-
-
-def test_norms_that_stay_keep_their_settings() -> None:
-    source: Any = normed()
-    kept: Any = swapped(source, "batchnorm", ghost_batch=2)
-    assert isinstance(kept.bn, SiteNorm)
-    assert (kept.bn.eps, kept.bn.momentum) == (NORM["eps"], NORM["momentum"])
-    frozen: Any = swapped(source, "frozen-bn")
-    assert isinstance(frozen.bn, FrozenBatchNorm2d)
-    assert frozen.bn.eps == NORM["eps"]
-    x = torch.randn(6, 3, 9, 9, dtype=torch.float64)
-    kept.train(), source.train()
-    assert distance(source(x[:2]).detach(), kept(x[:2]).detach()) < 1e-12
-    assert torch.allclose(kept.bn.running_var, source.bn.running_var, rtol=1e-12), "one step of the running average"
-
-
-def test_norms_put_back_have_torchs_settings() -> None:
-    source: Any = normed()
-    folded = normswap.convert(source, "folded", input_size=(3, 9, 9)).model
-    back: Any = normswap.convert(folded, "batchnorm", input_size=(3, 9, 9)).model
-    theirs = nn.BatchNorm2d(1)
-    assert (back.bn.eps, back.bn.momentum) == (theirs.eps, theirs.momentum)
-    assert distance(run(source, x := torch.randn(2, 3, 9, 9).double()), run(back, x)) < 1e-12
-
-
-def test_norms_whose_values_data_will_give_keep_eps() -> None:
-    group = nn.GroupNorm(2, 4, eps=3e-3)
-    with torch.no_grad():
-        new: Any = EmptyNorm.replacing(group, like=torch.empty(0))
-    assert (new.eps, new.momentum) == (3e-3, nn.BatchNorm2d(1).momentum)
-
-
 @pytest.mark.parametrize(("size", "groups"), [(4, 16), (16, 4), (64, 1), (128, 1)])
 def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) -> None:
     """Of the stem's 64 channels: so many to a group, and F.group_norm with that number of groups."""
@@ -210,16 +159,3 @@ def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) ->
     expected = F.group_norm(x, groups, net.bn1.weight, net.bn1.bias, net.bn1.eps)
     assert distance(expected.detach(), net.bn1(x).detach()) < 1e-14
     assert net.layer1[0].bn1.num_groups == max(8 // size, 1)
-
-
-@pytest.mark.parametrize("name", schemes.purpose_names())
-def test_what_purposes_add_keeps_the_function(name: str) -> None:
-    scheme = schemes.get(name)
-    assert scheme.is_exact(schemes.chosen(name, {}).options)
-    assert not scheme.requires_data({})
-
-
-@pytest.mark.parametrize("name", ["estimate", "recalibrate"])
-def test_steps_that_measure_statistics_claim_nothing(name: str) -> None:
-    scheme = schemes.get(name)
-    assert not scheme.is_exact(scheme.options)

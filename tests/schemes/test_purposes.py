@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import demo_files, provenance
-from normswap.errors import OptionError, RefusedError
+from normswap.errors import RefusedError
 from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
-from normswap.layers.placeholders import Copy, WithBias
+from normswap.layers.placeholders import Copy
 from normswap.storage.checkpoint import open_model
 
 with warnings.catch_warnings():  # what opacus imports warns about itself
@@ -197,12 +197,6 @@ def test_what_no_purpose_allows(purpose: str, to: str, why: str) -> None:
         normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, input_size=(3, 32, 32))
 
 
-@pytest.mark.parametrize(("to", "purpose"), [("folded", "opacs"), ("opacus", None), ("unfold", "opacus")])
-def test_words_that_are_none(to: str, purpose: str | None) -> None:
-    with pytest.raises(OptionError, match=r"opac|purpose"):
-        normswap.convert(small("resnet18"), to, purpose=purpose, input_size=(3, 32, 32))
-
-
 def test_sums_in_place_of_other_peoples_networks() -> None:
     """`out += x` overwrites what the last layer of the branch returned."""
     torch.manual_seed(0)
@@ -235,13 +229,3 @@ def test_the_way_back_stays_open() -> None:
                 norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
                          for net in (model, back)]  # fmt: skip
                 assert norms[0] == norms[1]
-
-
-@pytest.mark.parametrize("make", [lambda bias: nn.Conv2d(3, 4, 1, bias=bias), lambda bias: nn.Linear(3, 4, bias=bias)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_layers_get_a_bias_of_zero_where_they_have_none(make: Any, bias: bool) -> None:
-    old = make(bias)
-    new = WithBias.replacing(old, like=torch.empty(0))
-    assert new is not old
-    assert torch.equal(new.bias, old.bias if bias else torch.zeros(4))
-    assert (old.bias is not None) is bias

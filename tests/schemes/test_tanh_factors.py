@@ -13,7 +13,6 @@ from test_dyt import network, pictures
 from torch import Tensor
 
 from normswap.calibration import tanh_factors
-from normswap.calibration.fit_task import FitTask
 from normswap.graph import inspection
 from normswap.models.calling import Example
 from normswap.schemes.dyt import fitting_target
@@ -70,7 +69,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
     found = []
     for batches in (None, calls(x, 3 * pictures(8, 4))):
         pattern, bent = copy.deepcopy(target), copy.deepcopy(result)
-        tanh_factors.choose_factors(FitTask(pattern, bent, step, batches, Example((x,))))
+        tanh_factors.choose_factors(pattern, bent, step, Example((x,)), batches)
         assert distance(run(source, x), run(pattern, x)) < 1e-12
         found.append((distance(run(source, x), run(bent, x)), bent.state_dict()))
     (on_leaves, one), (on_images, two) = found
@@ -84,6 +83,6 @@ def test_few_values_do_not_choose_factors() -> None:
     step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
     on_leaves = copy.deepcopy(result)
-    tanh_factors.choose_factors(FitTask(copy.deepcopy(target), on_leaves, step, None, Example((x,))))
-    tanh_factors.choose_factors(FitTask(target, result, step, calls(x), Example((x,))))
+    tanh_factors.choose_factors(copy.deepcopy(target), on_leaves, step, Example((x,)), None)
+    tanh_factors.choose_factors(target, result, step, Example((x,)), calls(x))
     assert all(tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items())

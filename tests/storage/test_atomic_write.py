@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from small import small
 from timm.data import create_transform
@@ -21,7 +18,6 @@ from torch import nn
 from normswap import convert
 from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
-from normswap.images.datasets import make_loader
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint, network_folder
 from normswap.storage.header_record import read_header
@@ -132,25 +128,6 @@ def test_a_directory_is_replaced_whole_wherever_a_process_is_killed(
     assert (tmp_path / "net.pack").stat().st_mode & 0o777 == 0o777 & ~atomic_write._umask()
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_where_a_directory_cannot_come_the_old_one_is_back(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package(tmp_path, "old")
-    renames, replace = itertools.count(), os.replace
-
-    def fails(source: Any, target: Any) -> None:
-        if next(renames) == at:
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OutputError, match=r"cannot write .*net\.pack: No space left"):
-        package(tmp_path, "new")
-    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("old", "old")
-    assert {path.name for path in tmp_path.iterdir()} == {"net.pack", "net.json"}
-
-
 def test_a_file_that_a_writer_forgot_is_said(tmp_path: Path) -> None:
     with (
         pytest.raises(OutputError, match=r"cannot write .*net\.xml: No such file"),
@@ -186,21 +163,6 @@ def test_label_offset_drops_the_first_classes(offset: int) -> None:
 
 
 SIZE, PLAIN = 16, {"mean": [0.0] * 3, "std": [1.0] * 3, "interpolation": "bilinear", "crop_mode": "center"}
-
-
-@pytest.mark.parametrize("share", [0.5, 0.875, 0.95, 1.0])
-def test_crop_pct_is_timms(tmp_path: Path, share: float) -> None:
-    """Resized to floor(16 / crop_pct), by Pillow; of that the centre."""
-    (tmp_path / "a").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a" / "0.png")
-    config: dict[str, Any] = {**PLAIN, "input_size": [3, SIZE, SIZE], "crop_pct": share, "num_classes": 1}
-    ((found, _),) = make_loader(config, str(tmp_path), batch_size=1, workers=0)
-    side = math.floor(SIZE / share)
-    resized = np.asarray(Image.fromarray(pixels).resize((side, side), Image.Resampling.BILINEAR))
-    first = round((side - SIZE) / 2)
-    crop = torch.from_numpy(resized[first : first + SIZE, first : first + SIZE].copy()).permute(2, 0, 1) / 255
-    assert torch.allclose(found[0], crop, atol=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.875, 0.9, 0.95, 0.965, 1.0])

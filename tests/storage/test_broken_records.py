@@ -106,20 +106,6 @@ def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
 
 @few
 @given(st.data())
-def test_headers(converted: Path, data: st.DataObject) -> None:
-    body = data.draw(mutated(header(converted)))
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name) / "broken"
-        shutil.copytree(converted, place)
-        file, out = place / "model.safetensors", Path(name) / "out"
-        save_file(load_file(file), file, {"normswap": json.dumps(body)})
-        code, error = said("convert", str(place), "--to", "folded", "-o", str(out))
-        check(code, error)
-        assert sorted(path.name for path in Path(name).iterdir()) == (["broken"] if code else ["broken", "out"])
-
-
-@few
-@given(st.data())
 def test_recipes(data: st.DataObject) -> None:
     """Of any shipped recipe: it is one still, or refused as one that is not."""
     body = data.draw(mutated(yaml.safe_load(recipe_files.text(data.draw(st.sampled_from(recipe_files.names()))))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lived import lived_in
-from small import SMALL_IMAGES, small
+from small import small
 from torch import nn
 
 import normswap
@@ -52,12 +51,6 @@ def test_it_looks_once_when_asked(looks: list[nn.Module]) -> None:
     assert looks == [network.module]
 
 
-def test_it_does_not_change() -> None:
-    network = Network(net())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        network.seed = 1  # type: ignore[misc]
-
-
 def test_it_is_made_of_modules_results_and_itself() -> None:
     model = net()
     done = normswap.convert(model, "folded", input_size=SIZE)
@@ -91,13 +84,6 @@ def test_inputs_are_the_calls() -> None:
     assert network.anatomy.traced.recorded[0] == "1x3x48x48"
 
 
-def test_noise_follows_the_seed() -> None:
-    one, other = (Network(net(), size=SIZE, seed=seed).calls[0].images for seed in (0, 1))
-    assert not torch.equal(one, other)
-    assert torch.equal(one, Network(net(), size=SIZE).calls[0].images)
-    assert Network(net(), seed=7).described == "N(0, 1) noise, seed 7"
-
-
 def test_one_size_tells_where_all_go_one_way() -> None:
     network = Network(net(), size=(3, 224, 224))
     assert network.anatomy.traced.input_independent
@@ -121,19 +107,6 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
     assert other.anatomy is not network.anatomy
     assert (other.size, other.seed) == (SIZE, 2)
     assert looks == [network.module, other.module]
-
-
-def test_it_says_where_it_is_from() -> None:
-    model = net()
-    assert Network(model).provenance.plan.steps == ()
-    done = normswap.convert(model, "folded", input_size=SIZE)
-    assert [step.scheme for step in Network.of(done).provenance.plan.steps] == ["folded"]
-
-
-def test_its_size_is_what_it_says_of_itself() -> None:
-    model = net()
-    assert Network(model).input_size == SMALL_IMAGES["input_size"]
-    assert Network(model, size=[3, 8, 8]).input_size == (3, 8, 8)
 
 
 def once(looks: list[nn.Module]) -> bool:

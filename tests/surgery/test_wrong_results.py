@@ -22,6 +22,7 @@ from normswap import convert, provenance, save, schemes, verify
 from normswap.errors import VerificationError
 from normswap.exporting import checks
 from normswap.exporting.checks import Reference
+from normswap.exporting.signature import Signature
 from normswap.graph import inspection
 from normswap.images.accuracy import agreement
 from normswap.layers.folded import Folded
@@ -33,6 +34,10 @@ from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Network
 
 SIZE = (3, 33, 33)
+
+
+def reference_of(model: nn.Module) -> Reference:
+    return Reference(model, Signature.of_images(model, "logits"))
 
 
 class Biased(nn.Module):
@@ -258,7 +263,7 @@ def test_exported_files_may_be_off_by_what_their_precision_costs(
     """In half precision three times what rounding costs the network in PyTorch passes, whatever that is."""
     x = torch.randn(8, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     rounded = None if costs is None else off(costs)
-    reference = replace(Reference.of(Scores()), rounded=rounded)
+    reference = replace(reference_of(Scores()), rounded=rounded)
     found = checks.check(reference, off(right), [(x, None)], dtype=dtype)
     assert found.relative_l2 == pytest.approx(right, rel=0.1)
     with pytest.raises(VerificationError, match="computes something else"):
@@ -272,7 +277,7 @@ def test_probabilities_in_half_precision_may_be_off_by_what_rounding_costs_them(
     def rounded(by: float) -> Callable[[Tensor], Tensor]:
         return lambda x: ((1 + by) * x.flatten(1)).softmax(1)
 
-    reference = replace(Reference.of(Scores()), softmax=True, rounded=rounded(1e-3))
+    reference = replace(reference_of(Scores()), softmax=True, rounded=rounded(1e-3))
     found = checks.check(reference, rounded(2e-3), [(x, None)], dtype="fp16")
     assert found.tolerance < 0.02
     with pytest.raises(VerificationError):
@@ -293,7 +298,7 @@ def test_agreement_counts_places_of_maps() -> None:
         scores[0, (x[0, :, 0, 0].argmax() + 1) % 4, 0, 0] = x[0, :, 0, 0].max() + 1
         return scores
 
-    found = checks.check(Reference.of(Map()), other, [(10 * x, None)], dtype="int8")
+    found = checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8")
     assert (found.answers, found.unit, found.count) == (12, "pixels", 2)
     assert found.agreement == pytest.approx(11 / 12)
 
@@ -307,7 +312,7 @@ def test_probabilities_are_held_to_what_their_scores_may_be_off_by() -> None:
     def moved(by: float) -> Callable[[Tensor], Tensor]:
         return lambda x: (x.flatten(1).double() + by * sign).softmax(1)
 
-    reference = replace(Reference.of(Scores()), softmax=True)
+    reference = replace(reference_of(Scores()), softmax=True)
     checks.check(reference, moved(0.9 * 20e-5), [(x, None)])
     for wrong in (moved(30 * 20e-5), lambda x: x.flatten(1)):
         with pytest.raises(VerificationError):
@@ -323,7 +328,7 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
         return scores
 
     labels = torch.tensor([1, 1, 2, 0])
-    found = checks.check(Reference.of(Scores()), other, [(x, labels)], dtype="int8")
+    found = checks.check(reference_of(Scores()), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
     assert comparison._agreement(torch.eye(3), torch.eye(4)[:3]) is None, "answers of other classes"
@@ -398,7 +403,7 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     kept = held_out.measured(one, two, [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.least) == (None, None)
-    found = checks.check(Reference.of(one), lambda images: one(images).detach(), [(x, None)])
+    found = checks.check(reference_of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
     assert found.points_lost is None
     parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)

@@ -156,25 +156,6 @@ def test_a_scheduler_terminates_every_process_of_a_job(images: Path, whole: Path
     assert same(whole, tmp_path / "cut")
 
 
-def killed_at_random(images: Path, out: Path, after: float) -> None:
-    """StartingPoint a process, SIGKILL it `after` seconds into its training, and continue until it ends."""
-    words = command(images, out, "regularized-skipinit", json.dumps(BUSY), "--nap", 0.05)
-    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while not (out / "state/run.pt").exists() and process.poll() is None:
-        time.sleep(0.02)
-    time.sleep(after)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    subprocess.run([*words, "--resume", "auto"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-@pytest.mark.slow
-def test_sigkill(images: Path, whole: Path, tmp_path: Path) -> None:
-    killed_at_random(images, tmp_path / "cut", 0.3)
-    assert same(whole, tmp_path / "cut")
-    assert table(whole) == table(tmp_path / "cut")
-
-
 def spawn(images: Path, out: Path, parts: dict[str, Any], *words: object, scheme: str = "skipinit", **run: Any) -> None:
     """Two processes under torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -156,21 +156,21 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
 
 
 def test_a_grid_may_grow(tmp_path: Path) -> None:
-    sweep(tmp_path / "s").work(score)
+    sweep(tmp_path / "s", grid([0.25], 2)).work(score)
     seen: list[tuple[float, int]] = []
 
     def train(recipe: Recipe, folder: Path) -> float:
         seen.append((recipe.optim.lr, recipe.train.seed))
         return score(recipe, folder)
 
-    assert sweep(tmp_path / "s", grid([0.25, 0.5, 1.0, 2.0], 3)).work(train)
-    assert sorted(seen) == [(0.25, 2), (0.5, 2), (1.0, 2), (2.0, 0), (2.0, 1), (2.0, 2)]
+    assert sweep(tmp_path / "s", grid([0.25, 0.5], 2)).work(train)
+    assert sorted(seen) == [(0.5, 0), (0.5, 1)]
 
 
 def test_workers_share_the_points(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
     gate, lock = threading.Barrier(3), threading.Lock()
-    chosen = grid([0.25, 0.5, 1.0, 2.0], 3)
+    chosen = grid([0.25, 0.5], 3)
 
     def train(recipe: Recipe, folder: Path) -> float:
         with lock:
@@ -188,7 +188,7 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(seen) == chosen
-    assert len(sweep(tmp_path / "s", chosen).trials()) == 12
+    assert len(sweep(tmp_path / "s", chosen).trials()) == 6
 
 
 def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_another_sweep_needs_another_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Callable[[], Sweep], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sweep(Path("s")).work(score)
+    sweep(Path("s"))
     with pytest.raises(NormswapError) as caught:
         other()
     assert message in str(caught.value)

@@ -10,7 +10,6 @@ import torch
 from trained import network, recipe, write_images
 
 from normswap.errors import SourceError
-from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config
 from normswap.training.training_images import Share, TrainingImages, require_validation, validation
 
@@ -39,14 +38,6 @@ def test_validation_has_a_number_of_images_of_its_own(images: Path) -> None:
     assert loader is not None
     assert sum(len(batch) for batch, _ in loader) == 6
     assert len(TrainingImages(record(), data, 0, labelled=True).images) == 16
-
-
-@pytest.mark.parametrize("stated", [{"crop_pct": 0.5}, {"mean": (0.1,) * 3}, {"interpolation": "nearest"}], ids=str)
-def test_validation_images_are_prepared_as_evaluate_prepares_them(stated: dict[str, Any], images: Path) -> None:
-    asked = record(**{"crop_pct": 0.8, **stated})
-    ours = [batch for batch, _ in validation(asked, recipe(images).data, Share(), 0, batch=8) or ()]
-    theirs = [batch for batch, _ in make_loader(asked, str(images), batch_size=8, workers=0)]
-    assert torch.equal(torch.cat(ours), torch.cat(theirs))
 
 
 def test_as_many_images_of_other_names_are_other_images(images: Path, tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def run(
     network_folder.check_writable(place, force=force)
     net = opening.open_damaged(model, device=images.device)
     from normswap.analysis import summary
-    from normswap.calibration.restoring import Wanted
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
@@ -78,7 +77,7 @@ def run(
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         recalibrated = recalibrate(
-            net, loader, against=Wanted(tuple(sources), scales=not before.means_only), seed=seed, progress=advance,
+            net, loader, against=sources, means_only=before.means_only, seed=seed, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(recalibrated, place, force=force)

@@ -84,7 +84,7 @@ def run(
     points = [(rate, seed) for rate in rates for seed in range(seeds)]
     sweep = sweeps.Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
     with progress.training() as (show_progress, say):
-        done = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
+        finished = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
     trials = sweep.trials()
     lines = sweeps.lines(trials, seeds, counted)
     rows = [asdict(trial) for trial in trials]
@@ -94,7 +94,7 @@ def run(
     body = {
         "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
         "lines": [asdict(line) for line in lines], "trials": rows,
-        "notes": sweeps.notes(trials, lines, done), "done": done, "files": files,
+        "notes": sweeps.notes(trials, lines, finished), "done": finished, "files": files,
     }  # fmt: skip
     show(body, json, _print)
     return 0
@@ -118,14 +118,14 @@ def trainer(
 def _print(body: Body) -> None:
     from normswap.training.sweep import Line
 
-    rows = [(f"{rate.lr:g}", rate.text, rate.counted, rate.runs, rate.lost or None,
-             "best" if rate.best else "good" if rate.good else None)
-            for rate in (Line(**line) for line in body["lines"])]  # fmt: skip
+    lines = [Line(**line) for line in body["lines"]]
+    rows = [(f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, line.mark) for line in lines]
     print(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
         print(note)
     written(body["files"])
-    if best := [rate["lr"] for rate in body["lines"] if rate["best"]]:
-        next_step("finetune", "--recipe", body["recipe"], f"optim.lr={best[0]:g}")
+    for line in lines:
+        if line.best:
+            next_step("finetune", "--recipe", body["recipe"], f"optim.lr={line.lr:g}")

@@ -54,11 +54,11 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 import normswap
+from normswap.errors import quiet
 from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.images import datasets
 from normswap.models import zoo
-from normswap.models.weight_files import quiet
 from normswap.storage.checkpoint import open_model
 
 ROOT = Path(__file__).resolve().parents[3]

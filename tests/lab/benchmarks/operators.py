@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from compiled_operators import Compared, Operator, compared
 
 from normswap.analysis import signal_propagation
-from normswap.exporting import checks
+from normswap.calibration.natural_noise import pink
 from normswap.graph import inspection
 from normswap.layers import affine
 from normswap.storage import checkpoint
@@ -57,7 +57,7 @@ def alive(name: str, side: int) -> nn.Module:
                 model.get_submodule(block.last).weight.mul_(0.3)
         if norms:
             one = torch.ones(3, 1, 1)
-            smooth = checks.pictures((3, side, side), 0.5 * one, 0.25 * one)[:4]
+            smooth = (torch.sigmoid(2 * pink(4, (3, side, side), 0)) - 0.5 * one) / (0.25 * one)
             model.train()(torch.cat([torch.randn(4, 3, side, side), smooth]))
     return model.eval()
 

@@ -27,7 +27,6 @@ from trained_networks import NETWORKS, SHARED
 from unpacked import unpacked
 
 import normswap
-from normswap.calibration.restoring import Wanted
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
@@ -146,7 +145,7 @@ def row(name: str, change: Changed, images: list[Tensor], test: list[tuple[Tenso
         mended, means = recalibrate(change.network, images).model, None
     else:
         mended = recalibrate(change.network, images, against=change.sources).model
-        means = recalibrate(change.network, images, against=Wanted(change.sources, scales=False)).model
+        means = recalibrate(change.network, images, against=change.sources, means_only=True).model
     cells = [f"{value:.1f}" for value in (*values, top1(mended, test))]
     cells += [f"{top1(other, test):.1f}" if other else "-" for other in (means, change.peer and change.peer())]
     kept = "yes" if zeros(mended) == zeros(change.network) else "no"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from torch import nn
+from torch import fx, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
@@ -18,41 +18,30 @@ from normswap.layers import affine
 from normswap.plan import Step
 
 
-def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, Iterator[tuple[str, nn.Module]]]:
-    """The builder of a plan that folds all but the BatchNorms, and those that can be replaced, by path.
+def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, dict[str, nn.Module]]:
+    """The builder of a plan that folds all but the BatchNorms, and those of them that can be replaced, by path.
 
-    These are called and can be read; as they are asked for, the builder refuses the others.
-
-    Raises:
-        RefusedError: there is no BatchNorm for the replacement.
+    These are called and can be read; the builder refuses the others.
     """
-    modules = anatomy.traced.modules
-    norms = {path: module for path, module in modules.items() if affine.is_batchnorm(module)}
+    traced = anatomy.traced
+    norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
     if not norms:
-        wanted = f"no BatchNorm to replace by a {replacement}"
-        require_no_tokenwise_norms(anatomy, wanted)
+        lacking = f"no BatchNorm to replace by a {replacement}"
+        require_no_tokenwise_norms(anatomy, lacking)
         ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
-        remedy = f"Where BatchNorm was folded away, {ways} brings it back"
-        kind = next((type(m).__name__ for m in modules.values() if affine.is_registered(m)), None)
-        remedy = f"Say what it reads: normswap.register_norm({kind}, affine=..., statistics=...)" if kind else remedy
-        raise RefusedError(wanted, "", remedy)
+        raise RefusedError(lacking, "", f"Where BatchNorm was folded away, {ways} brings it back")
     builder = fold_norms(anatomy, leave=norms)
-    return builder, _readable(builder, norms)
-
-
-def _readable(builder: PlanBuilder, norms: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    traced = builder.anatomy.traced
-    seen: set[int] = set()
+    once = {id(module): path for path, module in reversed(norms.items()) if id(module) in traced.calls}
+    replaceable: dict[str, nn.Module] = {}
     for path, module in norms.items():
-        if id(module) in seen or id(module) not in traced.calls:
+        if once.get(id(module)) != path:
             continue
-        seen.add(id(module))
-        why = affine.refusal(module) or traced.read_directly(module)
-        if why:
+        if why := affine.refusal(module) or traced.read_directly(module):
             builder.refusals[path] = why
         else:
-            yield path, module
+            replaceable[path] = module
+    return builder, replaceable
 
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
@@ -60,14 +49,28 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     traced = builder.anatomy.traced
     calls = traced.calls[id(norm)]
     (node,) = inputs(calls[0])
-    conv = traced.module(node)
+    conv, path = traced.module(node), str(node.target)
     if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
         return None
     try:
-        check_linear(builder, str(node.target), conv)
+        check_linear(builder, path, conv)
     except NotFoldable:
         return None
-    return None if str(node.target) in builder.linears else str(node.target)
+    return None if path in builder.linears else path
+
+
+def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """The nodes that read the value of `node`, themselves or through those that pass it on, each once."""
+    users = builder.anatomy.traced.users
+    met: set[fx.Node] = set()
+    ahead = [*users[node]]
+    while ahead:
+        reader = ahead.pop()
+        if reader not in met:
+            met.add(reader)
+            yield reader
+            if passes(reader):
+                ahead += users[reader]
 
 
 def exchanged(step: Step, layer: str, other: str) -> Step:
@@ -75,15 +78,11 @@ def exchanged(step: Step, layer: str, other: str) -> Step:
     return replace(step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits))
 
 
-def require_no_tokenwise_norms(anatomy: Anatomy, wanted: str) -> None:
-    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms.
-
-    Raises:
-        RefusedError: with `wanted`, what cannot be done.
-    """
+def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
+    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms."""
     if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
         raise RefusedError(
-            wanted,
+            lacking,
             "its LayerNorms take statistics of each token, and without these too much is lost",
             f"'{spelled('to', 'rmsnorm')}' is exact, where it can be had",
         )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from normswap.errors import OptionError, flag, spelled
 
-EVERY = ("only", "skip")  # options of every scheme: see `graph.selection`
+# Options of every scheme: see `graph.selection`.
+EVERY = ("only", "skip")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Option:
         choices: the words that it may be.
         range: the numbers that it may be.
         instead_of: the option that says the same in another way; only one of the two is given.
-        or_network: in Python it may be a module, too.
     """
 
     name: str
@@ -55,7 +55,6 @@ class Option:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     instead_of: str = ""
-    or_network: bool = False
 
     @property
     def flag(self) -> str:
@@ -74,16 +73,15 @@ class Option:
         Raises:
             OptionError: it is of another type, none of the choices, or out of range.
         """
-        if self.choices and value in self.choices:
+        is_number = self.kind in (int, float, object)
+        if value in self.choices or (is_number and self._is_number(value)) or not (is_number or self.choices):
             return
-        if self.kind in (int, float, object):
-            if not self._is_number(value):
-                raise OptionError(f"{spelled(self.name, value)} is {self._numbers()}")
-        elif self.choices:
-            one, *rest = (repr(choice) for choice in self.choices)
-            if len(rest) > 1:
-                raise OptionError(f"unknown {spelled(self.name, value)}", remedy=f"Known: {', '.join(self.choices)}")
-            raise OptionError(f"{spelled(self.name, value)} is neither {one} nor {rest[0]}")
+        allowed = [repr(choice) for choice in self.choices]
+        if self.kind is int:
+            allowed.append("a whole number" if self.range is None else f"a whole number >= {self.range.low:g}")
+        elif is_number:
+            allowed.append("a finite number" if self.range is None else f"in {self.range}")
+        raise OptionError(f"{spelled(self.name, value)} is not {' or '.join(allowed)}")
 
     def _is_number(self, value: object) -> bool:
         if isinstance(value, str) and self.kind is object:
@@ -91,38 +89,27 @@ class Option:
                 value = float(value)
             except ValueError:
                 return False
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole or (isinstance(value, float) and math.isfinite(value) and self.kind is not int)):
+        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else int | float):
             return False
-        return self.range is None or (isinstance(value, int | float) and value in self.range)
-
-    def _numbers(self) -> str:
-        """The complaint about a value."""
-        if self.choices:
-            return f"neither {', '.join(map(repr, self.choices))} nor a finite number"
-        if self.kind is int:
-            return "not a whole number" + ("" if self.range is None else f" >= {self.range.low:g}")
-        return "not a finite number" if self.range is None else f"not in {self.range}"
+        return math.isfinite(value) and (self.range is None or value in self.range)
 
 
-def check_given(scheme: str, known: Sequence[Option], values: Mapping[str, object]) -> None:
+def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> None:
     """See that a scheme has these options, and that they may have these values.
 
     Raises:
         OptionError: it has not, or they may not.
     """
-    names = [option.name for option in known]
-    if unknown := set(values) - {*names, *EVERY}:
-        has = f"its options are {_listed(names)}" if known else "it takes no options"
-        raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", has)
-    for option in known:
-        if option.name in values:
-            option.check(values[option.name])
-    changed = [option for option in known if values.get(option.name, option.default) != option.default]
-    names = [option.name for option in changed]
-    for option in changed:
-        if option.instead_of in names:
-            both = f"{spelled(option.instead_of)} and {spelled(option.name)}"
+    by_name = {option.name: option for option in options}
+    if unknown := set(values) - {*by_name, *EVERY}:
+        why = f"its options are {_listed(by_name)}" if options else "it takes no options"
+        raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", why)
+    for option in options:
+        value = values.get(option.name, option.default)
+        option.check(value)
+        other = by_name.get(option.instead_of)
+        if other and value != option.default and values.get(other.name, other.default) != other.default:
+            both = f"{spelled(other.name)} and {spelled(option.name)}"
             raise OptionError(both, "each says the same in its own way", "Give one of them")
 
 

@@ -1,0 +1,132 @@
+"""Schemes that normalize filters: `nf`, `centered-weightnorm`, `weightnorm`, `spectralnorm`.
+
+Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
+
+Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly. The price is each
+filter's mean. `--mean fit` scales channels so that little is lost (`zero_sum_rescaling`), and finds the zero-sum
+filters that come nearest to the source (`sequential_fit`); `--mean keep` keeps the means as one more parameter per
+filter, and with it the function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from timm.layers import Conv2dSame
+from torch import nn
+
+from normswap.calibration.zero_sum_rescaling import fit_zero_sum
+from normswap.errors import RefusedError, spelled
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, check_linear
+from normswap.graph.inspection import Anatomy
+from normswap.layers import own_forwards, reparametrized
+from normswap.schemes.fixup import linear_paths
+from normswap.schemes.scheme import FitTask
+from normswap.schemes.skipinit import scale_branches
+
+
+def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Plan standardized filters, and a scalar on each residual branch."""
+    builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
+    return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
+
+
+def plan_centered_weightnorm(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Plan standardized filters for every convolution, which is centered weight normalization.
+
+    W = g (v - mean v) / |v - mean v| per filter is timm's `ScaledStdConv2d` up to sqrt(fan-in) in g.
+    """
+    return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
+
+
+def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+    """Let every convolution of the builder, but those of gates and the classifier, have standardized filters.
+
+    Args:
+        mean: `keep` or `fit` the filters' means.
+        stem: those of the convolution that reads the image; its filters' means see the image's brightness and colour.
+        depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
+            and there is no other channel that it could be had from.
+    """
+    anatomy = builder.anatomy
+    gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
+    convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
+    for node in anatomy.traced.nodes:
+        module = anatomy.traced.module(node)
+        if isinstance(module, reparametrized.CONVOLUTIONS):
+            convolutions.setdefault(id(module), (str(node.target), module))
+    for i, (path, module) in enumerate(convolutions.values()):
+        if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
+            continue
+        try:
+            padding = _padding(builder, path, module)
+        except NotFoldable as why:
+            builder.notes.append(f"{path} is not standardized: {why}")
+            continue
+        reads_one_channel = module.groups > 1 and module.weight.shape[1] == 1
+        keeps = mean == "keep" or (i == 0 and stem == "keep") or (reads_one_channel and depthwise == "keep")
+        linear = builder.linear(path)
+        linear.layer, linear.extra = "StandardizedConv", {"mean": keeps}
+        if padding != module.padding:
+            linear.extra["padding"] = list(padding)
+    if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
+        only = "gates, the classifier and filters of one number are left alone"
+        raise RefusedError("no convolution to standardize", only, f"`{spelled('to', 'folded')}` works on any network")
+    return builder
+
+
+def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
+    """How the standardized convolution in the place of `conv` pads."""
+    check_linear(builder, path, conv)
+    if reparametrized.keeps_input_bias(conv):
+        raise NotFoldable("its scalar input bias cannot pass the padding")
+    if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
+        raise NotFoldable("filters of one number, or padding that is not zeros")
+    same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
+    padding = conv.padding if same else own_forwards.even_padding(conv)
+    if padding is None:
+        raise NotFoldable("it pads one end more than the other")
+    return padding
+
+
+def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a weight norm for every linear layer: W = g v / |v| per filter with g the filter's norm.
+
+    Filters that were switched off get g = 0 and keep a direction.
+    """
+    return reparametrize(anatomy, "WeightNorm")
+
+
+def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
+    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), and alpha starts as sigma(W)."""
+    return reparametrize(anatomy, "SpectralNorm")
+
+
+def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
+    """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
+    builder, modules = fold_norms(anatomy), anatomy.traced.modules
+    count = 0
+    for path in linear_paths(anatomy):
+        try:
+            check_linear(builder, path, modules[path])
+            if reparametrized.keeps_input_bias(modules[path]):
+                raise NotFoldable("it adds a scalar to its input")
+        except NotFoldable as why:
+            builder.notes.append(f"{path} stays as it is: {why}")
+        else:
+            builder.linear(path).layer = layer
+            count += 1
+    if not count:
+        raise RefusedError("the network has no convolution or linear layer that could be changed")
+    return builder
+
+
+def fit(task: FitTask) -> None:
+    """Fit the filters without a mean to the network with every mean, which computes what the source does."""
+    assert task.batches is not None
+    edits = task.step.edits
+    edits = tuple(replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in edits)
+    target = task.after(replace(task.step, edits=edits))
+    fit_zero_sum(target, task.result, task.batches, seed=task.seed, progress=task.progress)

@@ -1,0 +1,55 @@
+"""Means in an ONNX graph: GlobalAveragePool where they are over a whole map, and what they were elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from torch import Tensor, nn
+
+from normswap.exporting import onnx_file
+from normswap.models.weight_files import quiet
+
+
+class Calls(nn.Module):
+    """Two convolutions around what a case does."""
+
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.what, self.one, self.two = what, nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.two(self.what(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    ("what", "kinds"),
+    [
+        (lambda x: x.mean((2, 3), keepdim=True), {"Conv": 2, "GlobalAveragePool": 1}),
+        (lambda x: x.mean((2, 3))[:, :, None, None], {"GlobalAveragePool": 1, "Reshape": 1, "ReduceMean": 0}),
+        (lambda x: x.mean(2, keepdim=True), {"ReduceMean": 1, "GlobalAveragePool": 0}),
+        (lambda x: x - x.mean((1, 2), keepdim=True), {"ReduceMean": 1, "GlobalAveragePool": 0}),
+    ],
+    ids=["over a map", "without its sides", "over rows", "over channels"],
+)
+def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    network, x = Calls(what).eval(), torch.randn(2, 3, 12, 12)
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(network, (x,), dynamo=True, verbose=False, input_names=["images"],
+                                    dynamic_shapes=({0: torch.export.Dim("batch")},))  # fmt: skip
+    assert program is not None
+    model = program.model_proto
+    onnx_file.pool_means(model.graph)
+    onnx.checker.check_model(model, full_check=True)
+    found = Counter(node.op_type for node in model.graph.node)
+    assert {kind: found[kind] for kind in kinds} == kinds
+    (y,) = ort.InferenceSession(model.SerializeToString()).run(None, {"images": x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(y), network(x), rtol=1e-5, atol=1e-6)
