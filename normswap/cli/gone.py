@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 
 class Removed(NamedTuple):
-    """A command, option or value that is no longer taken.
-
-    Args:
-        typed: neighbouring words of the command line, patterns with `|` between: `-o|--output *.ts`.
-        command: the commands that took it, `|` between them; `*` for all.
-        instead: what to use, as a sentence.
-    """
+    """Neighbouring words that these commands took (patterns, `|` between alternatives), and what to use instead."""
 
     typed: str
     command: str

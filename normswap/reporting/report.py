@@ -6,7 +6,6 @@ else only what the directory itself holds is told.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +41,12 @@ _NOISE = 8
 
 @dataclass(frozen=True)
 class StepFact:
-    """One step of the plan: the scheme, what it is, and how many of which layers it placed."""
+    """One step of the plan: the scheme, and what it is."""
 
     scheme: str
     options: Body
     summary: str
     paper: str
-    edits: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -231,9 +229,7 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
 
 def _step(step: Step) -> StepFact:
     scheme = schemes.get(step.scheme)
-    edits = Counter(edit.layer for edit in step.edits)
-    options = schemes.changed(step.scheme, step.options)
-    return StepFact(step.scheme, options, scheme.summary, scheme.paper, dict(edits.most_common()))
+    return StepFact(step.scheme, schemes.changed(step.scheme, step.options), scheme.summary, scheme.paper)
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:

@@ -14,7 +14,7 @@ from normswap.analysis import plots
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.options import Force, Json, Opening, last_part, output_option
-from normswap.cli.tables import next_step, show, table, written
+from normswap.cli.tables import next_step, show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -102,5 +102,6 @@ def _print(models: Sequence[str], body: Body) -> None:
     for name, points in body["curves"].items():
         rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
-    written(body["files"])
+    for file in body["files"]:
+        print(f"written to {file}")
     next_step("advise", models[0])

@@ -11,7 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, Opening, Weights, output_option
-from normswap.cli.tables import next_step, show, table, written
+from normswap.cli.tables import next_step, show, table
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -125,7 +125,8 @@ def _print(body: Body) -> None:
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
         print(note)
-    written(body["files"])
+    for file in body["files"]:
+        print(f"written to {file}")
     for line in lines:
         if line.best:
             next_step("finetune", "--recipe", body["recipe"], f"optim.lr={line.lr:g}")
