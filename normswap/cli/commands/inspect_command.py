@@ -48,10 +48,7 @@ def _print(named: str, body: Body) -> None:
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        kinds = {norm["class"] for norm in body["sites"]}
-        title = "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
-        rows = _norm_rows(body["sites"], len(kinds) > 1)
-        table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"))
+        table("Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=("channels", "beta", "|gamma|"))
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
@@ -78,8 +75,8 @@ def _inside(block: str, path: str | None) -> str | None:
     return None if path is None else path.removeprefix(f"{block.partition('+')[0]}.")
 
 
-def _norm_rows(norms: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
+def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
     for norm in norms:
         outcome = f"refused: {norm['refused']}" if norm["refused"] else norm["folding"]
-        kind = norm["class"] if with_class else None
-        yield norm["path"], kind, norm["channels"], norm["role"], span(norm["mean"]), span(norm["std"]), outcome
+        moments = span(norm["mean"]), span(norm["std"])
+        yield norm["path"], norm["class"], norm["channels"], norm["role"], *moments, outcome
