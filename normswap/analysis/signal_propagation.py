@@ -61,8 +61,7 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
     Args:
         batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the network is called with.
             Statistics are taken over all of them together. Of a list of images each is a batch of its own.
-        batch_statistics: BatchNorms normalize with the statistics of each batch, as in training. Networks at
-            initialization need that: their running statistics say nothing yet.
+        batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh network say nothing.
 
     Raises:
         TraceError: the network cannot be traced.
