@@ -25,7 +25,7 @@ from normswap.graph.tracing import inputs
 from normswap.layers import standardized
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import Progress, evaluating
+from normswap.models.modes import Progress, evaluating, undisturbed
 
 # The same operations one by one differ by far less than this share of the outputs.
 _ROUNDING = 1e-3
@@ -67,7 +67,7 @@ def restore(
             modules do not (fake quantizers that another library hooks in).
         SourceError: unusable or too few images.
     """
-    with evaluating(model, *references):
+    with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
         places = list(_places(lockstep.interpreters))
         if not places:

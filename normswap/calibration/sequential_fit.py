@@ -29,7 +29,7 @@ from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
-from normswap.models.modes import Progress, evaluating
+from normswap.models.modes import Progress, evaluating, undisturbed
 
 # Places of an image at which a layer is looked at, at most.
 PLACES = 64
@@ -68,7 +68,7 @@ def refit(
         SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
-    with evaluating(source, result):
+    with undisturbed(source), evaluating(result):
         lockstep = Lockstep([source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored)
         pair = lockstep.interpreters
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import evaluating
+from normswap.models.modes import evaluating, undisturbed
 
 # Of several that are as good, the first is taken.
 SHARES = (1.0, 0.5, 0.25, 0.0)
@@ -49,7 +49,7 @@ def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Seque
         return 1.0
     fitted = values_of(result)
     losses: dict[float, float] = {}
-    with evaluating(source, result):
+    with undisturbed(source), evaluating(result):
         answers = [dict(named_tensors(example.like(source).call(source))) for example in held]
         for share in SHARES:
             _set(result, before, fitted, share)

@@ -19,7 +19,7 @@ from normswap.calibration import natural_noise
 from normswap.errors import OptionError, SourceError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
-from normswap.models.modes import Progress, evaluating, hooked
+from normswap.models.modes import Progress, hooked, undisturbed
 
 COUNT, BATCH = 128, 32  # images
 STEPS, RATE = 30, 0.2
@@ -66,7 +66,7 @@ def make(
         white = natural_noise.white(BATCH, size, seed * total + i).to(like.device).requires_grad_()
         level = 1 / natural_noise.coloured(white.detach()).std()
         optimizer = torch.optim.Adam([white], lr=RATE)
-        with evaluating(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:
+        with undisturbed(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:
             for step in range(STEPS):
                 distances.clear()
                 try:

@@ -155,8 +155,8 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 
 def _sides(text: str) -> tuple[int, ...]:
     sides = text.split(",")
-    if len(sides) != 3 or not all(side.strip().isdecimal() and int(side) for side in sides):
-        raise OptionError(f"--input-size {text}", "it is C,H,W, for instance 3,224,224")
+    if not all(side.strip().isdecimal() and int(side) for side in sides):
+        raise OptionError(f"--input-size {text}", "it is C,H,W of an image (3,224,224), or C,T of a series (4,6144)")
     return tuple(map(int, sides))
 
 

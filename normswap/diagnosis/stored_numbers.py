@@ -99,6 +99,9 @@ def zero_variance(case: Case) -> Iterator[Finding]:
         if site.var is None or site.starts_at_init:
             continue
         missing = (site.var.abs() < _TINY * site.eps) & ~_without_weights(case, site)
+        if site.mean is not None:
+            # Mean and variance 0: a ReLU before it never fires, and nothing reaches the channel.
+            missing &= site.mean.square() >= _TINY * site.eps
         if float(missing.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
     if hit:

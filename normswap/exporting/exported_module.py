@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap.exporting.signature import Signature
 from normswap.graph.node_reader import LINEAR
 from normswap.layers import affine
-from normswap.layers.own import OwnLayer
+from normswap.layers.own import OwnLayer, per_channel
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -153,5 +153,22 @@ def as_convolutions(network: T) -> T:
         conv.weight.copy_(scale.view(-1, 1, 1, 1))
         assert conv.bias is not None
         conv.bias.copy_(shift)
-        twin.set_submodule(path, conv if act is None else nn.Sequential(conv, act))
+        twin.set_submodule(path, _ScaleAndShift(conv, act))
     return twin
+
+
+class _ScaleAndShift(nn.Module):
+    """A scale and shift per channel: of maps a depthwise convolution, of anything else a product and a sum."""
+
+    def __init__(self, conv: nn.Conv2d, act: nn.Module | None) -> None:
+        super().__init__()
+        self.conv, self.act = conv, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, ...) to (N, C, ...)."""
+        if x.ndim == 4:
+            y: Tensor = self.conv(x)
+        else:
+            assert self.conv.bias is not None
+            y = x * per_channel(self.conv.weight.flatten(), x) + per_channel(self.conv.bias, x)
+        return y if self.act is None else self.act(y)

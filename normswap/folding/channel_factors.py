@@ -30,7 +30,8 @@ from normswap.layers.reparametrized import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
-HELD = 0  # the group of all channels whose factor is 1
+# The group of all channels whose factor is 1.
+HELD = 0
 
 
 @dataclass(frozen=True)

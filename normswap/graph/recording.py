@@ -32,7 +32,8 @@ from normswap.models.modes import show_heads, undisturbed
 
 # Folders of torch and of this package; a model of the user's may lie in one of the same name.
 _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_OTHERS = ((96, 128), (160, 224))  # the first that the network takes; less work than its own size
+# The second size of images to record is the first of these that the network takes; both are less work than its own.
+_OTHERS = ((96, 128), (160, 224))
 
 
 def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:

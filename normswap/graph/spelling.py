@@ -20,7 +20,8 @@ _PLAIN = frozenset((
     "has_names", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "is_same_size", "is_tensor",
     "is_set_to", "result_type", "can_cast", "retain_grad", "register_hook", "is_distributed",
 ))  # fmt: skip
-_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # the properties that give a tensor's values
+# These properties of a tensor give its values; all others give its shape, dtype or the like.
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _SIZES = frozenset((
     "size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size", "shape",
     "nbytes", "names", "unbind", "split", "tensor_split", "__iter__",

@@ -122,8 +122,10 @@ KINDS: dict[type[nn.Module], NormKind] = {
 _REGISTERED: dict[type[nn.Module], NormKind] = {}
 _TENSORS = {"weight", "bias", "running_mean", "running_var"}
 _USUAL = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
-_SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))  # of positions: of maps, of series, of volumes
-_SCALES = (1, 1000)  # of what a norm is tried on: a clamp bends large values only
+# A norm is tried on maps, series and volumes.
+_SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))
+# It is tried on values of both scales: a clamp bends large ones only.
+_SCALES = (1, 1000)
 _NEAR = 1e-9
 
 

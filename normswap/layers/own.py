@@ -10,7 +10,8 @@ from typing import ClassVar, Protocol, TypeGuard
 
 from torch import Tensor, fx, nn
 
-GAMMA = "gamma"  # in ROLES: whatever role the norm had that stood there
+# In ROLES: whatever role the norm had that stood there.
+GAMMA = "gamma"
 
 
 class OwnLayer(nn.Module):

@@ -20,10 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from normswap.layers.reparametrized import CONVOLUTIONS
 
-_CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)  # by their dimensions, from one on
+# By their dimensions, from one on.
+_CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _NEAR = 1e-9
-_SCALES = (1, 1000)  # of what is tried: a clamp bends large values only
-_ROOM = (5, 8)  # positions beyond the kernel's reach: an odd and an even number
+# Layers are tried on values of both scales: a clamp bends large ones only.
+_SCALES = (1, 1000)
+# Inputs have an odd or an even number of positions beyond the kernel's reach.
+_ROOM = (5, 8)
 
 
 class _Reached(Exception):  # noqa: N818 - a signal, no error

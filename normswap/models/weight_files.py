@@ -24,7 +24,8 @@ from normswap.models.network_input import is_finite
 
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.
 _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict", "module")
-_PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile
+# What torch.compile, FSDP and activation checkpointing put into the names of the layers that they wrap.
+_INSIDE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
 _SHOWN = 5  # names in an error
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
@@ -85,10 +86,11 @@ def _foreign_names(file: Path) -> list[str]:
 def _unwrapped(content: object, file: Path) -> State:
     """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
     while isinstance(content, Mapping):
+        states = [key for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        if key is None:
+        if key is None and len(states) != 1:
             break
-        content = content[key]
+        content = content[states[0] if key is None else key]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
@@ -96,14 +98,31 @@ def _unwrapped(content: object, file: Path) -> State:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
     state: State = {}
     for key, tensor in content.items():
-        name = str(key)
-        while name.startswith(_PREFIXES):
-            name = name.partition(".")[2]
+        name = ".".join(attribute for attribute in str(key).split(".") if attribute not in _INSIDE)
         if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         state[name] = tensor
-    if state.keys() != content.keys():
-        state.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
+    return state
+
+
+def _holds_tensors(content: Mapping[object, object]) -> bool:
+    return bool(content) and all(isinstance(value, Tensor) for value in content.values())
+
+
+def _without_prefix(state: State, bare: State) -> State:
+    """Return the tensors by names without what wrappers put before all of them.
+
+    DistributedDataParallel and AveragedModel, which counts its updates beside them, put `module.`; Lightning puts what
+    the attribute is called, which goes where more names fit without it.
+    """
+    while not _fits(state, bare):
+        named = {name.partition(".")[::2]: tensor for name, tensor in state.items() if name != "n_averaged"}
+        firsts = {first for first, _ in named}
+        shorter = {name: tensor for (_, name), tensor in named.items()}
+        fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
+        if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
+            break
+        state = shorter
     return state
 
 
@@ -137,6 +156,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
+    state = _without_prefix(state, bare)
     if not _fits(state, bare):
         state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
     check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))

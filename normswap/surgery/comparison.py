@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import VerificationError
+from normswap.errors import VerificationError, spelled
 from normswap.graph.anatomy import Block
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
@@ -28,15 +28,22 @@ from normswap.surgery.report import Error, Report
 from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
-_MOST64, _CONDITION = 1e-8, 32  # of float64 at most; how many times the source's own straying
-ROUNDING = 3  # times what half precision costs the source: ten networks under eight schemes were off by up to 2.1 times
-_MOVED = 8  # inputs that differ in the last digit, where one sample says too little about rounding
-_FEW = 8  # numbers in an output: of fewer, the error may be several times its mean, and the largest rounding counts
-_COARSE = 0.1  # of the output: where rounding alone costs more, half precision proves little
-_OF_ERROR = 0.1  # of a result's error: where two runs of the source are that far apart, the source is what differs
+# In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
+_MOST64, _CONDITION = 1e-8, 32
+# Three times what half precision costs the source is allowed: ten networks under eight schemes were off by up to 2.1.
+ROUNDING = 3
+# So many inputs that differ in the last digit are run where one sample says too little about rounding.
+_MOVED = 8
+# Of fewer numbers the error may be several times its mean, and the largest rounding counts.
+_FEW = 8
+# Where rounding alone costs more of the output, half precision proves little.
+_COARSE = 0.1
+# Where two runs of the source are this share of a result's error apart, the source is what differs.
+_OF_ERROR = 0.1
 # Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
 _LARGER = 10
-_HARDLY = 1e-4  # an input or a branch that moves the output by less proves nothing
+# An input or a branch that moves the output by less proves nothing.
+_HARDLY = 1e-4
 
 
 def verify(
@@ -135,12 +142,19 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if _passes(report.logits, report.tolerance if report.exact else None):
         remedy = "Give inputs that it has an answer to: `inputs=`"
         raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
+    if not report.exact:
+        remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
+        raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
+    doubles = [error for error in report.logits if error.precision == "float64"]
+    remedy = "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
+    if doubles and _passes(doubles, report.tolerance):
+        remedy = f"Nothing was written. In float64 it is right, so {precision} is what differs: convert model.double()"
     raise VerificationError(
         f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits ({precision})",
-        f"allowed: {report.tolerance[precision]:.0e}" if report.exact else "it is not finite",
-        "Nothing was written; if the plan was not edited by hand, this is a bug of normswap",
+        f"allowed: {report.tolerance[precision]:.0e}",
+        remedy,
     )
 
 

@@ -12,7 +12,6 @@ from normswap.errors import SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import calling, kinds, network_input
-from normswap.models.kinds import SUFFIXES
 from normswap.models.modes import Progress
 from normswap.plan import Body
 from normswap.surgery import comparison, held_out
@@ -40,7 +39,7 @@ def how(result: nn.Module) -> Body:
     record = provenance.of(result)
     if record is None or record.arch is None:
         return {}
-    name = kinds.named(record.arch) if record.source.endswith(SUFFIXES) else None
+    name = kinds.named(record.arch) if Path(record.source).is_file() else None
     trusted = kinds.by_builder(record.arch.builder).foreign  # or it would not have been loaded
     size = network_input.size(result) if record.pretrained_cfg.get("input_size") else None
     return {"arch": name, "arch_args": record.arch.kwargs, "input_size": size, "named": False, "trust_factory": trusted}

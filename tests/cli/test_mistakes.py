@@ -121,7 +121,7 @@ EARLY: list[Mistake] = [
     ("plan of the future", plan(lambda body: body.update(version=99)), PLAN, ("version 99",)),
     ("output exists", text("out", b""), CONVERT, ("out is a file",)),
     ("weights of no architecture", text("w.pth", b"x"), ("inspect", "w.pth"), ("holds weights only", "--arch NAME")),
-    ("size of two", None, ("inspect", "demo", "--input-size", "3,64"), ("--input-size 3,64", "C,H,W")),
+    ("no size", None, ("inspect", "demo", "--input-size", "3,x"), ("--input-size 3,x", "C,H,W")),
     ("mean of bytes", None, ("evaluate", "demo", "--data", "demo", "--image-mean", "123,116,103"),
      ("mean 123,116,103", "0..1", "divided by 255")),
     ("options of no source", None, ("verify", "demo", "--weights", "random", "--arch", "x"),

@@ -240,6 +240,22 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     assert "zero-variance" not in [fault.name for fault in faults]
 
 
+@torch.no_grad()
+def test_channels_behind_a_relu_that_never_fires_are_no_fault() -> None:
+    """Nothing reaches them: mean and variance are rightly 0, and recalibrating would measure the same."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1))
+    model[0].bias[:6] = -9.0
+    for _ in range(20):
+        model.train()(torch.randn(16, 3, 8, 8))
+    model[2].running_var[:6] = 0.0
+    found = [fault.name for fault in normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults]
+    assert "zero-variance" not in found
+    model[2].running_var[6:12] = 0.0
+    found = [fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 8, 8)).faults]
+    assert "zero-variance" in found
+
+
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
     plant, expected = FAULTS[fault]
     model = opened(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -13,6 +14,7 @@ import torch
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
+import normswap
 from normswap.exporting import onnx_file
 from normswap.models.weight_files import quiet
 
@@ -53,3 +55,17 @@ def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
     (y,) = ort.InferenceSession(model.SerializeToString()).run(None, {"images": x.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(y), network(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sides", [(), (12,), (12, 12), (6, 6, 6)], ids=["rows", "series", "maps", "volumes"])
+def test_a_scale_that_stays_has_any_dimension(sides: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing linear stands before the norm, and the activation behind it keeps it from going forward."""
+    torch.manual_seed(0)
+    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(sides)](4)
+    norm.running_mean.normal_()  # type: ignore[union-attr]
+    linear = nn.Linear(4, 3) if not sides else (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(sides) - 1](4, 3, 3)
+    network, x = nn.Sequential(norm, nn.ReLU(), linear).eval(), torch.randn(1, 4, *sides)
+    exported = normswap.export(network, tmp_path / "network.onnx", inputs=x)
+    session = ort.InferenceSession(exported.file)
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), network(x).detach(), rtol=1e-5, atol=1e-6)

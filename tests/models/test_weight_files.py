@@ -37,6 +37,11 @@ WRAPPERS: dict[str, Callable[[State], Any]] = {
     "ema": lambda state: {"model": _noise(state), "ema": {"decay": 0.9, "module": state}},
     "no ema": lambda state: {"state_dict": state, "state_dict_ema": None},
     "averaged": lambda state: {"n_averaged": torch.tensor(3), **{f"module.{k}": v for k, v in state.items()}},
+    "a name of its own": lambda state: {"network": state, "optimizer": {"state": {0: {"step": 3}}}, "epoch": 3},
+    "lightning": lambda state: {"state_dict": {f"model.{key}": value for key, value in state.items()}, "epoch": 3},
+    "fsdp": lambda state: {k.replace("layer1.", "layer1._fsdp_wrapped_module."): v for k, v in state.items()},
+    "checkpointed": lambda state: {k.replace("fc.", "fc._checkpoint_wrapped_module."): v for k, v in state.items()},
+    "a compiled stage": lambda state: {k.replace("layer2.", "layer2._orig_mod."): v for k, v in state.items()},
     "old torch": lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
 }
 
@@ -128,7 +133,7 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "whole numbers": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}), ["fc.weight is int8"]),
     "complex": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}), ["complex tensor: fc.bias"]),
     "sparse": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}), ["complex tensor: fc.weight"]),
-    "twice": (_pickled(lambda s, _: {**s, "module.fc.bias": s["fc.bias"]}), ["holds fc.bias twice", "module.fc.bias"]),
+    "twice": (_pickled(lambda s, _: {**s, "_orig_mod.fc.bias": s["fc.bias"]}), ["holds fc.bias twice"]),
     "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
 }
 

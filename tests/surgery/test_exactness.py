@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +188,11 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "folded on noise": lambda net: normswap.convert(net, "folded", input_size=(3, 16, 16)),
     "groupnorm": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2]),
     "groupnorm on images": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "nf on images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "nf on synthetic images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate="synthetic"),
+    "dyt on images": lambda net: normswap.convert(net, "dyt", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "export": lambda net: normswap.export(net, Path("network.pt2"), inputs=IMAGES[:1]),
+    "param_groups": lambda net: normswap.param_groups(net),
     "verify": lambda net: normswap.verify(net, copy.deepcopy(net), IMAGES[:2]),
     "diagnose": lambda net: normswap.diagnose(net, inputs=IMAGES[:2]),
     "recalibrate": lambda net: recalibration.recalibrate(net, [IMAGES[:32], IMAGES[32:]], inputs=IMAGES[:2]),
@@ -195,7 +201,8 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_source_stays_as_it_is(name: str) -> None:
+def test_the_source_stays_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     block = Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), block, nn.Conv2d(8, 4, 1), Keeper()).eval()
