@@ -17,7 +17,7 @@ ROOMS = {
     "schemes": 2443, "surgery": 2310, "storage": 755, "analysis": 800, "diagnosis": 1275, "training": 2350,
     "exporting": 3334, "benchmarking": 130, "reporting": 598, "cli": 2650,
 }  # fmt: skip
-TOGETHER = {"all rooms": 27000, "files of the package": 233, "tests": 34110, "of them the laboratory": 6483}
+TOGETHER = {"all rooms": 27060, "files of the package": 233, "tests": 34110, "of them the laboratory": 6483}
 
 
 def lines(files: list[Path]) -> int:

@@ -15,13 +15,7 @@ KEYS = "source, norms (how many), faults (how many), notes, findings (name, path
 EXAMPLES = ("doctor demo", "doctor demo --data demo")
 
 
-def run(
-    model: Model,
-    *,
-    images: Images,
-    opening: ImageOpening,
-    json: Json = False,
-) -> int:
+def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = False) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
     With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
