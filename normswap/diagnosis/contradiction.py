@@ -21,15 +21,17 @@ def contradicted(case: Case) -> Iterator[Finding]:
     """Running means that the norm before and the weights cannot make: stale, or another norm's."""
     if case.traced is None:
         return
-    told = weight_moments.foretold(case.traced)
+    foretold = weight_moments.foretold(case.traced)
     sites = [
         site
         for site in case.sites
-        if site.path in told and not site.starts_at_init and _is_off(site, told[site.path], _bias_before(case, site))
+        if site.path in foretold
+        and not site.starts_at_init
+        and _is_off(site, foretold[site.path], _bias_before(case, site))
     ]
     if not sites:
         return
-    exchanged = _exchanged(case, sites, told) if len(sites) <= 2 else None
+    exchanged = _exchanged(case, sites, foretold) if len(sites) <= 2 else None
     if exchanged:
         evidence = (
             f"the running means of {exchanged[0].path} and {exchanged[1].path} fit each other's place, not their own"
@@ -39,21 +41,21 @@ def contradicted(case: Case) -> Iterator[Finding]:
             "eval mode shifts every channel by another's mean", case.recalibrate,
         )  # fmt: skip
         return
-    distances = torch.cat([_distances(site, told[site.path]) for site in sites])
+    distances = torch.cat([_distances(site, foretold[site.path]) for site in sites])
     evidence = (
-        f"the running means of {share(len(sites), len(told), 'norms')} contradict the weights before them: "
+        f"the running means of {share(len(sites), len(foretold), 'norms')} contradict the weights before them: "
         f"{float(distances.median()):.1f} deviations off in the median channel"
     )
     cost = "eval mode normalizes by what these weights do not make; training mode hides it"
     yield Finding("stale-statistics", paths_of(sites), evidence, Certainty.LIKELY, cost, case.recalibrate)
 
 
-def _is_off(site: StoredNorm, told: Pair, bias: Tensor) -> bool:
+def _is_off(site: StoredNorm, foretold: Pair, bias: Tensor) -> bool:
     """Without the bias that stands in both: a convolution that absorbed a norm has its beta there, and little else."""
     if site.mean is None or len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
         return False
-    alike = _correlation(told[0] - bias, site.mean - bias)
-    return alike < _UNLIKE and float(_distances(site, told).median()) > _FAR
+    alike = _correlation(foretold[0] - bias, site.mean - bias)
+    return alike < _UNLIKE and float(_distances(site, foretold).median()) > _FAR
 
 
 def _bias_before(case: Case, site: StoredNorm) -> Tensor:
@@ -62,25 +64,25 @@ def _bias_before(case: Case, site: StoredNorm) -> Tensor:
     return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
 
 
-def _correlation(one: Tensor, two: Tensor) -> float:
-    one, two = one - one.mean(), two - two.mean()
-    return float(one @ two / (one.norm() * two.norm()).clamp_min(1e-30))
+def _correlation(first: Tensor, second: Tensor) -> float:
+    first, second = first - first.mean(), second - second.mean()
+    return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
 
 
-def _distances(site: StoredNorm, told: Pair) -> Tensor:
+def _distances(site: StoredNorm, foretold: Pair) -> Tensor:
     """By how many deviations the kept means are off, (C,); the larger of both deviations counts."""
     assert site.mean is not None
     assert site.var is not None
-    return (site.mean - told[0]).abs() / torch.maximum(site.var, told[1]).clamp_min(1e-12).sqrt()
+    return (site.mean - foretold[0]).abs() / torch.maximum(site.var, foretold[1]).clamp_min(1e-12).sqrt()
 
 
-def _exchanged(case: Case, off: list[StoredNorm], told: dict[str, Pair]) -> tuple[StoredNorm, StoredNorm] | None:
+def _exchanged(case: Case, off: list[StoredNorm], foretold: dict[str, Pair]) -> tuple[StoredNorm, StoredNorm] | None:
     """A norm whose foretold means another one keeps, which has the first one's as far as that can be foretold."""
-    for one, two in itertools.product(off, case.sites):
-        if one.mean is None or two.mean is None or one is two or len(one.mean) != len(two.mean):
+    for first, second in itertools.product(off, case.sites):
+        if first.mean is None or second.mean is None or first is second or len(first.mean) != len(second.mean):
             continue
-        there = told.get(two.path)
-        back = 1.0 if there is None else _correlation(there[0], one.mean)
-        if min(_correlation(told[one.path][0], two.mean), back) > 2 * _UNLIKE:
-            return one, two
+        there = foretold.get(second.path)
+        back = 1.0 if there is None else _correlation(there[0], first.mean)
+        if min(_correlation(foretold[first.path][0], second.mean), back) > 2 * _UNLIKE:
+            return first, second
     return None

@@ -67,8 +67,8 @@ def diagnose(
     except NormswapError as error:
         anatomy, notes = None, (f"its forward was not looked at: {error}",)
     sites = sites_of(network.module, anatomy)
-    seen = None if images is None else ImageBatches.read(network.module, images)
-    case = Case(network, anatomy, sites, name, data, seen)
+    batches = None if images is None else ImageBatches.read(network.module, images)
+    case = Case(network, anatomy, sites, name, data, batches)
     faults = [fault for check in CHECKS for fault in check(case)]
     if not faults and images is not None and sites:
         # The first fault explains those behind it: images that are prepared wrongly fit no statistics.

@@ -79,9 +79,9 @@ def measured(case: Case) -> list[Drift]:
         return []
     drifts = []
     for site in case.sites:
-        if site.mean is None or site.var is None or any(site.path not in part for part in parts):
+        if site.mean is None or site.var is None or any(site.path not in estimate for estimate in parts):
             continue
-        means, variances = (torch.stack([part[site.path][i] for part in parts]) for i in (0, 1))
+        means, variances = (torch.stack([estimate[site.path][i] for estimate in parts]) for i in (0, 1))
         shifts, ratios = _compared(site, means, variances)
         (mean, error), (log_var, log_error) = _typical(shifts), _typical(ratios)
         drifts.append(Drift(site, mean, error, log_var, log_error, (means.mean(0), variances.mean(0))))
@@ -147,20 +147,21 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
 def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Finding]:
     """Norms that are each far off."""
     assert case.images is not None
-    sites = [drift.site for drift in hit]
     worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
     # Other images are other from the first norm on; where the first ones fit, the images are not the cause.
-    images = hit[0] is drifts[0] or drifts[0].has_other_details
-    name = "drifted-domain" if images else "wrong-statistics"
-    why = (
-        "these images are other than those of the training"
-        if images
-        else "the images fit the stem: others' statistics, or other gammas and weights before these norms"
-    )
+    by_images = hit[0] is drifts[0] or drifts[0].has_other_details
+    why = "the images fit the stem: others' statistics, or other gammas and weights before these norms"
+    if by_images:
+        why = "these images are other than those of the training"
     evidence = f"{share(len(hit), len(drifts), 'norms')} are off on {case.images.count} images, most at {worst}; {why}"
-    cost = "eval mode normalizes by other statistics"
-    mend = f"{case.recalibrate} (images like those of its use)" if images else case.recalibrate
-    yield Finding(name, paths_of(sites), evidence, Certainty.LIKELY, cost, mend)
+    yield _of_statistics(case, hit, evidence, "eval mode normalizes by other statistics", by_images=by_images)
+
+
+def _of_statistics(case: Case, drifts: list[Drift], evidence: str, cost: str, *, by_images: bool) -> Finding:
+    name, mend = "wrong-statistics", case.recalibrate
+    if by_images:
+        name, mend = "drifted-domain", f"{mend} (images like those of its use)"
+    return Finding(name, paths_of(drift.site for drift in drifts), evidence, Certainty.LIKELY, cost, mend)
 
 
 @torch.no_grad()
@@ -179,18 +180,15 @@ def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     chance = float((renewed[1] - renewed[2]).norm() / size)
     if change < _TOGETHER or change < _BEYOND * chance:
         return
-    images = drifts[0].has_other_details
+    by_images = drifts[0].has_other_details
     evidence = (
         f"with the statistics of these {case.images.count} images in all {len(drifts)} norms answers change by "
         f"{change:.0%}, and by {chance:.0%} from one half of the images to the other; no norm by itself is far off"
     )
-    if images:
+    if by_images:
         evidence += "; the first one finds the means that it keeps and other variances: other details, blur or noise"
     cost = "eval mode normalizes by statistics of other weights or of few images; or these are other images"
-    mend = f"{case.recalibrate} (images like those of its use)" if images else case.recalibrate
-    sites = paths_of(drift.site for drift in drifts)
-    name = "drifted-domain" if images else "wrong-statistics"
-    yield Finding(name, sites, evidence, Certainty.LIKELY, cost, mend)
+    yield _of_statistics(case, drifts, evidence, cost, by_images=by_images)
 
 
 def _outputs(model: nn.Module, call: Example) -> Tensor:

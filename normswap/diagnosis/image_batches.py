@@ -34,12 +34,12 @@ class ImageBatches:
         calls: list[Example] = []
         for call in checked(model, batches):
             calls.append(call)
-            if sum(one.count for one in calls) >= MOST:
+            if sum(each_call.count for each_call in calls) >= MOST:
                 break
-        seen = cls(tuple(calls))._mixed(model)
-        if len(seen.calls) < PARTS or seen.calls[0].count < 2:
-            raise SourceError(f"{seen.count} images are too few", f"a diagnosis needs {2 * PARTS} at least")
-        return seen
+        mixed = cls(tuple(calls))._mixed(model)
+        if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
+            raise SourceError(f"{mixed.count} images are too few", f"a diagnosis needs {2 * PARTS} at least")
+        return mixed
 
     def _mixed(self, model: nn.Module) -> ImageBatches:
         """The same in batches of one size; images in another order, as those of a folder come class by class."""

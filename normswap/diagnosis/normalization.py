@@ -82,7 +82,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
         distances = _distances(case.model, way.prepare(values))
         if distances is not None and distances[0] < least[0]:
             best, least, told_as, read = way, distances, form, values
-    times = min(other / max(one, 1e-9) for one, other in zip(least, now, strict=True))
+    times = min(current / max(nearest, 1e-9) for nearest, current in zip(least, now, strict=True))
     if not any(times > factor and least[0] < near for factor, near in _CLEARLY):
         return
     if not _fits_all(case, best.prepare(read)):
@@ -140,23 +140,23 @@ def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
     """
     rows = []
     for batch in images.split(_BATCH):
-        seen = at_first_norm(model, batch)
-        if seen is None or seen[1].ndim < 3 or seen[1].shape[1] != affine.channels(seen[0]):
+        observed = at_first_norm(model, batch)
+        if observed is None or observed[1].ndim < 3 or observed[1].shape[1] != affine.channels(observed[0]):
             return None
-        norm, values = seen[0], seen[1].double().flatten(2)
+        norm, values = observed[0], observed[1].double().flatten(2)
         rows.append(torch.stack([values.mean(2), values.square().mean(2)]))
     sums = torch.cat(rows, 1)
     mean, var = affine.statistics(norm)
     if bool((mean == 0).all()) or not bool(torch.isfinite(mean).all() and (var > 0).all()):
         return None
-    return [_divergence(part, mean, var) for part in (sums, *(sums[:, start::PARTS] for start in range(PARTS)))]
+    return [_divergence(subset, mean, var) for subset in (sums, *(sums[:, start::PARTS] for start in range(PARTS)))]
 
 
 def _divergence(sums: Tensor, mean: Tensor, var: Tensor) -> float:
     mean, var = mean.to(sums.device), var.to(sums.device)
-    seen, square = sums.mean(1)
-    spread = (square - seen.square()).clamp_min(0) + 1e-12
+    observed, square = sums.mean(1)
+    spread = (square - observed.square()).clamp_min(0) + 1e-12
     ratio = spread / (var + 1e-12)
-    divergences = ((ratio - 1 - ratio.log() + (seen - mean).square() / (var + 1e-12)) / 2).sort().values
+    divergences = ((ratio - 1 - ratio.log() + (observed - mean).square() / (var + 1e-12)) / 2).sort().values
     cut = len(divergences) // 10
     return float(divergences[cut : len(divergences) - cut].mean())

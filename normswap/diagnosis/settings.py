@@ -105,7 +105,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
         return
     if not nearest:
         return
-    eps = min(nearest, key=lambda one: nearest[one])
+    eps = min(nearest, key=lambda usual_eps: nearest[usual_eps])
     if now < _FAR or nearest[eps] * _CLEARLY > now:
         return
     evidence = (
@@ -128,12 +128,12 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
     norms: dict[str, nn.Module] = {site.path: model.get_submodule(site.path) for site in sites}
     for norm in norms.values() if eps is not None else ():
         vars(norm)["eps"] = eps
-    seen = channel_moments.measure(model, norms, case.images.calls).moments
+    observed = channel_moments.measure(model, norms, case.images.calls).moments
     total = 0.0
     for site in sites:
-        if site.path not in seen or site.mean is None or site.var is None:
+        if site.path not in observed or site.mean is None or site.var is None:
             continue
-        mean, var = seen[site.path].mean.to(site.mean), seen[site.path].variance.to(site.var)
+        mean, var = observed[site.path].mean.to(site.mean), observed[site.path].variance.to(site.var)
         ratio = (var + 1e-12) / (site.var + 1e-12)
         shift = (mean - site.mean).square() / (site.var + 1e-12)
         total += float(((ratio - 1 - ratio.log() + shift) / 2).quantile(0.75))

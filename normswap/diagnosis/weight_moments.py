@@ -46,23 +46,23 @@ def foretold(traced: Traced) -> dict[str, Pair]:
 
 def _after(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair | None:
     sources, module = inputs(node), traced.module(node)
-    known = [moments[source] for source in sources if source in moments]
-    if not known or len(known) != len(sources):
+    read_moments = [moments[source] for source in sources if source in moments]
+    if not read_moments or len(read_moments) != len(sources):
         return None
-    if is_add(node) and len({len(mean) for mean, _ in known}) == 1:
-        return known[0][0] + known[1][0], known[0][1] + known[1][1]
+    if is_add(node) and len({len(mean) for mean, _ in read_moments}) == 1:
+        return read_moments[0][0] + read_moments[1][0], read_moments[0][1] + read_moments[1][1]
     if node.target is torch.cat and [*listed(node)] == sources:
-        return torch.cat([mean for mean, _ in known]), torch.cat([var for _, var in known])
-    if len(known) != 1:
+        return torch.cat([mean for mean, _ in read_moments]), torch.cat([var for _, var in read_moments])
+    if len(read_moments) != 1:
         return None
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return _weighted(module, known[0])
+        return _weighted(module, read_moments[0])
     if is_identity(module) or node.target in ("contiguous", operator.pos):
-        return known[0]
+        return read_moments[0]
     if keeps_forward(module, _POOLS):
-        return known[0]
+        return read_moments[0]
     if (module is not None and is_activation(module)) or is_activation_call(node.target):
-        return _applied(lambda x: apply(traced, node, (x,), node.kwargs), known[0])
+        return _applied(lambda x: apply(traced, node, (x,), node.kwargs), read_moments[0])
     return None
 
 

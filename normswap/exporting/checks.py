@@ -148,7 +148,10 @@ def check(
         raise OptionError("no images to check the file on")
     name, sums = max(every.items(), key=lambda pair: pair[1].distance.relative)
     allowed = _allowed(reference, dtype, first, name, sums)
-    shown = next((every[one] for one in ANSWERS if one in every), sums if len(every) == 1 else _AnswerSums())
+    shown = next(
+        (every[answer_name] for answer_name in ANSWERS if answer_name in every),
+        sums if len(every) == 1 else _AnswerSums(),
+    )
     figures = Figures(
         sums.distance.relative, sums.largest / (sums.top or 1.0), shown.agreement, sums.count, allowed, described,
         shown.argued, shown.unit, shown.hits("source"), shown.hits("file"), name if len(every) > 1 else "",

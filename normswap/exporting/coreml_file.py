@@ -32,15 +32,15 @@ def write(contents: FileContents, file: Path) -> None:
     if file.suffix != _ENDING:
         raise RefusedError(f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}")
     whole, half = contents.in_float32, contents.network.dtype == torch.float16
-    made = or_simpler(whole, lambda network: _converted(network, whole, half=half))
+    converted = or_simpler(whole, lambda network: _converted(network, whole, half=half))
     try:
-        _require_names(made.get_spec(), contents.network.signature)
-        made.user_defined_metadata.clear()
-        made.user_defined_metadata.update(contents.metadata)
+        _require_names(converted.get_spec(), contents.network.signature)
+        converted.user_defined_metadata.clear()
+        converted.user_defined_metadata.update(contents.metadata)
         with silent():
-            made.save(str(file))
+            converted.save(str(file))
     finally:
-        shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
+        shutil.rmtree(converted.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
@@ -81,9 +81,9 @@ def _require_names(spec: Model, signature: Signature) -> None:
         RefusedError: something has another.
     """
     described = spec.description
-    names = [one.name for side in (described.input, described.output) for one in side]
-    wanted = [*signature.inputs, *signature.outputs]
-    if wrong := [name for name, other in zip(wanted, names, strict=True) if name != other]:
+    names = [feature.name for side in (described.input, described.output) for feature in side]
+    expected = [*signature.inputs, *signature.outputs]
+    if wrong := [name for name, other in zip(expected, names, strict=True) if name != other]:
         raise RefusedError("Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx")
 
 
@@ -94,7 +94,7 @@ def open(file: Path) -> Runs:
 
         model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
         interface = model.get_spec().description
-    inputs, outputs = ([one.name for one in side] for side in (interface.input, interface.output))
+    inputs, outputs = ([feature.name for feature in side] for side in (interface.input, interface.output))
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         answers = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
@@ -106,7 +106,7 @@ def open(file: Path) -> Runs:
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`; constants are not counted."""
     main = _spec(file).mlProgram.functions["main"]
-    kinds = (one.type for one in main.block_specializations[main.opset].operations)
+    kinds = (feature.type for feature in main.block_specializations[main.opset].operations)
     return counted(kind for kind in kinds if kind != "const")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from normswap.exporting import pt2, simpler_graph
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
 from normswap.exporting.settings import Quantization
 
@@ -34,7 +34,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 def _traced(contents: FileContents) -> ExportedProgram:
     """The network as torch.export records it; a file would compute at each run what depends on no input."""
-    return pt2.traced(contents, simpler_graph.with_constants(contents, as_convolutions(contents.network)))
+    return pt2.traced(contents, simpler_graph.with_constants(contents))
 
 
 def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:

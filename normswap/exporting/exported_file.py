@@ -19,7 +19,7 @@ from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
 from normswap.models import kinds
-from normswap.models.hub_config import Cfg
+from normswap.models.hub import Cfg
 from normswap.models.preprocessing import for_size
 from normswap.plan import Body
 from normswap.provenance import Provenance
@@ -79,16 +79,16 @@ class ExportedFile:
             OptionError: this system has no such runtime; VerificationError: it does not take the file.
         """
         self._require_images()
-        one, alike = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
+        image_input, normalization = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels, assumed = self.body["output"]["labels"], self.body["assumed"]
-        stated: Cfg = {**self.body["resize"], **alike}
+        stated: Cfg = {**self.body["resize"], **normalization}
         record: Cfg = {
             **{key: value for key, value in stated.items() if key != "to" and key not in assumed},
-            "input_size": tuple(one["size"]),
+            "input_size": tuple(image_input["size"]),
             **({} if labels is None else {"num_classes": len(labels), "label_names": labels}),
         }
         probabilities = self.body["output"]["name"] == "probabilities"
-        network = FileNetwork(self.opened(), one["batch"], probabilities=probabilities).eval()
+        network = FileNetwork(self.opened(), image_input["batch"], probabilities=probabilities).eval()
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:

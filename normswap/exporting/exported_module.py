@@ -8,17 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from normswap.exporting.signature import Signature
 from normswap.graph.node_reader import LINEAR
-from normswap.layers import affine
-from normswap.layers.own import OwnLayer, per_channel
-
-T = TypeVar("T", bound=nn.Module)
 
 
 class Shipped(nn.Module):
@@ -85,12 +80,10 @@ class Shipped(nn.Module):
                 module.register_forward_hook(lambda _module, _args, output: _halved(output))
         return self.around(twin)
 
-    def prepared(self, images: Tensor) -> Tensor:
-        """The network's input, in float32."""
-        return images if self.mean is None or self.std is None else (images - self.mean) / self.std
-
     def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
-        inputs = self._cast((self.prepared(images), *others), self.dtype)
+        if self.mean is not None and self.std is not None:
+            images = (images - self.mean) / self.std
+        inputs = self._cast((images, *others), self.dtype)
         answers = self._cast(self.signature.call(self.network, inputs), torch.float32)
         if len(answers) > 1:
             return answers
@@ -135,40 +128,3 @@ class FileContents:
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
         count = len(self.example)
         return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)
-
-
-def as_convolutions(network: T) -> T:
-    """A copy whose remaining scales and shifts per channel are 1 x 1 depthwise convolutions.
-
-    ONNX Runtime keeps those in its blocked layout on the CPU, and fuses the activation that follows; a broadcast
-    multiplication or addition makes it convert the layout there and back (5 % of a resnetv2_50's time).
-    """
-    twin = copy.deepcopy(network)
-    for path, module in list(twin.named_modules()):
-        if not isinstance(module, OwnLayer) or not (module.AFFINE and module.PER_CHANNEL):
-            continue
-        scale, shift = module.as_affine()
-        dtype, act = next(module.parameters()).dtype, affine.activation(module)
-        conv = nn.Conv2d(len(shift), len(shift), 1, groups=len(shift), dtype=dtype).requires_grad_(False)
-        conv.weight.copy_(scale.view(-1, 1, 1, 1))
-        assert conv.bias is not None
-        conv.bias.copy_(shift)
-        twin.set_submodule(path, _ScaleAndShift(conv, act))
-    return twin
-
-
-class _ScaleAndShift(nn.Module):
-    """A scale and shift per channel: of maps a depthwise convolution, of anything else a product and a sum."""
-
-    def __init__(self, conv: nn.Conv2d, act: nn.Module | None) -> None:
-        super().__init__()
-        self.conv, self.act = conv, act
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
-        if x.ndim == 4:
-            y: Tensor = self.conv(x)
-        else:
-            assert self.conv.bias is not None
-            y = x * per_channel(self.conv.weight.flatten(), x) + per_channel(self.conv.bias, x)
-        return y if self.act is None else self.act(y)

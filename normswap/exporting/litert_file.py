@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from normswap.exporting import simpler_graph
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
 from normswap.exporting.settings import WHOLE_BITS, Quantization
 
@@ -47,7 +47,7 @@ def _converted(contents: FileContents) -> bytes:
     with silent():
         import litert_torch
 
-        network = simpler_graph.with_constants(contents, as_convolutions(contents.network))
+        network = simpler_graph.with_constants(contents)
         return bytes(litert_torch.convert(network, contents.example).model_content())
 
 
@@ -104,11 +104,11 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph, called = model.subgraphs[0], model.signatureDefs[0]
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
-        maps.sort(key=lambda one: int(one.name.rpartition(b"_")[2]))  # args_0, args_1 ...
-        for one, name in zip(maps, names, strict=True):
-            one.name = graph.tensors[one.tensorIndex].name = name
-    graph.inputs = [one.tensorIndex for one in called.inputs]
-    graph.outputs = [one.tensorIndex for one in called.outputs]
+        maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))  # args_0, args_1 ...
+        for entry, name in zip(maps, names, strict=True):
+            entry.name = graph.tensors[entry.tensorIndex].name = name
+    graph.inputs = [entry.tensorIndex for entry in called.inputs]
+    graph.outputs = [entry.tensorIndex for entry in called.outputs]
     noted = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
     model.metadata = [*(model.metadata or []), noted]
     text = json.dumps(dict(contents.metadata)).encode()
@@ -138,7 +138,7 @@ def open(file: Path) -> Runs:
         engine = Interpreter(str(file), num_threads=torch.get_num_threads())
         engine.allocate_tensors()
     inputs, outputs = (
-        [one["index"] for one in ends] for ends in (engine.get_input_details(), engine.get_output_details())
+        [entry["index"] for entry in ends] for ends in (engine.get_input_details(), engine.get_output_details())
     )
 
     def runs(*tensors: Tensor) -> list[Tensor]:
@@ -157,16 +157,16 @@ def nodes(file: Path) -> dict[str, int]:
     model = _model(file)
     kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
     called = [
-        one.customCode.decode() if one.customCode else kinds[max(one.builtinCode, one.deprecatedBuiltinCode)]
-        for one in model.operatorCodes
+        entry.customCode.decode() if entry.customCode else kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
+        for entry in model.operatorCodes
     ]
-    return counted(called[one.opcodeIndex] for graph in model.subgraphs for one in graph.operators)
+    return counted(called[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators)
 
 
 def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     model = _model(file)
-    noted = (model.buffers[one.buffer].data for one in model.metadata or [] if one.name == _METADATA.encode())
+    noted = (model.buffers[entry.buffer].data for entry in model.metadata or [] if entry.name == _METADATA.encode())
     return dict(json.loads(bytes(next(noted, b"{}"))))
 
 

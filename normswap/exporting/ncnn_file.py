@@ -50,14 +50,14 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
     import pnnx
 
     traced, folder = place.with_name("network.pt"), place.parent
-    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    buffer = io.BytesIO()  # torch's own writer kills the process when the disk is full
     with refusing("TorchScript cannot express the network"):
-        torch.jit.save(torch.jit.trace(network, example, check_trace=False), held)
-    traced.write_bytes(held.getbuffer())
+        torch.jit.save(torch.jit.trace(network, example, check_trace=False), buffer)
+    traced.write_bytes(buffer.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode or not (place.is_file() and place.with_suffix(".bin").is_file()):
-        lines = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if finished.returncode or not (place.is_file() and place.with_suffix(".bin").is_file()):
+        lines = finished.stderr.strip().splitlines() or [f"it ends with {finished.returncode}"]
         raise RefusedError("pnnx cannot express the network", lines[-1])
     if missing := _missing(place):
         raise RefusedError("ncnn cannot express the network", missing, "Try onnx")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
@@ -52,7 +52,7 @@ def graph(contents: FileContents) -> onnx.ModelProto:
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
         raise RefusedError(f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2")
-    network = as_convolutions(contents.network)
+    network = contents.network
     program = torch.onnx.export(
         network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
         input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
@@ -99,9 +99,9 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
         stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
         tensor.CopyFrom(stored)
         casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))
-    rest = list(graph.node)
+    other_nodes = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*casts, *rest])
+    graph.node.extend([*casts, *other_nodes])
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
@@ -141,6 +141,10 @@ def pool_means(graph: onnx.GraphProto) -> None:
             rows = helper.make_tensor(f"{result}_shape", 7, [2], [0, -1])
             graph.initializer.append(rows)
             nodes.append(helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows"))
+    read = {name for node in nodes for name in node.input}
+    unread = [tensor for tensor in graph.initializer if tensor.name in constants and tensor.name not in read]
+    for tensor in unread:  # ONNX Runtime warns of them
+        graph.initializer.remove(tensor)
     del graph.node[:]
     graph.node.extend(nodes)
 

@@ -55,9 +55,9 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
     """Write it, with the metadata as extra files of the archive."""
-    held = io.BytesIO()  # torch's own writer kills the process when the disk is full
-    torch.export.save(program, held, extra_files=dict(contents.metadata))
-    file.write_bytes(held.getbuffer())
+    buffer = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    torch.export.save(program, buffer, extra_files=dict(contents.metadata))
+    file.write_bytes(buffer.getbuffer())
 
 
 class _Cast(nn.Module):

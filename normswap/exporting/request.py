@@ -63,7 +63,7 @@ class ExportRequest:
         source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
         if inputs is not None:
-            calls = tuple(one.like(source) for one in calling.batches(inputs))
+            calls = tuple(call.like(source) for call in calling.batches(inputs))
             whole = _everything(source, calls[0], settings.dynamic_batch)
             return cls(source, file, form, settings, calls[0].size, config, whole, calls)
         size = tuple(config["input_size"] if settings.input_size is None else settings.input_size)
@@ -178,8 +178,8 @@ class ExportRequest:
         """The inputs of the file, call by call; a sample at a time where their number is not free."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
-            for one in [example] if self.settings.dynamic_batch else example.each():
-                yield tuple(one.tensors()), None
+            for call in [example] if self.settings.dynamic_batch else example.each():
+                yield tuple(call.tensors()), None
 
 
 def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:

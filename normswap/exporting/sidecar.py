@@ -40,12 +40,12 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
         output: what it answers with.
         normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
     """
-    known = config(model)
+    stated = config(model)
     record = provenance.of(model)
-    kept = dict(record.pretrained_cfg) if record else {}
-    names = kept.get("label_names")
+    pretrained_cfg = dict(record.pretrained_cfg) if record else {}
+    names = pretrained_cfg.get("label_names")
     labels = list(names.values()) if isinstance(names, Mapping) else names
-    crop = {key: known[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in known}
+    crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
         "input": {
             "name": INPUT,
@@ -56,18 +56,20 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
             "channels": "RGB" if size[0] == 3 else "L" if size[0] == 1 else None,
             "range": [0.0, 1.0],
         },
-        "resize": {"to": [math.floor(side / known["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds
-        "normalize": None if normalize else {"mean": list(known["mean"]), "std": list(known["std"])},
+        "resize": {"to": [math.floor(side / stated["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds
+        "normalize": None if normalize else {"mean": list(stated["mean"]), "std": list(stated["std"])},
         "assumed": list(preprocessing.assumed(model)),
         "output": {"name": output, "dtype": "float32", "labels": labels},
     }
 
 
-def plain_body(signature: Signature, tensors: Sequence[Tensor], made: Mapping[str, Tensor], *, dynamic: bool) -> Body:
+def plain_body(
+    signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
+) -> Body:
     """The inputs and outputs of a file that takes more than images.
 
     Args:
-        tensors: the tensors that it was traced on; made: what the network gives for those.
+        tensors: the tensors that it was traced on; answers: what the network gives for those.
     """
 
     def said(name: str, tensor: Tensor) -> Body:
@@ -76,7 +78,7 @@ def plain_body(signature: Signature, tensors: Sequence[Tensor], made: Mapping[st
 
     return {
         "inputs": [said(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)],
-        "outputs": [said(name, tensor) for name, tensor in made.items()],
+        "outputs": [said(name, tensor) for name, tensor in answers.items()],
     }
 
 

@@ -6,6 +6,7 @@ transformer cuts out of (N, L, 3 h d) by way of five dimensions is cut out of th
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -17,7 +18,7 @@ from torch.fx.node import Argument
 
 from normswap.errors import RefusedError
 from normswap.exporting import pt2
-from normswap.exporting.exported_module import FileContents, as_convolutions
+from normswap.exporting.exported_module import FileContents
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Argument)
@@ -39,22 +40,21 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
         RefusedError: it can read neither; says what it said of the network as it is.
     """
     try:
-        return convert(as_convolutions(contents.network))
+        return convert(copy.deepcopy(contents.network))
     except RefusedError as refusal:
-        try:  # another copy: a network that keeps what it was called with keeps what tracing made of that
-            return convert(simpler(contents, as_convolutions(contents.network)))
+        try:
+            return convert(simpler(contents))
         except RefusedError:
             raise refusal from None
 
 
-def simpler(contents: FileContents, network: nn.Module) -> fx.GraphModule:
-    """The network, or what was made of it, in operators that more tools have.
+def simpler(contents: FileContents) -> fx.GraphModule:
+    """The network in operators that more tools have.
 
     Raises:
         RefusedError: torch.export cannot express it.
     """
-    module = _module(contents, network)
-    compute(module)
+    module = with_constants(contents)
     for node in list(module.graph.nodes):
         _as_slices(node)
     module.graph.eliminate_dead_code()
@@ -62,74 +62,53 @@ def simpler(contents: FileContents, network: nn.Module) -> fx.GraphModule:
     return module
 
 
-def _module(contents: FileContents, network: nn.Module) -> fx.GraphModule:
-    """The network as torch.export records it, without torch's own checks of the inputs.
+def with_constants(contents: FileContents) -> fx.GraphModule:
+    """The network as torch.export records it, with the values of all that depends on no input.
+
+    A graph that writes into such a value stays as it is.
 
     Raises:
         RefusedError: torch.export cannot express it.
     """
-    module = pt2.traced(contents, network).module()
+    module = pt2.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)
     for node in list(module.graph.nodes):
-        if node.op == "call_module":
+        if node.op == "call_module":  # torch's own checks of the inputs
             module.graph.erase_node(node)
+    constants = _constants(module)
+    for count, (node, value) in enumerate(constants.items()):
+        readers = [user for user in node.users if user not in constants]
+        if node.op == "get_attr" or not readers or not isinstance(value, Tensor | int | float):
+            continue
+        if isinstance(value, Tensor):
+            module.register_buffer(f"constant_{count}", value.clone(memory_format=torch.contiguous_format))
+            with module.graph.inserting_before(node):
+                value = module.graph.get_attr(f"constant_{count}")
+            value.meta["val"] = node.meta["val"]
+        for reader in readers:
+            reader.args, reader.kwargs = _with({node: value}, reader.args), _with({node: value}, reader.kwargs)
+    module.graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def with_constants(contents: FileContents, network: nn.Module) -> nn.Module:
-    """The network with the values of all that depends on no input; itself where all depends on one.
-
-    Raises:
-        RefusedError: torch.export cannot express it.
-    """
-    module = _module(contents, network)
-    return module if compute(module) else network
-
-
-def compute(module: fx.GraphModule) -> bool:
-    """Put into an exported graph, in place, the values of all that depends on no input.
-
-    A graph that writes into such a value stays as it is.
-
-    Returns:
-        Whether there was more than the module's own tensors.
-    """
-    known = _known(module)
-    used = {node: [user for user in node.users if user not in known] for node in known if node.op != "get_attr"}
-    used = {node: users for node, users in used.items() if users and isinstance(known[node], Tensor | int | float)}
-    for count, (node, users) in enumerate(used.items()):
-        value = known[node]
-        if isinstance(value, Tensor):
-            module.register_buffer(f"constant_{count}", value.clone(memory_format=torch.contiguous_format))
-            with module.graph.inserting_before(node):
-                held = module.graph.get_attr(f"constant_{count}")
-            held.meta["val"] = node.meta["val"]
-            value = held
-        for user in users:
-            user.args, user.kwargs = _with({node: value}, user.args), _with({node: value}, user.kwargs)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return bool(used)
-
-
 @torch.no_grad()
-def _known(module: fx.GraphModule) -> dict[fx.Node, Argument]:
+def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
     """The values of the nodes that depend on no input; none where one of them is overwritten."""
-    known: dict[fx.Node, Argument] = {}
+    constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(module), Tensor):
-            known[node] = value
+            constants[node] = value
         if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         form = _form(node)
-        read = [one for one in node.all_input_nodes if one not in form]
-        if _writes(node) and any(one in known for one in read):
+        read = [argument for argument in node.all_input_nodes if argument not in form]
+        if _writes(node) and any(argument in constants for argument in read):
             return {}
-        if all(one in known for one in read):
-            values: dict[fx.Node, Argument] = {**form, **known}
-            known[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
-    return known
+        if all(argument in constants for argument in read):
+            values: dict[fx.Node, Argument] = {**form, **constants}
+            constants[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
+    return constants
 
 
 def _writes(node: fx.Node) -> bool:
@@ -139,15 +118,15 @@ def _writes(node: fx.Node) -> bool:
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
     """The argument of which a node reads no more than shape and dtype, as a tensor of those."""
     place = _FORM.get(node.target)
-    one = None if place is None else node.args[place]
-    if not isinstance(one, fx.Node):
+    argument = None if place is None else node.args[place]
+    if not isinstance(argument, fx.Node):
         return {}
-    return {one: torch.empty(one.meta["val"].shape, dtype=one.meta["val"].dtype)}
+    return {argument: torch.empty(argument.meta["val"].shape, dtype=argument.meta["val"].dtype)}
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
     """Arguments with these values in the places of nodes."""
-    return fx.node.map_arg(args, lambda one: values.get(one, one))
+    return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
 def _as_slices(node: fx.Node) -> None:
@@ -160,7 +139,7 @@ def _as_slices(node: fx.Node) -> None:
         return
     source, order = node.all_input_nodes[0], list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
-        order = [one % len(order) for one in cast(list[int], source.args[1])]
+        order = [dim % len(order) for dim in cast(list[int], source.args[1])]
         source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
@@ -169,14 +148,16 @@ def _as_slices(node: fx.Node) -> None:
     *outer, length = tensor.meta["val"].shape
     if sizes[:axis] != outer:
         return
-    width, rest = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
-    turned = [one - (one > axis) for one in order if one != axis]
+    width, other_sizes = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
+    turned = [dim - (dim > axis) for dim in order if dim != axis]
     call = node.graph.call_function
     for user, index in picked.items():
         start = index % sizes[axis] * width
         with node.graph.inserting_before(user):
-            part = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
-            user.replace_all_uses_with(call(_ATEN.permute.default, (call(_ATEN.reshape.default, (part, rest)), turned)))
+            section = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
+            user.replace_all_uses_with(
+                call(_ATEN.permute.default, (call(_ATEN.reshape.default, (section, other_sizes)), turned))
+            )
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normswap.errors import PlanError, SourceError, first_line, quiet
-from normswap.models.hub_config import Cfg
+from normswap.models.hub import Cfg
 from normswap.plan import Arch
 
 Made = TypeVar("Made")

@@ -19,7 +19,7 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make, near
-from normswap.models.hub_config import RECORDED
+from normswap.models.hub import RECORDED
 from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 

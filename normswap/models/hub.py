@@ -1,14 +1,36 @@
-"""The Hugging Face hub: one file at a time, from the cache when offline, and at once where there is no hub."""
+"""The Hugging Face hub: one file at a time, from the cache when offline; and what the config files of models state.
+
+That is a config.json in timm's layout, a preprocessor_config.json of transformers, and the preprocessing record that
+normswap keeps of them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub as client
 from huggingface_hub import constants, errors
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import nn
 
 from normswap.errors import SourceError, first_line, quiet, spelled
+from normswap.plan import Body
+
+Cfg = Body  # timm's record of the preprocessing, or a config.json
+
+# timm's preprocessing where nothing says more
+GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic",
+                "crop_pct": 0.875, "crop_mode": "center"}  # fmt: skip
+_TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
+_PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+_STEM_AND_HEAD = ("first_conv", "classifier")
+_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+_OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
+RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
 
 
 def endpoint() -> str:
@@ -78,3 +100,126 @@ def _explained(error: Exception, repo: str) -> SourceError:
         f"'{spelled('arch', metavar='NAME')}'; or a hub that answers (HF_ENDPOINT, or a cache filled in HF_HOME)."
     )
     return SourceError(f"no weights for {repo}", why, remedy)
+
+
+def read_json(file: Path, origin: str) -> Cfg:
+    """Read a file that holds an object of JSON; raises SourceError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{origin}: {file.name} cannot be read", first_line(error)) from None
+    if not isinstance(content, dict):
+        raise SourceError(f"{origin}: {file.name} holds no object")
+    return content
+
+
+def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
+    """Read a config.json of timm's hub layout (also the old flat one, without `pretrained_cfg`).
+
+    Returns:
+        The architecture's name, its arguments, and what is stated of weights and preprocessing.
+
+    Raises:
+        SourceError: missing, not JSON, or not that of a timm model.
+    """
+    config = read_json(file, origin)
+    name = config.get("architecture")
+    if not isinstance(name, str):
+        remedy = "Is it a timm model?"
+        if "model_type" in config:
+            remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}"
+        raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
+    stated, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
+    if not isinstance(stated, dict) or not isinstance(args, dict):
+        raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
+    top = {key: config[key] for key in _TOP_LEVEL if key in config}
+    values = {key: value for key, value in {**stated, **top}.items() if value is not None}
+    size = values.get("input_size", [3, 224, 224])
+    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
+        raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
+    return name, args, values
+
+
+def per_channel(values: Sequence[float], channels: int) -> list[float]:
+    """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+
+
+def crop_share(crop: int, resize: int) -> float:
+    """Return the crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
+    share = crop / resize
+    return share if math.floor(crop / share) == resize else math.nextafter(share, 0)
+
+
+def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
+    """Return the JSON-able preprocessing of a network, which may have another head and other channels than its source.
+
+    Args:
+        cfg: timm's record of the source's weights.
+        kwargs: the arguments the network was built with.
+    """
+    classes = getattr(model, "num_classes", cfg["num_classes"])
+    recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
+    if classes != recorded.get("num_classes"):
+        recorded = {key: value for key, value in recorded.items() if not key.startswith("label_")}
+        recorded["num_classes"] = classes
+    chans = kwargs.get("in_chans", recorded["input_size"][0])
+    size = kwargs.get("img_size", recorded["input_size"][1:])
+    recorded["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
+    recorded |= {key: per_channel(recorded[key], chans) for key in ("mean", "std") if recorded.get(key) is not None}
+    plain: Cfg = json.loads(json.dumps(recorded))
+    return plain
+
+
+def bare(config: Cfg) -> Cfg:
+    """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
+    recorded = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
+            if key not in _OF_A_FILE}  # fmt: skip
+    return {**recorded, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in recorded else {})}
+
+
+def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
+    """Return timm's record of the preprocessing of transformers, as far as it is stated.
+
+    Args:
+        stated: a preprocessor_config.json; empty where there is none.
+        model: a network of transformers.
+    """
+    config: Any = model.config
+    channels = getattr(config, "num_channels", 3)
+    crop = _sides(stated.get("crop_size")) if stated.get("do_center_crop", True) else None
+    size = _sides(stated.get("size")) if stated.get("do_resize", True) else None
+    final = crop or size or _sides(getattr(config, "image_size", None))
+    preprocessing: Cfg = {} if final is None else {"input_size": [channels, *final]}
+    if size is not None and final is not None:
+        squashes = crop is None and isinstance(stated["size"], dict) and "height" in stated["size"]
+        share = crop_share(min(crop), min(size)) if crop else stated.get("crop_pct") or 1.0
+        preprocessing |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
+    if stated.get("resample") in _INTERPOLATIONS:
+        preprocessing["interpolation"] = _INTERPOLATIONS[stated["resample"]]
+    if stated.get("do_normalize") is False:
+        preprocessing |= {"mean": [0.0] * channels, "std": [1.0] * channels}
+    for key, word in (("image_mean", "mean"), ("image_std", "std")):
+        values = stated.get(key)
+        if word not in preprocessing and isinstance(values, list) and len(values) == channels:
+            preprocessing[word] = [float(value) for value in values]
+    if type(model).__name__.endswith("ForImageClassification"):
+        names = [str(config.id2label[label]) for label in sorted(config.id2label)]
+        meaningful = len(set(names)) == len(names) and not all(name.startswith("LABEL_") for name in names)
+        preprocessing |= {"num_classes": config.num_labels, **({"label_names": names} if meaningful else {})}
+    return preprocessing
+
+
+def _sides(size: object) -> tuple[int, int] | None:
+    """Read (height, width) of a size, as the processors write it: a number, two, or by name."""
+    if isinstance(size, dict):
+        edge = size.get("shortest_edge")
+        size = (size.get("height", edge), size.get("width", edge))
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        isinstance(sides, list | tuple)
+        and len(sides) == 2
+        and all(isinstance(side, int) and side > 0 for side in sides)
+    ):
+        return sides[0], sides[1]
+    return None

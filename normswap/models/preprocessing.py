@@ -11,7 +11,7 @@ from torch import nn
 from normswap import provenance
 from normswap.errors import OptionError, spelled
 from normswap.models import network_input
-from normswap.models.hub_config import GENERAL, Cfg, per_channel
+from normswap.models.hub import GENERAL, Cfg, per_channel
 from normswap.models.stated_images import Preprocessing, comma_list
 from normswap.provenance import Provenance
 

@@ -15,7 +15,7 @@ from normswap import demo_files, shipped
 from normswap.errors import SourceError, first_line, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
-from normswap.models.hub_config import GENERAL, read_config, record
+from normswap.models.hub import GENERAL, read_config, record
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 

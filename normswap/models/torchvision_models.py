@@ -21,7 +21,7 @@ from torchvision.transforms import _presets as presets
 from normswap.errors import SourceError, first_line, spelled
 from normswap.layers.seeding import seeded
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near
-from normswap.models.hub_config import crop_share
+from normswap.models.hub import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
 

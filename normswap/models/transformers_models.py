@@ -18,7 +18,7 @@ from torch import nn
 
 from normswap.errors import SourceError, first_line, quiet
 from normswap.layers.seeding import seeded
-from normswap.models import hub, hub_config
+from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
 from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
@@ -39,13 +39,13 @@ def build(name: str, request: BuildRequest) -> Built:
     arch = Arch(place, arguments, "transformers")
     if Path(place).is_dir() or not hasattr(transformers, place):
         source = f"hf:{Path(place).resolve()}" if Path(place).is_dir() else name
-        stated = hub_config.read_json(_fetch(place, "config.json"), name)
+        stated = hub.read_json(_fetch(place, "config.json"), name)
         arch = _architecture(name, stated, arguments)
         with contextlib.suppress(SourceError):  # not every model has one
-            processor = hub_config.read_json(_fetch(place, "preprocessor_config.json"), name)
+            processor = hub.read_json(_fetch(place, "preprocessor_config.json"), name)
     model = create(arch)
-    fresh = _config(Arch(name, hub_config.bare(stated))).num_labels != model.config.num_labels
-    preprocessing = hub_config.of_image_processor(processor, model)
+    fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
+    preprocessing = hub.of_image_processor(processor, model)
     return Built(model, arch, source, preprocessing, lambda: _trained(place, arch, name, fresh=fresh))
 
 
@@ -63,7 +63,7 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
     if kind is not getattr(transformers, kind.__name__, None) or not isinstance(model, transformers.PreTrainedModel):
         return None
     try:
-        arch = Arch(kind.__name__, hub_config.bare(json.loads(model.config.to_json_string())), "transformers")
+        arch = Arch(kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers")
     except (TypeError, ValueError):  # a value that JSON does not have
         return None
     return arch if rebuilds(lambda: rebuild(create(arch)), model) else None
@@ -80,12 +80,12 @@ def _fetch(place: str, *names: str) -> Path:
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     """Return the class that the config names, else the one that AutoModel takes, and the config with the arguments."""
-    config = _config(Arch(name, hub_config.bare(stated)))
+    config = _config(Arch(name, hub.bare(stated)))
     strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
     if strange is not None:
         raise SourceError(f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated))
     labels = ("id2label", "label2id") if "num_labels" in arguments else ()  # names of another number of classes
-    kwargs = {key: value for key, value in hub_config.bare(stated).items() if key not in labels} | arguments
+    kwargs = {key: value for key, value in hub.bare(stated).items() if key not in labels} | arguments
     named = stated.get("architectures")
     if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
         return Arch(named[0], kwargs, "transformers")
@@ -106,7 +106,7 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     """Return the network with all weights of the files, and none of its own but those of a fresh head."""
     file = _fetch(place, *_FILES)
     if file.name.endswith(".index.json"):
-        for part in sorted(set(hub_config.read_json(file, name).get("weight_map", {}).values())):
+        for part in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):
             _fetch(place, part)
     try:
         with quiet(), seeded():

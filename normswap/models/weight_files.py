@@ -19,7 +19,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, first_line, quiet
-from normswap.models.hub_config import Cfg
+from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
 # What training scripts wrap a state dict in; an averaged copy (EMA) comes first, as in timm's own loader.

@@ -165,14 +165,15 @@ def collect(
     in_blocks = {path for block in anatomy.blocks for path in block.norms}
     measured = {"before": before, "after": network}
     say("measuring")
+    header = header_record.read_header(directory)
     return Facts(
         source=record.source,
         sha256=record.sha256,
         arch=record.arch,
         steps=tuple(map(_step, record.plan.steps)),
         digest=record.plan.digest,
-        versions=header_record.read_header(directory).versions,
-        report=header_record.read_report(directory),
+        versions=header.versions,
+        report=header.report,
         blocks=tuple(
             BlockFact(block.path, block.stage, block.skip, tuple(norms[path] for path in block.norms))
             for block in anatomy.blocks

@@ -28,12 +28,12 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
             aside = Path(folder) / file.name
             yield aside
-            made = [aside.with_name(name) for name in (*beside, file.name)]
-            for written in (path for one in made for path in (one, *one.rglob("*"))):
+            new_files = [aside.with_name(name) for name in (*beside, file.name)]
+            for written in (path for new_file in new_files for path in (new_file, *new_file.rglob("*"))):
                 if written.exists():  # some writers make it private
                     written.chmod((0o777 if written.is_dir() else 0o666) & ~_umask())
             if beside or aside.is_dir():
-                _exchange(made, file.parent, Path(folder) / "old")
+                _exchange(new_files, file.parent, Path(folder) / "old")
             else:
                 os.replace(aside, file)
     except OSError as error:
@@ -51,7 +51,7 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
     return file
 
 
-def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
+def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
     """Move files to `folder`, the last one last; those of their names go to `old` before, the last one first.
 
     Raises:
@@ -61,16 +61,16 @@ def _exchange(made: Sequence[Path], folder: Path, old: Path) -> None:
     removed: list[str] = []
     placed: list[str] = []
     try:
-        for one in reversed(made):
-            if (folder / one.name).exists():
-                os.replace(folder / one.name, old / one.name)
-                removed.append(one.name)
-        for one in made:
-            os.replace(one, folder / one.name)
-            placed.append(one.name)
+        for new_file in reversed(new_files):
+            if (folder / new_file.name).exists():
+                os.replace(folder / new_file.name, old / new_file.name)
+                removed.append(new_file.name)
+        for new_file in new_files:
+            os.replace(new_file, folder / new_file.name)
+            placed.append(new_file.name)
     except OSError:
         for name in reversed(placed):
-            os.replace(folder / name, made[0].with_name(name))
+            os.replace(folder / name, new_files[0].with_name(name))
         for name in reversed(removed):
             os.replace(old / name, folder / name)
         raise

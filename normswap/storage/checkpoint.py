@@ -135,16 +135,22 @@ def load(
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, header.arch, trust_factory)
     model = applying.apply(bare, plan).to(_dtype(state))
     weight_files.load_into(model, state, str(file), {})
-    for name, tensors in {} if changed else {WEIGHTS: state, NORMS: norms}.items():
-        if name in header.hashes and weight_files.hash_tensors(tensors) != header.hashes[name]:
-            what = f"the tensors of {folder / name} are not those that were saved"
-            why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
-            raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
+    if not changed:
+        _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
     model.eval()
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     record = Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
     return provenance.attach(model, record)
+
+
+def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    """Check that the files hold the tensors that plan and proof were written beside."""
+    for name, expected in hashes.items():
+        if weight_files.hash_tensors(states.get(name, {})) != expected:
+            what = f"the tensors of {folder / name} are not those that were saved"
+            why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
+            raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -208,11 +214,11 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     """Write tensors; those that share memory are copied, as safetensors refuses them."""
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.data_ptr() in seen and tensor.numel():
+        if tensor.data_ptr() in addresses and tensor.numel():
             tensors[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+        addresses.add(tensor.data_ptr())
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:  # it words errors of the disk in its own way

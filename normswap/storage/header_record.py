@@ -32,7 +32,7 @@ class Header(BaseModel):
     source: str
     sha256: str | None
     pretrained_cfg: dict[str, Any]
-    report: dict[str, Any] | None
+    report: Report | None
     hashes: dict[str, str]
     versions: dict[str, str]
 
@@ -67,16 +67,3 @@ def read_header(folder: Path) -> Header:
             first = error.errors()[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
         raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
-
-
-def read_report(folder: Path) -> Report | None:
-    """Read the report of what was measured when the directory was written.
-
-    Raises:
-        SourceError: as `read_header`; or the report is damaged.
-    """
-    body = read_header(folder).report
-    try:
-        return None if body is None else Report.from_dict(body)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{folder / WEIGHTS}: the report cannot be read", repr(error)) from None

@@ -77,7 +77,7 @@ def push(
     try:
         with quiet():
             api.create_repo(repo, private=private, exist_ok=True)
-            done = api.create_commit(repo, operations, commit_message=commit_message)
+            commit = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:
         raise OutputError(f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name") from None
     except Exception as error:  # the client's exceptions differ by version (requests, httpx)
@@ -85,7 +85,7 @@ def push(
         why = f"{hub.endpoint()} answers {status}" if status else f"{hub.endpoint()}: {first_line(error)}"
         remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN" if status in (401, 403) else ""
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
-    return Published(str(done.commit_url), repo, tuple(contents), arguments is not None)
+    return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:

@@ -32,10 +32,8 @@ def recalibrate(
     batches: Batches,
     *,
     against: nn.Module | Sequence[nn.Module] = (),
-    means_only: bool = False,
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
-    seed: int | None = None,
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
@@ -47,11 +45,11 @@ def recalibrate(
         against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
             that still has its BatchNorms is folded for that.
-        means_only: with `against`, the means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         input_size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
-        record: what the plan shall remember of the data: data, samples, batch_size.
+        record: what the plan shall remember of the data: data, samples, batch_size; and means_only: with `against`,
+            the means alone, by biases.
 
     Statistics that are broken (NaN, a variance below zero) are no obstacle, as new ones take their place.
 
@@ -60,19 +58,17 @@ def recalibrate(
         OptionError: something else than that is to be remembered.
         SourceError: unusable images, or batches of less than two.
     """
+    means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
-    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=batches, progress=progress)
+    network = Network.of(model, inputs=inputs, size=input_size, calibrate=batches, progress=progress)
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
         return _restored(network, references, means_only, record)
     if not _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network has no BatchNorm with running statistics",
-            "and it does not say by itself what its layers gave before it was changed",
-            f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged",
-        )
+        remedy = f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged"
+        raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
     norms_of(network.module)
     done = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
@@ -89,11 +85,8 @@ def _keeps_statistics(model: nn.Module) -> bool:
 def _restored(network: Network, references: Sequence[nn.Module], means_only: bool, record: Body) -> Conversion:
     """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
-        raise RefusedError(
-            "the network keeps statistics of its own",
-            "its BatchNorms get those of the images without a reference",
-            f"Leave out '{spelled('against')}'",
-        )
+        remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
+        raise RefusedError("the network keeps statistics of its own", remedy=remedy)
     bare = tuple(_without_norms(reference, network) for reference in references)
     images = network.images
     assert images is not None

@@ -88,11 +88,3 @@ class Report:
 
     def to_dict(self) -> Body:
         return asdict(self)
-
-    @staticmethod
-    def from_dict(body: Body) -> Report:
-        errors = {
-            name: tuple(Error(**{**e, "size": tuple(e["size"])}) for e in body[name]) for name in ("logits", "sites")
-        }
-        kept = Kept(**body["kept"]) if body.get("kept") else None
-        return Report(**{**body, **errors, "vacuous": tuple(body["vacuous"]), "kept": kept})

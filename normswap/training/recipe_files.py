@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
-from normswap.errors import RecipeError
+from normswap.errors import RecipeError, first_line
 from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Recipe, RecipeNetwork, Train
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
@@ -43,19 +43,11 @@ def text(name: str) -> str:
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides.
-
-    Raises:
-        RecipeError: two words are no overrides, or two are of one key.
-    """
+    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides."""
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
     if len(models) > 1:
         raise RecipeError(f"{models[1]!r} is neither the MODEL (that is {models[0]}) nor KEY=VALUE")
-    keys = [word.partition("=")[0] for word in overrides]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise RecipeError(f"{twice} is given {keys.count(twice)} times", remedy="Give it once")
     return (models[0] if models else None), overrides
 
 
@@ -76,22 +68,13 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         return check(_parsed(text(path.name), f"recipe {path}"), f"recipe {path}", overrides)
     try:
         content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path} is no text in UTF-8") from None
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}", error.strerror or str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}", first_line(error)) from None
     return check(_parsed(content, str(path)), str(path), overrides)
 
 
 def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Make a recipe from plain values.
-
-    Args:
-        label: what errors call it.
-
-    Raises:
-        RecipeError: as `load_recipe`.
-    """
+    """Make a recipe from plain values; errors call it `label`."""
     if not isinstance(tree, Mapping):
         raise RecipeError(f"{label} is no recipe", "expected keys such as `summary`, `model`, `data`, `optim`")
     for override in overrides:
@@ -110,17 +93,15 @@ def dump(recipe: Recipe) -> str:
     return out.getvalue()
 
 
-def flat(recipe: Recipe) -> dict[str, object]:
-    """Return every key of the recipe by its dotted name, as on the command line."""
-    return dict(_flat(recipe.model_dump(mode="json")))
-
-
-def _flat(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
+def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, object]:
+    """Return every key of the recipe, or below some key, by its dotted name, as on the command line."""
+    keys: dict[str, object] = {}
+    for name, value in (recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe).items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
+            keys |= flat(value, f"{above}{name}.")
         else:
-            yield f"{above}{name}", value
+            keys[f"{above}{name}"] = value
+    return keys
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -15,8 +15,8 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
 import normswap
+from normswap.errors import quiet
 from normswap.exporting import onnx_file
-from normswap.models.weight_files import quiet
 
 
 class Calls(nn.Module):

@@ -57,9 +57,8 @@ def written(x: Tensor, _table: Tensor) -> Tensor:
     return x * held[None, :, None, None]
 
 
-def exported(network: nn.Module, x: Tensor) -> tuple[FileContents, Shipped]:
-    shipped = Shipped(network)
-    return FileContents(shipped, (x,)), shipped
+def exported(network: nn.Module, x: Tensor) -> FileContents:
+    return FileContents(Shipped(network), (x,))
 
 
 def operators(graph: torch.fx.Graph) -> set[str]:
@@ -80,7 +79,7 @@ def test_what_depends_on_no_input_is_computed(function: Callable[[Tensor, Tensor
     torch.manual_seed(0)
     x, other = torch.randn(2, 1, 4, 3, 9, dtype=torch.float64)
     network = Applied(function)
-    made = simpler(*exported(network, x))
+    made = simpler(exported(network, x))
     assert left <= operators(made.graph)
     if function in (anchors, looked_up, scaled):
         assert operators(made.graph) == left
@@ -111,7 +110,7 @@ def test_parts_of_the_last_dimension_are_slices(
 ) -> None:
     torch.manual_seed(0)
     x, network = torch.randn(1, 5, 24, dtype=torch.float64), Applied(function)
-    made = simpler(*exported(network, x))
+    made = simpler(exported(network, x))
     assert operators(made.graph) & {"slice", "unbind", "select"} == taken_apart_by
     assert distance(run(network, x), made(x)) == 0
 
@@ -123,11 +122,11 @@ def test_the_network_as_it_is_comes_first_and_its_refusal_is_the_one_that_is_tol
         asked.append(network)
         raise RefusedError(f"refused {len(asked)}")
 
-    contents, shipped = exported(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8))
+    contents = exported(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8))
     with pytest.raises(RefusedError, match="refused 1"):
         or_simpler(contents, refuse)
     assert [isinstance(one, torch.fx.GraphModule) for one in asked] == [False, True]
-    assert or_simpler(contents, type) is type(shipped)
+    assert or_simpler(contents, type) is Shipped
 
 
 class Kept(nn.Module):
@@ -152,12 +151,12 @@ def test_what_tracing_leaves_in_a_network_is_not_in_the_simpler_one() -> None:
         raise RefusedError("refused")
 
     x = torch.rand(1, 3, 4, 5)
-    contents, _ = exported(Kept(), x)
+    contents = exported(Kept(), x)
     assert torch.equal(or_simpler(contents, convert)(x), Kept()(x))
 
 
 def test_what_torch_cannot_export_is_refused_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents, _ = exported(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8))
+    contents = exported(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8))
 
     def refuse(*asked: object) -> None:
         raise RefusedError("by the tool" if len(asked) == 1 else "by torch")

@@ -24,7 +24,7 @@ import normswap
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError, quiet
-from normswap.models import hub_config, kinds, network_input, zoo
+from normswap.models import hub, kinds, network_input, zoo
 from normswap.plan import Arch
 
 FACTORY = """
@@ -352,7 +352,7 @@ def test_torchvision_with_another_head(here: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("crop", "resize"), [(224, 256), (224, 232), (299, 342), (384, 384), (480, 480), (288, 320)])
 def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
-    assert math.floor(crop / hub_config.crop_share(crop, resize)) == resize
+    assert math.floor(crop / hub.crop_share(crop, resize)) == resize
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
 )  # fmt: skip
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
     model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
-    assert hub_config.of_image_processor(stated, model) == seen
+    assert hub.of_image_processor(stated, model) == seen
 
 
 @pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])

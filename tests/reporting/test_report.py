@@ -21,7 +21,7 @@ from normswap.plan import Arch
 from normswap.reporting import figures, page, report
 from normswap.reporting.report import Facts, StepFact
 from normswap.storage.checkpoint import open_model
-from normswap.storage.header_record import read_header, read_report
+from normswap.storage.header_record import read_header
 
 CASES = {
     "v1-skipinit": ("v1", "skipinit", {}),
@@ -81,7 +81,7 @@ def test_every_gamma_is_counted_once_under_its_role(case: tuple[Path, Path, Fact
 
 def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, Facts, str]) -> None:
     _, folder, facts, text = case
-    stored = read_report(folder)
+    stored = read_header(folder).report
     assert stored is not None
     assert facts.report == stored
     assert [error.site for error in stored.sites] == [block.path for block in facts.blocks]

@@ -23,7 +23,7 @@ from small import small
 from normswap import convert
 from normswap.cli.app import main
 from normswap.errors import NormswapError, RecipeError
-from normswap.storage import checkpoint, header_record
+from normswap.storage import checkpoint
 from normswap.training import recipe_files
 
 JUNK = (None, True, -1, 0, 7, 1.5, 1e300, float("nan"), "", "x", "conv1", "a b\nc", [], [1], ["x"], {}, {"x": 1})
@@ -146,4 +146,3 @@ def test_every_field_of_a_header_is_looked_at(converted: Path, tmp_path: Path, f
         save_file(state, file, {"normswap": json.dumps(body)})
         with contextlib.suppress(NormswapError):
             checkpoint.load(file.parent)
-            header_record.read_report(file.parent)

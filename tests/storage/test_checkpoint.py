@@ -64,7 +64,7 @@ def test_loaded_is_saved(name: str, to: str, tmp_path: Path) -> None:
     record = provenance.of(loaded)
     assert record is not None
     assert record.plan == conversion.plan
-    assert header_record.read_report(folder) == conversion.report
+    assert header_record.read_header(folder).report == conversion.report
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",

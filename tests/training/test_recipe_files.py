@@ -147,7 +147,7 @@ def test_every_error_of_a_recipe_is_told(file: Path) -> None:
         (b"", "is no recipe: expected keys"),
         (b"- a\n", "is no recipe: expected keys"),
         (b"optim: {lr: 0.1}\n", ": summary is missing"),
-        (b"\xff\xfe", "is no text in UTF-8"),
+        (b"\xff\xfe", "cannot read the recipe"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
@@ -160,9 +160,9 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) 
 
 
 def test_files_and_names_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*none\.yaml: No such file"):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*none\.yaml: .*No such file"):
         recipe_files.load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*: Is a directory"):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*: .*Is a directory"):
         recipe_files.load_recipe(tmp_path)
     with pytest.raises(RecipeError, match=r"no recipe is called 'demo_trian'\. Did you mean demo_train"):
         recipe_files.load_recipe("demo_trian")

@@ -77,7 +77,7 @@ def run(
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
         recalibrated = recalibrate(
-            net, loader, against=sources, means_only=before.means_only, seed=seed, progress=advance,
+            net, loader, against=sources, means_only=before.means_only, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
     checkpoint.save(recalibrated, place, force=force)
