@@ -65,7 +65,8 @@ def _check_images(example: Example, index: int) -> None:
     floats = [t for t in tensors if t.is_floating_point()]
     if not tensors or not (floats or example.kwargs) or (not example.listed and example.images.ndim < 2):
         remedy = "Give them as the network takes them: floating-point (N, C, H, W), normalized"
-        raise SourceError(f"calibration batch {index} is no batch of images", f"its tensors are: {example}", remedy)
+        types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors})) or "none"
+        raise SourceError(f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy)
     if not all(bool(torch.isfinite(t).all()) for t in floats):
         raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
 

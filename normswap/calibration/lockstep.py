@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -194,6 +195,9 @@ def _stored(values: Values, before: Values) -> Values:
 
 def _mapped(value: Tensor) -> Tensor:
     """A copy in a temporary file that is mapped to memory: the system may write it out where memory is short."""
+    # On a full disk, writing to a mapped file ends the process.
+    if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
+        return value
     with tempfile.NamedTemporaryFile(prefix="normswap-") as file:
         mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
     return mapped.view(value.shape).copy_(value)

@@ -41,7 +41,8 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
     read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
-    return read, _grouped(layer, y, places.to(y.device))
+    targets = y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
+    return read, targets
 
 
 def columns(maps: Tensor, places: Tensor) -> Tensor:
@@ -49,12 +50,6 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
     flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]
     flat = flat if flat.shape[2] == len(places) else flat[:, :, places]
     return flat.double().transpose(0, 1).flatten(1)
-
-
-def _grouped(conv: nn.modules.conv._ConvNd, y: Tensor, places: Tensor) -> Tensor:
-    """(N, O, ...) at these places, (N, G, p, o)."""
-    grouped: Tensor = y.flatten(2)[:, :, places].unflatten(1, (conv.groups, -1)).transpose(2, 3)
-    return grouped
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:

@@ -48,7 +48,7 @@ def refit(
     batches: Iterable[object],
     *,
     zero_sum: Callable[[str, nn.Module], Tensor | None] | None = None,
-    only: Callable[[str, nn.Module], bool] = lambda path, module: True,
+    only: Callable[[str], bool] = lambda path: True,
     mirrored: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -60,7 +60,7 @@ def refit(
             they hold some out (`HeldOut`), as much of the fit is kept as those say (`keep_share`).
         zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
             count as in the units before. Without a fit such filters are of no use: all of it is kept.
-        only: which layers to fit.
+        only: which layers to fit, by path.
         mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
@@ -71,7 +71,7 @@ def refit(
     with undisturbed(source), evaluating(result):
         lockstep = Lockstep([source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored)
         pair = lockstep.interpreters
-        layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(*layer[2:])]
+        layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(layer[2])]
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
             with naming(path, "fitted"):

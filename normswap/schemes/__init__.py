@@ -59,11 +59,7 @@ def purpose_names() -> list[str]:
 
 
 def get(name: str) -> Scheme:
-    """The scheme, purpose or step of that name.
-
-    Raises:
-        OptionError: there is none; a near name is suggested.
-    """
+    """The scheme, purpose or step of that name; an OptionError names what there is."""
     own = {**TARGETS, **PURPOSES, **STEPS}
     if name in own:
         return replace(own[name], name=name)
@@ -73,11 +69,7 @@ def get(name: str) -> Scheme:
 
 
 def check_target(name: str) -> None:
-    """Check that one can convert to the scheme.
-
-    Raises:
-        OptionError: one cannot convert to that.
-    """
+    """Check that one can convert to the scheme; else an OptionError."""
     if name in PURPOSES:
         use = f"{spelled('to', metavar='SCHEME')}' with '{spelled('purpose', name)}"
         raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '{use}'")
@@ -86,11 +78,7 @@ def check_target(name: str) -> None:
 
 
 def check_purpose(name: str | None) -> None:
-    """Check that the purpose is known.
-
-    Raises:
-        OptionError: there is none of that name.
-    """
+    """Check that the purpose is known; else an OptionError."""
     if name is not None and name not in PURPOSES:
         raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(purpose_names())))
 
@@ -104,11 +92,7 @@ def _unknown(name: str) -> OptionError:
 
 
 def chosen(name: str, options: Options) -> Chosen:
-    """The scheme with all its options: its defaults, overruled by these.
-
-    Raises:
-        OptionError: an option the scheme does not have, or a value that it may not have.
-    """
+    """The scheme with all its options: its defaults, overruled by these (`check_given`)."""
     scheme = get(name)
     check_given(name, scheme.options, options)
     return Chosen(scheme, {**scheme.defaults, **options})

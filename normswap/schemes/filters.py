@@ -46,9 +46,8 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
     Args:
         mean: `keep` or `fit` the filters' means.
-        stem: those of the convolution that reads the image; its filters' means see the image's brightness and colour.
-        depthwise: those of filters that read one channel: one that sums to zero passes nothing of its channel's level,
-            and there is no other channel that it could be had from.
+        stem: those of the convolution that reads the image, which see its brightness and colour.
+        depthwise: those of filters that read one channel, and alone pass on its level.
     """
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)

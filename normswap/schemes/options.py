@@ -42,8 +42,7 @@ class Option:
         default: its value where nothing is said.
         help: a line about it.
         metavar: what stands for its value in help texts, where that is no list of choices.
-        choices: the words that it may be.
-        range: the numbers that it may be.
+        choices, range: the words, and the numbers, that it may be.
         instead_of: the option that says the same in another way; only one of the two is given.
     """
 
@@ -68,11 +67,7 @@ class Option:
         return "|".join(words) or self.kind.__name__.upper()
 
     def check(self, value: object) -> None:
-        """See that this may be its value.
-
-        Raises:
-            OptionError: it is of another type, none of the choices, or out of range.
-        """
+        """See that this may be its value; else an OptionError."""
         is_number = self.kind in (int, float, object)
         if value in self.choices or (is_number and self._is_number(value)) or not (is_number or self.choices):
             return
@@ -95,11 +90,7 @@ class Option:
 
 
 def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> None:
-    """See that a scheme has these options, and that they may have these values.
-
-    Raises:
-        OptionError: it has not, or they may not.
-    """
+    """See that a scheme has these options, and that they may have these values; else an OptionError."""
     by_name = {option.name: option for option in options}
     if unknown := set(values) - {*by_name, *EVERY}:
         why = f"its options are {_listed(by_name)}" if options else "it takes no options"

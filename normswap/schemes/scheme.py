@@ -28,8 +28,7 @@ class FitTask:
         batches: calls of both networks, read as often as needed; None where the user gave no images.
         example: one call, for its form and the size of its images.
         after: after(step) is the source, which stays, after another step.
-        seed: of all that is drawn.
-        progress: called with what is done and the total.
+        progress: called with the number of steps so far, and the total.
     """
 
     source: nn.Module
@@ -57,10 +56,9 @@ class Scheme:
 
     Args:
         plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
-        paper: where it is from.
         exact: whether the function is kept, if it depends on the options: said by them.
-        fit: fit(task) sets values of the result from data, in place (`FitTask`), where the function is not kept; it
-            may return what the user should know. A batch is a call, `batch.call(task.source)` (`calling.Example`).
+        fit: fit(task) sets values of the result from data, in place, where the function is not kept; it may return what
+            the user should know. A batch is a call, `batch.call(task.source)`.
         needs_data: whether `fit` cannot do without images of the user's.
         settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
             (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
@@ -68,11 +66,10 @@ class Scheme:
         starts_from: the scheme that a network without norms must be brought to first.
         on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
         may_do_nothing: a plan without edits is one, too.
-        decay: which parameters its paper lets decay, a policy of `param_groups`; most spare scalars, as `kim2022` does.
+        decay: which parameters its paper lets decay, a policy of `param_groups`.
         options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
             `plan` with their defaults.
         summary: one line about it; of a registered scheme by default the first line of `plan`'s docstring.
-        name: as the command line spells it.
     """
 
     plan: Planner

@@ -57,12 +57,11 @@ def initial(alpha: str | float, depth: int) -> float | None:
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> PlanBuilder:
     """Fold the network and put one scalar at the end of every residual branch; one that is there already stays.
 
-    A bias of it that is not asked for goes into the branch's last convolution.
-
     Args:
         value: what the scalars start from, or None for the standard deviation of the branch's output, which keeps
             the function. In both cases the branch's last convolution is divided by that deviation.
-        bias: add a scalar bias, initially 0, where an activation follows the sum.
+        bias: add a scalar bias, initially 0, where an activation follows the sum; one that is there and is not asked
+            for goes into the branch's last convolution.
     """
     check_blocks(anatomy)
     modules = anatomy.traced.modules

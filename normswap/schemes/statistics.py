@@ -155,19 +155,12 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 def fit_estimate(task: FitTask) -> None:
     """Estimate each BatchNorm from what its norm does on average."""
     assert task.batches is not None
-
-    def is_placed(path: str, module: nn.Module) -> bool:
-        return isinstance(module, SiteNorm)
-
-    refit(task.source, task.result, task.batches, only=is_placed, mirrored=0, progress=task.progress)
+    norms = {edit.path for edit in task.step.edits}
+    refit(task.source, task.result, task.batches, only=lambda path: path in norms, mirrored=0, progress=task.progress)
 
 
 def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
-    """No edit: statistics alone are set; or, without BatchNorms, values of layers (`surgery/recalibration.py`).
-
-    Args:
-        record: what the plan shall remember of the data.
-    """
+    """No edit: `fit_recalibrate` sets statistics, or `surgery/recalibration.py` values; `record` is remembered."""
     return PlanBuilder(anatomy)
 
 

@@ -39,8 +39,16 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
     if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
+        remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
     return images
+
+
+def _exact_options(chosen: Chosen) -> list[str]:
+    """The options with which the scheme keeps the function."""
+    words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
+    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    return [spelled(name, word) for name, word in exact]
 
 
 @dataclass(frozen=True)

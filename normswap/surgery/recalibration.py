@@ -32,7 +32,6 @@ def recalibrate(
     batches: Batches,
     *,
     against: nn.Module | Sequence[nn.Module] = (),
-    means_only: bool = False,
     inputs: Inputs = None,
     input_size: Sequence[int] | None = None,
     progress: Progress | None = None,
@@ -46,11 +45,11 @@ def recalibrate(
         against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
             whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
             that still has its BatchNorms is folded for that.
-        means_only: with `against`, the means alone, by biases.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         input_size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
-        record: what the plan shall remember of the data: data, samples, batch_size.
+        record: what the plan shall remember of the data: data, samples, batch_size; and means_only: with `against`,
+            the means alone, by biases.
 
     Statistics that are broken (NaN, a variance below zero) are no obstacle, as new ones take their place.
 
@@ -59,6 +58,7 @@ def recalibrate(
         OptionError: something else than that is to be remembered.
         SourceError: unusable images, or batches of less than two.
     """
+    means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
     model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)

@@ -86,7 +86,7 @@ def test_a_branch_makes_up_for_the_stream(relu: bool) -> None:
         ours.skip.weight.add_(0.3 * torch.randn_like(ours.skip.weight))
         ours.skip.bias.add_(0.5)
     broken = distance(run(theirs, pixels()), run(ours, pixels()))
-    sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path, module: path == "conv")
+    sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path: path == "conv")
     assert broken > 0.1
     assert distance(run(theirs, pixels()), run(ours, pixels())) < 1e-3
 
@@ -151,7 +151,7 @@ def test_a_layer_is_fitted_to_numpys_least_squares(skip: bool) -> None:
     target, prior = (whole - other - t.numpy()) / s.numpy(), theirs.conv.weight.detach()[:, :, 0, 0].numpy()
     ridge = crossed(*(value.reshape(len(x), -1, CHANNELS) for value in (seen, target)), prior)
     weight, bias = ridged(seen, target, prior, ridge)
-    sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path, module: path == "conv")
+    sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path: path == "conv")
     found = ours.conv.weight.detach()[:, :, 0, 0].numpy(), ours.conv.bias.detach().numpy()
     for value, best in zip(found, (weight, bias), strict=True):
         assert np.abs(value - best).max() < 1e-6 * np.abs(best).max()
@@ -167,7 +167,7 @@ def test_a_norm_makes_up_for_the_stream() -> None:
         x = pixels()
         reached = nn.functional.group_norm(ours.conv(ours.before(x)), 2)
         asked = theirs.skip(x) + theirs.norm(theirs.conv(theirs.before(x))) - ours.skip(x)  # type: ignore[misc]
-    sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path, module: path == "norm")
+    sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path: path == "norm")
     for channel in range(CHANNELS):
         gamma, beta = least(rows(reached)[:, [channel]], rows(asked)[:, [channel]])
         assert ours.norm.weight[channel].item() == pytest.approx(gamma.item(), rel=1e-6)
@@ -248,7 +248,7 @@ def test_a_layer_without_a_bias_is_fitted_without_one(monkeypatch: pytest.Monkey
     with torch.no_grad():
         ours.before.bias.add_(0.7)
         x, y = ours.before(pixels()), theirs.conv(theirs.before(pixels()))
-    sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path, module: path == "conv")
+    sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path: path == "conv")
     wanted = np.linalg.lstsq(rows(x), rows(y), rcond=None)[0].T
     assert ours.conv.bias is None
     assert np.allclose(ours.conv.weight.detach()[:, :, 0, 0].numpy(), wanted, atol=1e-6)

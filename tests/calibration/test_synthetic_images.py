@@ -70,9 +70,12 @@ def test_where_none_can_be_made_it_says_why(
         synthetic_images.make(model, form(model), size, seed=0)
 
 
-def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(network: nn.Module) -> None:
+def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic_images, "COUNT", 64)
     done = conversion.convert(network, "nf", input_size=SIZE, calibrate="synthetic")
-    on_noise = conversion.convert(network, "nf", input_size=SIZE, calibrate=[torch.randn(128, *SIZE)])
+    on_noise = conversion.convert(network, "nf", input_size=SIZE, calibrate=[torch.randn(64, *SIZE)])
     x = 2 * natural_noise.pink(64, SIZE, 9) + 1
     made, noise = (distance(run(network, x), run(each.model, x)) for each in (done, on_noise))
     assert made < 0.7 * noise

@@ -18,8 +18,6 @@ from normswap import provenance
 from normswap.calibration.channel_moments import measure
 from normswap.errors import OptionError, RefusedError, VerificationError
 from normswap.layers import site_norm
-from normswap.surgery.conversion import plan_steps
-from normswap.surgery.network import Network
 
 LIMIT = 1e-10
 
@@ -189,13 +187,6 @@ def test_images_that_nobody_took_are_refused() -> None:
         normswap.convert(net, "batchnorm", inputs=batches[0], where="conv")
     with pytest.raises(RefusedError, match="calibrate=DATA"):
         normswap.convert(net, "batchnorm", inputs=batches[0])
-
-
-def test_the_plan_is_made_without_running_on_images() -> None:
-    net, batches = network(), images()
-    ((step, builder),) = plan_steps(Network(net, inputs=batches[0]), "batchnorm", measured=True)
-    assert [edit.path for edit in step.edits] == ["stem", "one", "two"]
-    assert not builder.notes
 
 
 def test_a_convolution_that_is_called_twice_gets_none() -> None:

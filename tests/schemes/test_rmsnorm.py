@@ -231,22 +231,6 @@ def test_streams_that_can_be_centred(name: str) -> None:
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        *((lambda name=name: net(FINE[name]), []) for name in FINE),
-        (lambda: small("vit"), []),
-        (lambda: small("vit with registers, averaged"), ["fc_norm"]),
-    ],
-)
-def test_features_that_lose_their_mean_are_named(
-    make: Callable[[], tuple[nn.Module, Tensor]], named: list[str]
-) -> None:
-    """Those between the blocks and a head's norm, where that reads something made of them."""
-    _, builder = step(make()[0], "rmsnorm")
-    assert [note.partition(" reads the features")[0] for note in builder.notes if "lose their mean" in note] == named
-
-
 @pytest.mark.parametrize("name", OPEN)
 def test_streams_whose_mean_has_to_stay(name: str) -> None:
     body, why = OPEN[name]
