@@ -1,10 +1,9 @@
-"""Which target to choose: three plain rules, and the first target that the network admits.
+"""Which target to choose: three rules, and the first target that the network admits.
 
-1. For inference nothing beats `folded`. 2. Private training admits no statistics of the batch: `skipinit`, which keeps
-the function, then `groupnorm`. 3. BatchNorm is kept from 16 images a batch on: below that its statistics are too noisy
-to train with (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 and with 16 images 23.7 %, with 8
-24.8 %, with 4 27.3 %, with 2 34.7 %). Then `skipinit`, or `groupnorm` where there are no residual blocks. How much an
-approximate target keeps is never foretold from other networks: `convert --calibrate` measures it on this one.
+1. For inference `folded`. 2. Private training admits no statistics of the batch: `skipinit`, which keeps the function,
+then `groupnorm`. 3. BatchNorm is kept from 16 images a batch on: below that its statistics are too noisy to train with
+(Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with 16, 24.8 % with 8, 27.3 %
+with 4, 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
 """
 
 from __future__ import annotations

@@ -35,10 +35,6 @@ def plot(curves: Curves, file: Path) -> Path:
 
     Args:
         curves: the points of each network, by the name for the legend.
-        file: its suffix says the format: .png, .svg, .pdf ...
-
-    Raises:
-        OutputError: the file cannot be written, or not in that format.
     """
     from matplotlib.figure import Figure
 
@@ -86,11 +82,7 @@ def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
 
 
 def save(figure: Figure, file: Path) -> Path:
-    """Write a matplotlib figure, whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written, or not in the format that the suffix names.
-    """
+    """Write a matplotlib figure, whole or not at all, in the format that the suffix names."""
     picture_format = format_of(file)
     return atomic_write.whole(file, lambda aside: figure.savefig(aside, format=picture_format, dpi=100))
 

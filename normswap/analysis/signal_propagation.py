@@ -61,19 +61,18 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
     Args:
         batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the network is called with.
             Statistics are taken over all of them together. Of a list of images each is a batch of its own.
-        batch_statistics: BatchNorms normalize with the statistics of each batch, as in training. Networks at
-            initialization need that: their running statistics say nothing yet.
+        batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh network say nothing.
 
     Raises:
         TraceError: the network cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
-    seen, model = network.anatomy, network.module
+    anatomy, model = network.anatomy, network.module
     examples = network.calls if batches is None else calling.batches(batches, network.form)
-    if not seen.blocks:
+    if not anatomy.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
-    ends = {block.path: _before_scalars(seen, block) for block in seen.blocks}
-    sums = {node.name: _SignalSums() for block in seen.blocks for node in (block.total, block.branch, ends[block.path])}
+    nodes = [(block.total, _before_scalars(anatomy, block), block.branch) for block in anatomy.blocks]
+    sums = {node.name: _SignalSums() for of_block in nodes for node in of_block}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
         model = _with_batch_statistics(model)
@@ -83,8 +82,8 @@ def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool =
             for single in example.each() if example.listed else [example]:
                 _run(model, sums, single.like(model), channels_last)
     points = []
-    for depth, block in enumerate(seen.blocks, 1):
-        total, end, branch = (sums[node.name].read() for node in (block.total, ends[block.path], block.branch))
+    for depth, (block, of_block) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):
+        total, end, branch = (sums[node.name].read() for node in of_block)
         points.append(Point(block.path, block.stage, depth, *total, end[1], branch[1]))
     return points
 
@@ -111,7 +110,7 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 class _SignalSums:
-    """Sums per channel, in float64, of everything seen at one place."""
+    """Sums per channel, in float64, of every value of one node."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, Tensor, Tensor]] = []
@@ -149,11 +148,11 @@ def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channel
         raise RefusedError(f"inputs of size {size} take another way through the network")
 
 
-def _before_scalars(seen: Anatomy, block: Block) -> fx.Node:
+def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
     """Return the end of the branch, with drop path, learnable scalars and one constant factor peeled off."""
     node, constants = block.branch, 1
     while True:
-        module, sources = seen.traced.module(node), inputs(node)
+        module, sources = anatomy.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in _MULTIPLY
         if not (

@@ -22,14 +22,10 @@ _ROLES = ("stem", "last", "down", "other", "head")
 
 
 def of_network(network: Network, source: str) -> Body:
-    """Describe the anatomy of a network, every residual block (`blocks`) and every norm (`sites`).
-
-    Raises:
-        TraceError: the network cannot be traced.
-    """
-    model, seen, record = network.module, network.anatomy, network.provenance
-    folding = fold_norms(seen)
-    roles = Counter(norm.role for norm in seen.norms)
+    """Describe the anatomy of a network, every residual block (`blocks`) and every norm (`sites`)."""
+    model, anatomy, record = network.module, network.anatomy, network.provenance
+    folding = fold_norms(anatomy)
+    roles = Counter(norm.role for norm in anatomy.norms)
     return {
         "source": source,
         "class": type(model).__name__,
@@ -37,13 +33,13 @@ def of_network(network: Network, source: str) -> Body:
         "parameters": parameters(model),
         "input_size": list(network.input_size),
         "plan": [step.scheme for step in record.plan.steps],
-        "classifier": seen.classifier,
-        "dropout": seen.dropout,
-        "norms": dict(Counter(norm.kind for norm in seen.norms)),
+        "classifier": anatomy.classifier,
+        "dropout": anatomy.dropout,
+        "norms": dict(Counter(norm.kind for norm in anatomy.norms)),
         "roles": {role: roles[role] for role in _ROLES},
-        "blocks": [_block(block, seen) for block in seen.blocks],
-        "sites": [_norm(norm, seen, folding) for norm in seen.norms],
-        "refusals": [{"path": path, "reason": why} for path, why in seen.refusals],
+        "blocks": [_block(block, anatomy) for block in anatomy.blocks],
+        "sites": [_norm(norm, anatomy, folding) for norm in anatomy.norms],
+        "refusals": [{"path": path, "reason": why} for path, why in anatomy.refusals],
     }
 
 
@@ -57,16 +53,16 @@ def norms(model: nn.Module) -> int:
     return sum(affine.is_norm(module) for module in model.modules())
 
 
-def _block(block: Block, seen: Anatomy) -> Body:
+def _block(block: Block, anatomy: Anatomy) -> Body:
     fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
-    tail = seen.traced.modules[block.tail] if block.tail else None
+    tail = anatomy.traced.modules[block.tail] if block.tail else None
     alpha = tail.alpha.item() if scales_branch(tail) else None
     return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
 
 
-def _norm(norm: Norm, seen: Anatomy, folding: PlanBuilder) -> Body:
-    module = seen.traced.modules[norm.path]
-    mean, std = affine.moments(module) if affine.has_moments(module) else seen.kept_moments(norm.path)
+def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
+    module = anatomy.traced.modules[norm.path]
+    mean, std = affine.moments(module) if affine.has_moments(module) else anatomy.kept_moments(norm.path)
     refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
     return {
         "path": norm.path,

@@ -21,7 +21,7 @@ decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 202
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -87,8 +87,13 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
-    decays = _decided(model, policy)
-    return [Assignment(path, role, decays(path, role), f"so says {policy}") for path, role in named]
+    if policy == "timm":
+        groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
+        decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    else:
+        decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role == "weight"}
+    reason = f"so says {policy}"
+    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, reason) for path, role in named]
 
 
 def param_groups(
@@ -145,16 +150,6 @@ def param_groups(
     return list(groups.values())
 
 
-def _decided(model: nn.Module, policy: str) -> Callable[[str, str], bool]:
-    if policy == "all":
-        return lambda path, role: True
-    if policy == "weights-only":
-        return lambda path, role: role == "weight"
-    groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-    return lambda path, role: id(model.get_parameter(path)) in decayed
-
-
 def _spared(model: nn.Module) -> tuple[str, ...]:
     ask = getattr(model, "no_weight_decay", None)
     return tuple(ask()) if callable(ask) else ()
@@ -198,26 +193,26 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     """Return the gamma's role of every norm, or of the norm that once stood there, by module path."""
     twin = _with_its_norms(model)
     try:
-        seen = (network if network is not None and twin is model else Network(twin)).anatomy
+        anatomy = (network if network is not None and twin is model else Network(twin)).anatomy
     except TraceError:
         return {}
-    gammas = {norm.path: _GAMMA[norm.role] for norm in seen.norms}
-    for block in seen.blocks:
+    gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
+    for block in anatomy.blocks:
         for path in block.norms:
-            if is_at_each_position(seen.traced.modules[path]) and gammas[path] == "gamma_last":
-                gammas[path] = "gamma_last" if _ends_in(path, block, seen) else "gamma_other"
+            if is_at_each_position(anatomy.traced.modules[path]) and gammas[path] == "gamma_last":
+                gammas[path] = "gamma_last" if _ends_in(path, block, anatomy) else "gamma_other"
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
     return gammas | {conv: gammas[norm] for conv, norm in _tuned(model) if norm in gammas}
 
 
-def _ends_in(path: str, block: Block, seen: Anatomy) -> bool:
+def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
     """Tell whether no linear layer stands between the norm and the residual sum."""
     node: fx.Node | None = block.branch
     while node is not None and str(node.target) != path:
-        if isinstance(seen.traced.module(node), LINEAR):
+        if isinstance(anatomy.traced.module(node), LINEAR):
             return False
-        node = seen.traced.main_input(node)
+        node = anatomy.traced.main_input(node)
     return node is not None
 
 

@@ -60,10 +60,7 @@ def run(
     """Check the contenders of a network against the first that runs, and time those that are right in turns.
 
     Args:
-        device: where the networks are.
-        threads: of every pass.
-        seconds: how long each contender is timed, all turns together.
-        say: called with what is going on.
+        threads: of every pass; seconds: how long each contender is timed, all turns together.
 
     Returns:
         A row for each: `status` is ok, wrong (its answers are not the network's: it is not timed) or failed, and

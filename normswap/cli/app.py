@@ -33,11 +33,12 @@ class CommandGroup(typer.core.TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: typer.core.TyperCommand(name, help=said) for name, said in commands.SUMMARIES.items()}
+        summaries = commands.SUMMARIES.items()
+        self.commands = {name: typer.core.TyperCommand(name, help=summary) for name, summary in summaries}
 
     def resolve_command(self, ctx: Clicks, args: list[str]) -> Clicks:
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, load(str(name)), rest
+        name, _, arguments = super().resolve_command(ctx, args)
+        return name, load(str(name)), arguments
 
     def get_help_option(self, ctx: Clicks) -> Clicks:
         """Say that a --help that is not given is false; typer imports pydantic to find that out, in 0.1 s."""
@@ -51,33 +52,18 @@ class CommandGroup(typer.core.TyperGroup):
 def load(name: str) -> Clicks:
     """Import a command and return it as typer runs it, with examples and the keys of --json below its --help."""
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
-    group = getattr(module, "GROUP", None)  # a command that has commands
     lines = [*(f"normswap {example}" for example in module.EXAMPLES), f"Keys of --json: {module.KEYS}"]
     epilog = "\n\n".join(lines).replace("[", r"\[")
-    if group is not None:
-        group.info.epilog = epilog
-        return typer.main.get_command(group)
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
     single.command(name, epilog=epilog)(spread(module.run))
     return typer.main.get_command(single)
 
 
-_START = """\
-normswap moves a pretrained vision network to another normalization scheme
-and keeps the function it learned.
-
-  normswap demo                         the whole way on a small network
-  normswap inspect demo                 its blocks and norms (or: resnet50 ...)
-  normswap advise demo --batch-size 2   which scheme to choose, and why
-  normswap convert demo --to skipinit   another scheme (normswap schemes)
-  normswap export demo -o demo.onnx     no norm left, checked in ONNX Runtime
-
-normswap --help lists all commands, normswap COMMAND --help what one takes."""
-
 app = typer.Typer(
     name="normswap",
     cls=CommandGroup,
-    help="Move a pretrained vision network to another normalization scheme, keeping the function it learned.",
+    help="Move a pretrained vision network to another normalization scheme, keeping the function it learned. "
+    "Begin with `normswap demo`, then `normswap convert demo --to skipinit`.",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings=_SETTINGS,
@@ -91,12 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         with quiet(), command_line():
-            if not arguments:
-                print(_START)
-                return 0
             if "" in arguments:
                 raise OptionError("an argument is empty", remedy="A shell variable that is not set gives one")
-            result = app(arguments, prog_name="normswap", standalone_mode=False)
+            result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
         return _fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]
@@ -123,8 +106,8 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         print(f"normswap {normswap.__version__}")
         raise typer.Exit
 

@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 
 class Removed(NamedTuple):
-    """A command, option or value that is no longer taken.
-
-    Args:
-        typed: neighbouring words of the command line, patterns with `|` between: `-o|--output *.ts`.
-        command: the commands that took it, `|` between them; `*` for all.
-        instead: what to use, as a sentence.
-    """
+    """Neighbouring words that these commands took (patterns, `|` between alternatives), and what to use instead."""
 
     typed: str
     command: str
@@ -46,6 +40,7 @@ REMOVED = (
     Removed("--per-tensor", "export", "Weights have a step per output channel, which costs less."),
     Removed("--max-drop *", "export", "What int8 loses is printed, and written into FILE.preprocess.json."),
     Removed("--rounds *", "bench", "Use --seconds."),
+    Removed("--threads *", "bench", "Set OMP_NUM_THREADS."),
     Removed("--runtime *", "bench", "Name exported files after MODEL: each runs in its own runtime."),
     Removed("--precision|--dtype *", "bench", "Export the file with --precision, and name it after MODEL."),
     Removed("--channels-last", "bench", "Networks are timed in PyTorch's own layout."),
@@ -56,7 +51,7 @@ REMOVED = (
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--max-restarts *", "finetune", "Use torchrun --max-restarts N ... finetune ... --resume auto."),
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
-    Removed("copy *", "recipes", "`normswap recipes show NAME > FILE` writes one to a file of your own."),
+    Removed("show|copy *", "recipes", "`normswap recipes NAME` prints one; `> FILE` behind it makes it yours."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
     Removed(
         "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."

@@ -25,8 +25,8 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
 
 
 @dataclass(frozen=True)
-class Stated:
-    """How a network wants its images, where it does not say so itself, or says something else."""
+class ImageOpening(Opening):
+    """How a MODEL that reads images is opened, and how it wants them where it does not say so itself."""
 
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[str | None, typer.Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")] = None
@@ -39,11 +39,7 @@ class Stated:
     )
 
     def stated(self) -> Preprocessing:
-        """The record of it.
-
-        Raises:
-            OptionError: no image can be prepared so.
-        """
+        """What the options say of its images; an error where none can be prepared so."""
         mean, std = _numbers("--image-mean", self.image_mean), _numbers("--image-std", self.image_std)
         values = Preprocessing(mean, std, self.crop_pct, self.interpolation)
         values.check()
@@ -54,11 +50,6 @@ class Stated:
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
-
-
-@dataclass(frozen=True)
-class ImageOpening(Stated, Opening):
-    """How a MODEL that reads images is opened."""
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
@@ -95,11 +86,7 @@ class Images:
     device: Device = "cpu"
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
-        """Batches as the network wants them; how they were understood goes to stderr.
-
-        Raises:
-            SourceError, OptionError: there are none, or none for this network.
-        """
+        """Batches as the network wants them; how they were understood goes to stderr."""
         from normswap.images.datasets import make_loader
         from normswap.models.preprocessing import assumption
 

@@ -88,20 +88,13 @@ class Opening:
         pairs = [(name, str(value)) for name, value in values.items() if value not in (None, "pretrained")]
         return pairs + [("--arch-arg", text) for text in self.arch_arg or ()]
 
-    def said(self, name: str) -> str:
+    def as_typed(self, name: str) -> str:
         """MODEL and what opens it so, as words of a command line."""
         trust = ["--trust-factory"] * self.trust_factory
         return shlex.join([name, *itertools.chain(*self.asked()), *trust])
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """The network of that name, in eval mode, on the device.
-
-        Args:
-            runs: it may be an exported file, too, which runs as it is.
-
-        Raises:
-            SourceError, OptionError: it cannot be had.
-        """
+        """The network of that name, on the device; `runs`: it may be an exported file, which runs itself."""
         args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides(self.input_size)
         return open_model(
@@ -139,11 +132,7 @@ def open_model(
 
 
 def exported_file(name: str) -> ExportedFile | None:
-    """The exported file that MODEL names, if it names one.
-
-    Raises:
-        OptionError, SourceError: as `ExportedFile.find`.
-    """
+    """The exported file that MODEL names, if it names one."""
     if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
         return None
     from normswap.exporting.exported_file import ExportedFile
@@ -165,10 +154,10 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 
 
 def _sides(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
+    sides = text.split(",")
+    if not all(side.strip().isdecimal() and int(side) for side in sides):
         raise OptionError(f"--input-size {text}", "it is C,H,W of an image (3,224,224), or C,T of a series (4,6144)")
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, sides))
 
 
 def parse(text: str) -> Value | list[Value]:
@@ -184,3 +173,15 @@ def _scalar(text: str) -> Value:
     except (ValueError, SyntaxError):
         return text
     return value
+
+
+def last_part(name: str) -> str:
+    """The name of a network: the last part of its source."""
+    prefix, _, after = name.partition(":")
+    has_prefix = prefix in kinds.prefixes()
+    path = Path(after if has_prefix else name)
+    if path.is_dir():
+        return path.resolve().name
+    if path.is_file():
+        return path.stem
+    return Path(after.partition("@")[0] if has_prefix else name).name.replace(":", "-")

@@ -23,19 +23,12 @@ def _console() -> Console:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """A spinner while something takes its time."""
-    with _console().status(what):
-        yield
-
-
-@contextmanager
-def stages(*, plain: bool = False) -> Iterator[Callable[[str], None]]:
-    """A spinner whose text the caller changes; with `plain`, lines where stderr is no terminal."""
+def working(what: str, *, plain: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner, and a way to change its text; with `plain`, lines where stderr is no terminal."""
     console = _console()
-    with console.status("") as status:
+    with console.status(what) as status:
         if plain and not console.is_terminal:
-            yield lambda what: console.print(what, soft_wrap=True)
+            yield lambda text: console.print(text, soft_wrap=True)
         else:
             yield status.update
 

@@ -96,12 +96,6 @@ def next_step(*words: object) -> None:
     print(f"next: normswap {shlex.join(map(str, words))}")  # to be copied: never broken
 
 
-def written(files: Iterable[object]) -> None:
-    """Where what was made is."""
-    for file in files:
-        print(f"written to {file}")
-
-
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
     """Lines that begin with the same word, not too many of them."""
     listed = list(lines)

@@ -1,9 +1,7 @@
 """ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable kernels the rest.
 
-Its operators are counted as ExecuTorch calls them: one `XnnpackBackend` is a whole part of the network, and what stands
-beside it is computed by itself. The metadata are what the method `normswap` returns.
-
-int8 is its own PT2E quantizer for XNNPACK. Weights have 8 bits: XNNPACK adds products of bytes in 32 bits on every CPU.
+The metadata are what the method `normswap` returns. int8 is its own PT2E quantizer for XNNPACK. Weights have 8 bits:
+XNNPACK adds products of bytes in 32 bits on every CPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """LiteRT: a .tflite file for phones and boards, which litert-torch makes of a network, once called TensorFlow Lite.
 
-Its convolutions want channels last: the first operator turns the images round. The metadata are one entry of the
-file's own, called `normswap`.
-
-ai-edge-quantizer makes fp16 and int8 of the file in fp32. Weights of int8 have 8 bits: LiteRT multiplies bytes exactly
-on every CPU. Images come in and answers go out in fp32.
+The metadata are one entry of the file's own, called `normswap`. ai-edge-quantizer makes fp16 and int8 of the file in
+fp32. Weights of int8 have 8 bits: LiteRT multiplies bytes exactly on every CPU.
 """
 
 from __future__ import annotations

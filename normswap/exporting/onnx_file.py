@@ -1,7 +1,5 @@
 """ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
 
-torch.onnx's own optimizer is enough: onnxslim finds nothing more in a folded network (tests/lab/benchmarks/export.md).
-
 int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime
 multiplies such pairs by an instruction that saturates at 16 bits; weights of 7 bits cannot reach that, and are the same
 on every CPU; those of 8 bits are finer.

@@ -1,11 +1,9 @@
 """pt2: a torch.export archive.
 
-It needs torch alone: `torch.export.load(file).module()(images)`; in int8 after `import
-torch.ao.quantization.fx._decomposed`, which defines its operators.
-
-int8 is torchao's PT2E, on the graph that torch.export makes in fp32. Activations are unsigned, weights signed. The file
-rounds both and multiplies in fp32, the same on every CPU. Compiled with torchao's passes it multiplies bytes, which
-saturates on x64 without VNNI; weights of 7 bits cannot reach that.
+It needs torch alone: `torch.export.load(file).module()(images)`. int8 is torchao's PT2E, on the graph that
+torch.export makes in fp32. Activations are unsigned, weights signed. The file rounds both and multiplies in fp32, the
+same on every CPU. Compiled with torchao's passes it multiplies bytes, which saturates on x64 without VNNI; weights of 7
+bits cannot reach that.
 """
 
 from __future__ import annotations

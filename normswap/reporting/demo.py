@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from normswap.analysis import summary
 from normswap.demo_files import IMAGES, NAME
 from normswap.images.accuracy import agreement, classify
@@ -56,15 +54,6 @@ class Demo:
 
 def run(say: Callable[[str], None] = lambda what: None) -> Demo:
     """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a network is fastest on one, above all where other work keeps the cores busy
-    try:
-        return _run(say)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(say: Callable[[str], None]) -> Demo:
     start = time.perf_counter()
     say("opening and inspecting the network")
     source = checkpoint.open_model(NAME)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib import resources
 from itertools import groupby
 
@@ -54,13 +53,8 @@ def render(facts: Facts) -> str:
 
 
 def small(value: float) -> str:
-    """Write a number: 0.25, or with a power of ten where it is small."""
-    if not math.isfinite(value) or not value:
-        return "not finite" if value else "0"
-    if 1e-2 <= value < 1e4:
-        return f"{value:.3g}"
-    lead, _, power = f"{value:.1e}".partition("e")
-    return Markup("{}·10<sup>{}</sup>").format(lead, str(int(power)).replace("-", _MINUS))
+    """Write an error."""
+    return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
 def share(value: float | None) -> str:
@@ -99,7 +93,7 @@ def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
         if report.exact and precision in report.tolerance:
-            below = Markup("allowed: {}").format(small(report.tolerance[precision]))
+            below = f"allowed: {small(report.tolerance[precision])}"
         yield f"relative L2, {precision}", small(max(errors)), below
     kept = report.kept
     if kept and kept.agreement is not None:
@@ -120,13 +114,7 @@ def _provenance(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
-    """Give (place, skip, norms) of every block, then the norms outside of blocks; paths as seen from the block."""
-    for block in facts.blocks:
-        prefix = block.path.partition("+")[0] + "."
-        norms = [
-            replace(norm, path=norm.path.removeprefix(prefix), said=norm.said.replace(f" {prefix}", " "))
-            for norm in block.norms
-        ]
-        yield block.path, block.skip, norms
+    """Give (place, skip, norms) of every block, then the norms outside of blocks."""
+    yield from ((block.path, block.skip, block.norms) for block in facts.blocks)
     if facts.others:
         yield "outside of blocks", "", facts.others

@@ -6,7 +6,6 @@ else only what the directory itself holds is told.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +41,12 @@ _NOISE = 8
 
 @dataclass(frozen=True)
 class StepFact:
-    """One step of the plan: the scheme, what it is, and how many of which layers it placed."""
+    """One step of the plan: the scheme, and what it is."""
 
     scheme: str
     options: Body
     summary: str
     paper: str
-    edits: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -145,16 +143,11 @@ def collect(
     device: str = "cpu",
     trust_factory: bool = False,
 ) -> Facts:
-    """Load, open the source, measure.
+    """Load a directory that normswap wrote, open its source, measure both.
 
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
         say: called with what is going on.
-        device: where both networks run, by name.
-        trust_factory: as in `checkpoint.load`.
-
-    Raises:
-        SourceError: `directory` is not there, was not written by normswap, or is damaged.
     """
     say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
@@ -237,9 +230,7 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
 
 def _step(step: Step) -> StepFact:
     scheme = schemes.get(step.scheme)
-    edits = Counter(edit.layer for edit in step.edits)
-    options = schemes.changed(step.scheme, step.options)
-    return StepFact(step.scheme, options, scheme.summary, scheme.paper, dict(edits.most_common()))
+    return StepFact(step.scheme, schemes.changed(step.scheme, step.options), scheme.summary, scheme.paper)
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:

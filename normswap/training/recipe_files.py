@@ -151,7 +151,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         path = [str(step) for step in problem["loc"]]
         key, kind = ".".join(path), problem["type"]
         if kind == "extra_forbidden":
-            hint = _near(key, flat(_EVERY_GROUP)) or "`normswap recipes show NAME --json` prints every key"
+            hint = _near(key, flat(_EVERY_GROUP)) or "`normswap recipes NAME --json` prints every key"
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":  # _fits_together names the key itself
             yield str(problem["ctx"]["error"])

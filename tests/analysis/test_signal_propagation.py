@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -226,22 +224,3 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
     with pytest.raises(OutputError, match="cannot write"):
         plots.plot(CURVES, tmp_path / "taken.png")
     assert [f.name for f in tmp_path.iterdir()] == ["taken.png"]
-
-
-def test_no_display_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where neither pyplot, which chooses a backend for a screen, nor tkinter can be imported."""
-    import matplotlib
-
-    for name in ("matplotlib.pyplot", "tkinter"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(matplotlib, "pyplot", raising=False)
-    monkeypatch.setenv("MPLBACKEND", "tkagg")
-    monkeypatch.delenv("DISPLAY", raising=False)
-    spec = importlib.util.find_spec(plots.__name__)
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)  # what it imports at its top is imported here, too
-    spec.loader.exec_module(again)
-    again.plot({"a": [Point("b", "s", 1, 1.0, 1.0, 1.0, 1.0)]}, tmp_path / "a.png")
-    with pytest.raises(ImportError):
-        from matplotlib import pyplot  # noqa: F401

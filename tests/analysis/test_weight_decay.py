@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lived import swapped
 from timm.optim import create_optimizer_v2
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import schemes
 from normswap.analysis.weight_decay import POLICIES, SCALARS, Assignment, param_groups, roles
@@ -250,28 +250,6 @@ def test_scalars_get_their_own_rate() -> None:
     of = {id(p): group["lr"] for group in groups for p in group["params"]}
     for one in roles(model):
         assert of[id(model.get_parameter(one.path))] == (0.1 if one.role in SCALARS else 1.0)
-
-
-class Bert(nn.Module):
-    """Post-norm, as BERT: a norm on the embeddings, one after every residual sum."""
-
-    def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
-        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(blocks))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.embedding(x))
-        for linear, norm in zip(self.linears, self.norms, strict=True):
-            x = norm(x + linear(x).relu())
-        return self.head(x)
-
-
-def test_bert_like() -> None:
-    found = counts(roles(Bert()))
-    assert found == {"weight": 4, "gamma_0": 1, "gamma_other": 1, "gamma_head": 1, "beta": 3, "bias": 3}
 
 
 def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from normswap.surgery import conversion
 
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 SIZE = ("--input-size", "3,32,32")
-SHORT = ("--seconds", "0.02", "--threads", "1")
+SHORT = ("--seconds", "0.02")
 CPU = torch.device("cpu")
 IMAGES = torch.ones(4, 3, 2, 2)
 KEYS = {

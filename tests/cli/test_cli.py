@@ -23,8 +23,7 @@ from normswap import demo_files
 from normswap.cli import commands, gone
 from normswap.cli.app import load, main
 from normswap.cli.commands import schemes_command
-from normswap.cli.naming import last_part
-from normswap.cli.options import parse
+from normswap.cli.options import last_part, parse
 from normswap.plan import VERSION
 from normswap.storage import checkpoint
 from normswap.training import recipe_files
@@ -115,11 +114,7 @@ def test_another_mistake_is_not_taken_for_something_removed() -> None:
 
 def test_no_command_shows_where_to_begin(capfd: Capture) -> None:
     assert main([]) == 0
-    out = capfd.readouterr().out
-    begin = [shlex.split(line.partition("   ")[0]) for line in out.splitlines() if line.startswith("  normswap ")]
-    assert [words[1] for words in begin] == ["demo", "inspect", "advise", "convert", "export"]
-    assert all(set(words[1:2]) < set(COMMANDS) and main([words[1], "--help"]) == 0 for words in begin)
-    assert max(map(len, out.splitlines())) <= 110
+    assert "Begin with `normswap demo`" in " ".join(capfd.readouterr().out.split())
 
 
 def test_version(capfd: Capture) -> None:
@@ -321,13 +316,6 @@ def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, convert
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
 
-def test_verify_says_what_to_do_without_the_source(here: Path, capfd: Capture) -> None:
-    shutil.copytree(demo_files.FOLDER, here / "source")
-    assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
-    shutil.rmtree(here / "source")
-    refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
-
-
 def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: Path) -> None:
     model = checkpoint.load(converted / "folded")
     with torch.no_grad():
@@ -337,7 +325,7 @@ def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: 
     assert "FAILED" in capfd.readouterr().out
 
 
-def test_verify_says_that_the_source_changed(capfd: Capture, here: Path) -> None:
+def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
     shutil.copytree(demo_files.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
     state = load_file(here / "source" / "model.safetensors")
@@ -346,6 +334,8 @@ def test_verify_says_that_the_source_changed(capfd: Capture, here: Path) -> None
     assert (body["passed"], body["source_unchanged"]) == (False, False)
     assert main(["verify", "out"]) == 1
     assert "warning: the source is not what it was" in capfd.readouterr().out
+    shutil.rmtree(here / "source")
+    refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
 def test_verify_reopens_a_weights_file(capfd: Capture, here: Path) -> None:
@@ -481,7 +471,7 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
 
 def test_module_runs_as_the_command(here: Path) -> None:
     """In a process of its own: exit code and streams are those of `main`. A command that does not import torch."""
-    words = ["recipes", "show", "nowhere"]
+    words = ["recipes", "nowhere"]
     done = subprocess.run([sys.executable, "-m", "normswap", *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: no recipe is called 'nowhere'")

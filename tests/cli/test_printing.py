@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from normswap.cli import conversion_table, progress, tables
+from normswap.cli import progress, result_tables, tables
 from normswap.cli.commands import recalibrate_command
 from normswap.cli.commands.export_command import Written
 from normswap.exporting.settings import FileSettings
@@ -58,7 +58,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "notes": [],
         "renames": [],
     }
-    conversion_table.print_step("demo", step, dry=dry)
+    result_tables.print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 

@@ -45,17 +45,6 @@ def test_everything_agrees(result: demo.Demo) -> None:
         assert 0 < row.relative_l2 <= 1e-5
 
 
-def test_threads_are_given_back(result: demo.Demo) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(StopIteration):
-            demo.run(say=lambda what: next(iter([])))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_command(result: demo.Demo, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "run", lambda say: result)
     assert main(["demo", "--json"]) == 0

@@ -138,11 +138,11 @@ def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in as_documented(capsys.readouterr().out, "recipes")] == sorted(WANTED)
     assert main(["recipes"]) == 0
     assert "demo_train" in capsys.readouterr().out
-    assert main(["recipes", "show", "demo_train"]) == 0
+    assert main(["recipes", "demo_train"]) == 0
     assert capsys.readouterr().out == recipe_files.text("demo_train")
-    assert main(["recipes", "show", "demo_train", "--json"]) == 0
-    assert as_documented(capsys.readouterr().out, "recipes", "show")["recipe"]["data"]["batch_size"] == 128
-    assert main(["recipes", "show", "demo_trian"]) == 2
+    assert main(["recipes", "demo_train", "--json"]) == 0
+    assert as_documented(capsys.readouterr().out, "recipes")["recipe"]["data"]["batch_size"] == 128
+    assert main(["recipes", "demo_trian"]) == 2
     assert "Did you mean demo_train?" in capsys.readouterr().err
 
 

@@ -12,10 +12,7 @@ from normswap.cli.options import Json, Model, Opening
 from normswap.cli.tables import facts, listing, show, table
 from normswap.plan import Body
 
-KEYS = (
-    "source, batch_size, private, deploy, choose (scheme, why, command, exact: whether the function is kept), others "
-    "(the same of each), refused (scheme: why)"
-)
+KEYS = "source, batch_size, private, deploy, choose (scheme, why, command, exact), others, refused (scheme: why)"
 EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private")
 
 
@@ -34,7 +31,7 @@ def run(
     from normswap.surgery.network import Network
 
     with progress.working("looking"):
-        possible, refused = advise(Network(net), opening.said(model), batch_size, private=private, deploy=deploy)
+        possible, refused = advise(Network(net), opening.as_typed(model), batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
     body = {
         "source": model, "batch_size": batch_size, "private": private, "deploy": deploy, "choose": first,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.models.calling import Example
 
 KEYS = (
-    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms, ms_low, ms_high: median and "
+    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low and ms_high: "
     "quartiles, images_per_s, speedup: over the first row), settings, notes"
 )
 EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
@@ -39,39 +39,30 @@ def run(
     *,
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
     device: Device = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", show_default=False, help="Of every runtime [default: torch's].")
-    ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Time a network as it is, folded, and exported.
 
-    All take turns in one process, on the same images, with the same number of threads: the network in PyTorch, exported
-    files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
+    All take turns in one process, on the same images, with torch's number of threads (OMP_NUM_THREADS): the network in
+    PyTorch, exported files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
     """
     batches = [text.strip() for text in batch_size.split(",")]
     if not all(batch.isdecimal() and int(batch) for batch in batches):
         raise OptionError(f"--batch-size {batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8")
-    with progress.stages() as say:
-        say(f"opening {model}")
+    with progress.working(f"opening {model}") as say:
         import torch
 
         from normswap.benchmarking import timing
         from normswap.models import devices
 
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(threads or threads_before)  # each runtime takes as many
         settings: Body = {"device": devices.find(device), "threads": torch.get_num_threads(), "seconds": seconds}
+        contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
         rows = []
-        try:
-            contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
-            for batch in map(int, batches):
-                images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
-                rows += timing.run(contenders, images, **settings, say=say)
-        finally:
-            torch.set_num_threads(threads_before)
+        for batch in map(int, batches):
+            images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
+            rows += timing.run(contenders, images, **settings, say=say)
     settings |= {"device": device, "size": image_size}
     show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model))
     return 0
@@ -80,11 +71,7 @@ def run(
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    """Return what is timed, the size (C, H, W) of its images, and what could not be timed.
-
-    Raises:
-        OptionError: a file takes images of another size.
-    """
+    """Return what is timed, the size (C, H, W) of its images, and what could not be timed."""
     from normswap.benchmarking.timing import Contender
     from normswap.models import network_input
 
@@ -151,10 +138,10 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     def run(network: nn.Module, call: Example, images: Tensor) -> Tensor:
         return answer(call.of(images).call(network))
 
-    contenders = [
-        Contender(form, "torch", partial(run, network.eval(), calling.form(network)), lambda images: images.to(device))
-        for form, network in networks.items()
-    ]
+    contenders = []
+    for form, network in networks.items():
+        answers = partial(run, network.eval().to(device), calling.form(network))
+        contenders.append(Contender(form, "torch", answers, prepare=lambda images: images.to(device)))
     return model, contenders, notes
 
 

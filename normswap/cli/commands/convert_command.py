@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from normswap import schemes
-from normswap.cli import conversion_table, progress
+from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Device, Force, Json, Model, output_option
+from normswap.cli.options import Device, Force, Json, Model, last_part, output_option
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
@@ -27,9 +26,8 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.surgery.network import Batches, Network
 
 KEYS = (
-    "source, output (null for a dry run), plan (file, or null), steps (each with scheme, options, edits: of the plan, "
-    "verdicts: what happens to each norm, outcomes: how many of each, alphas, notes, renames and report: null for a "
-    "dry run; its kept is what held-out images say, null where that is not known)"
+    "source, output (null for a dry run), plan (file, or null), steps (scheme, options, edits, verdicts and outcomes "
+    "of each norm, alphas, notes, renames, report: null for a dry run; its kept is what held-out images say)"
 )
 EXAMPLES = ("convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn")
 
@@ -138,11 +136,10 @@ def run(
     from normswap.surgery import conversion
     from normswap.surgery.network import Network
 
-    what = f"converting to {scheme}, verifying"
-    done: Conversion | None = None
-    with progress.working(what) if fitting.calibrate is None else progress.bar(what) as advance:
+    converted: Conversion | None = None
+    with progress.bar(f"converting to {scheme}, verifying") as advance:
         if plan:
-            done, bodies = _carry_out(fitting.record(net, advance), plan, str(request.from_plan))
+            converted, bodies = _carry_out(fitting.record(net, advance), plan, str(request.from_plan))
             steps = plan.steps
         elif request.dry_run:
             measured = fitting.calibrate is not None
@@ -150,24 +147,20 @@ def run(
             bodies = [summary.of_step(step, builder) for step, builder in planned]
             steps = tuple(step for step, _ in planned)
         else:
-            done = conversion.convert(fitting.record(net, advance), scheme, **asked)
-            bodies, steps = summary.of_conversion(done, scheme), done.plan.steps[-done.steps :]
-    if done is not None and not request.dry_run:
+            converted = conversion.convert(fitting.record(net, advance), scheme, **asked)
+            bodies, steps = summary.of_conversion(converted, scheme), converted.plan.steps[-converted.steps :]
+    if converted is not None and not request.dry_run:
         with progress.working(f"writing {place}"):
-            checkpoint.save(done, place, force=request.force)
+            checkpoint.save(converted, place, force=request.force)
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
     body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
-    show(body, json, conversion_table.print_conversion)
+    show(body, json, result_tables.print_conversion)
     return 0
 
 
 def _requested_plan(request: Request, asked: Options) -> Plan | None:
-    """Read the plan that --from-plan names, if it does; else see that scheme, options and purpose exist.
-
-    Raises:
-        OptionError, PlanError: they do not, or do not go together; it is no plan, or an empty one.
-    """
+    """Read the plan that --from-plan names, if it does; else see that scheme, options and purpose exist."""
     file = request.from_plan
     if file is None:
         _check(request, asked)
@@ -204,13 +197,13 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     from normswap.surgery.carrying_out import carry_out
 
     bodies: list[Body] = []
-    done: Conversion | None = None
+    converted: Conversion | None = None
     images, advance = network.images, network.progress
     for step in plan.steps:
         try:
-            done = carry_out(network.fitted_to(images, advance), step)
+            converted = carry_out(network.fitted_to(images, advance), step)
         except RuntimeError as error:  # torch's, when layers do not fit each other
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
-        network = done.network
-        bodies += summary.of_conversion(done)
-    return done, bodies
+        network = converted.network
+        bodies += summary.of_conversion(converted)
+    return converted, bodies

@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
 
     from normswap.analysis.weight_decay import Assignment
 
-KEYS = (
-    "source, policy, roles (role, decay, reason, tensors, values), parameters (path, role, decay, reason), frozen (how "
-    "many tensors)"
-)
+KEYS = "source, policy, roles, parameters (path, role, decay, reason), frozen (how many tensors)"
 EXAMPLES = ("decay resnet50", "decay demo --policy timm")
 
 
@@ -66,14 +63,14 @@ def run(
 
 
 def _by_role(model: nn.Module, assignments: Sequence[Assignment]) -> list[Body]:
-    rows: dict[tuple[str, bool], Body] = {}
+    sizes: dict[tuple[str, bool, str], list[int]] = {}
     for assignment in assignments:
-        role, decay = assignment.role, assignment.decay
-        new = {"role": role, "decay": decay, "reason": assignment.reason, "tensors": 0, "values": 0}
-        row = rows.setdefault((role, decay), new)
-        row["tensors"] += 1
-        row["values"] += model.get_parameter(assignment.path).numel()
-    return [*rows.values()]
+        key = assignment.role, assignment.decay, assignment.reason
+        sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
+    return [
+        {"role": role, "decay": decay, "reason": reason, "tensors": len(values), "values": sum(values)}
+        for (role, decay, reason), values in sizes.items()
+    ]
 
 
 def _print(body: Body) -> None:

@@ -9,10 +9,7 @@ from normswap.cli.options import Json
 from normswap.cli.tables import network, next_step, show, small, table
 from normswap.plan import Body
 
-KEYS = (
-    "passed, seconds, images (how many), anatomy (as `inspect` gives it, without blocks and sites), rows (each with "
-    "network, norms, parameters, top1, agreement and relative_l2)"
-)
+KEYS = "passed, seconds, images (how many), anatomy (as `inspect` gives it), rows (one per network)"
 EXAMPLES = ("demo", "demo --json")
 _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2")
 
@@ -22,9 +19,9 @@ def run(json: Json = False) -> int:
 
     Offline, in seconds. The exit code is 1 if any figure disagrees.
     """
-    with progress.working("starting"):
+    with progress.working("starting") as say:
         from normswap.reporting import demo
-    with progress.stages() as say:
+
         result = demo.run(say)
     show(asdict(result), json, _print)
     return 0 if result.passed else 1
@@ -41,6 +38,6 @@ def _print(body: Body) -> None:
     ]  # fmt: skip
     title = f"Converted, saved, loaded again, and measured on {body['images']} images"
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
-    done = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
-    print(f"{done}; {body['seconds']:.0f} s")
+    verdict = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
+    print(f"{verdict}; {body['seconds']:.0f} s")
     next_step("advise", "MODEL")

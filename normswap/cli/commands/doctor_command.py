@@ -11,20 +11,11 @@ from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
 _SAMPLES = 256  # images, unless --samples says more
-KEYS = (
-    "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend; "
-    "the root of the trouble first)"
-)
+KEYS = "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend)"
 EXAMPLES = ("doctor demo", "doctor demo --data demo")
 
 
-def run(
-    model: Model,
-    *,
-    images: Images,
-    opening: ImageOpening,
-    json: Json = False,
-) -> int:
+def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = False) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
     With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
@@ -39,7 +30,7 @@ def run(
     if images.data is not None:
         loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=loader, name=opening.said(model), data=images.data or "IMAGES")
+        diagnosis = diagnose(net, images=loader, name=opening.as_typed(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return 1 if diagnosis.faults else 0
 

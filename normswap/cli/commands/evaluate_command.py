@@ -9,8 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Json, ModelOrFile
+from normswap.cli.options import Json, ModelOrFile, last_part
 from normswap.cli.tables import facts, next_step, show
 from normswap.models import kinds
 from normswap.plan import Body

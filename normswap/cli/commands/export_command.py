@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from normswap.cli import file_table, progress
+from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
 from normswap.cli.tables import facts, next_step, show, size
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from normswap.images.datasets import Loader
 
 KEYS = (
-    "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (relative_l2, "
-    "largest, agreement, count, tolerance, inputs, answers, unit, source_top1, top1, output; null where the file was "
-    "not run), nodes (counts by kind), bytes, notes, seconds, noise_only "
-    "(it was checked on no images), quantized (null but for int8: calibrated_on, weight_bits)"
+    "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (null where the "
+    "file was not run), nodes (counts by kind), bytes, notes, seconds, noise_only (it was checked on no images), "
+    "quantized (null but for int8: calibrated_on, weight_bits)"
 )
 EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
@@ -40,12 +39,10 @@ class Written:
 
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
     format: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
+        str | None, typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]")
     ] = None
     dtype: Annotated[
-        str,
-        typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone."),
+        str, typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")
     ] = "fp32"
     dynamic_batch: Annotated[
         bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
@@ -130,17 +127,17 @@ def run(
     if quantized != (int8.calibrate is not None):
         missing, needless = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else needless)
-    with progress.working("starting"):
-        from normswap.exporting import exporter
     net = opening.open(model, device=images.device)
-    with progress.stages(plain=quantized) as log:
+    with progress.working("exporting", plain=quantized) as log:
+        from normswap.exporting import exporter
+
         calibrate, loader = None, None
         if quantized:
             calibrate, loader = int8.parts(images, net)
         elif images.data is not None:  # a few, as what is exact shows on any
             loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
-        done = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
-    show({"source": model, **asdict(done)}, json, _print)
+        exported = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
+    show({"source": model, **asdict(exported)}, json, _print)
     return 0
 
 
@@ -151,15 +148,15 @@ def _print(body: Body) -> None:
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
-        ("nodes", file_table.operators(body["nodes"])),
+        ("nodes", result_tables.operators(body["nodes"])),
     ]
     if figures:
         allowed = "" if quantized else f", allowed {figures['tolerance']:.1e}"
         rows += [
             ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
-            ("same answer", file_table.same(figures)),
-            ("top-1", file_table.top1(figures)),
-            ("checked", file_table.CHECKED_ON_NOISE if noise_only else ""),
+            ("same answer", result_tables.same(figures)),
+            ("top-1", result_tables.top1(figures)),
+            ("checked", result_tables.CHECKED_ON_NOISE if noise_only else ""),
         ]
     else:
         rows.append(("checked", _NOT_RUN + (", on noise" if noise_only else "")))

@@ -12,8 +12,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
-from normswap.cli.naming import last_part
-from normswap.cli.options import Device, Json
+from normswap.cli.options import Device, Json, last_part, output_option
 from normswap.cli.tables import next_step, show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
@@ -38,8 +37,7 @@ class TrainingOptions:
     ] = None
     device: Device = "auto"
     track: Annotated[
-        str,
-        typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard."),
+        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
     ] = "auto"
 
 
@@ -49,9 +47,7 @@ def run(
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
     ] = "",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="The run's folder [default: ./MODEL-RECIPE].")
-    ] = None,
+    output: Annotated[Path | None, output_option("DIR", "The run's folder [default: ./MODEL-RECIPE].")] = None,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,

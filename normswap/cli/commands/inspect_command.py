@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from normswap.cli import file_table, progress
+from normswap.cli import progress, result_tables
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import network, next_step, show, span, table
 from normswap.plan import Body
 
 KEYS = (
     "source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts by class), roles "
-    "(counts), blocks (path, stage, skip, order, tail, norms, last, gate, drop_path, alpha), sites (one per norm: "
-    "path, class, channels, role, block, mean, std: the smallest and largest of any channel, folding, refused), "
-    "refusals (path, reason); of an exported file: source, format, bytes, nodes (operators by kind), metadata (noted "
-    "inside it), sidecar (FILE.preprocess.json)"
+    "(counts), blocks, sites (one per norm), refusals (path, reason); of an exported file: source, format, bytes, "
+    "nodes (operators by kind), metadata (noted inside it), sidecar (FILE.preprocess.json)"
 )
 EXAMPLES = ("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10")
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
@@ -33,7 +31,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
         file = exported_file(model)
         described = None if file is None else file.described()
     if described is not None:
-        show(described, json, file_table.described)
+        show(described, json, result_tables.described)
         return 0
     net = opening.open(model)
     from normswap.analysis import summary
@@ -41,7 +39,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
     with progress.working("inspecting"):
         body = summary.of_network(Network(net), model)
-    show(body, json, partial(_print, opening.said(model)))
+    show(body, json, partial(_print, opening.as_typed(model)))
     return 0
 
 
@@ -50,10 +48,7 @@ def _print(named: str, body: Body) -> None:
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        kinds = {norm["class"] for norm in body["sites"]}
-        title = "Norms" if len(kinds) > 1 else f"Norms, all {min(kinds)}"
-        rows = _norm_rows(body["sites"], len(kinds) > 1)
-        table(title, _NORM_COLUMNS, rows, right=("channels", "beta", "|gamma|"))
+        table("Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=("channels", "beta", "|gamma|"))
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
@@ -80,8 +75,8 @@ def _inside(block: str, path: str | None) -> str | None:
     return None if path is None else path.removeprefix(f"{block.partition('+')[0]}.")
 
 
-def _norm_rows(norms: Sequence[Body], with_class: bool) -> Iterator[Sequence[object]]:
+def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
     for norm in norms:
         outcome = f"refused: {norm['refused']}" if norm["refused"] else norm["folding"]
-        kind = norm["class"] if with_class else None
-        yield norm["path"], kind, norm["channels"], norm["role"], span(norm["mean"]), span(norm["std"]), outcome
+        moments = span(norm["mean"]), span(norm["std"])
+        yield norm["path"], norm["class"], norm["channels"], norm["role"], *moments, outcome

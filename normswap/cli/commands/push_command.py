@@ -38,8 +38,8 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        done = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
-    show(vars(done), json, _print)
+        published = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
+    show(vars(published), json, _print)
     return 0
 
 

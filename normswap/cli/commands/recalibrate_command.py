@@ -9,10 +9,9 @@ from typing import Annotated, ClassVar
 import typer
 
 from normswap.cli import progress
-from normswap.cli.conversion_table import proof
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Force, Json, Model, open_model, output_option
+from normswap.cli.options import Force, Json, Model, last_part, open_model, output_option
+from normswap.cli.result_tables import proof
 from normswap.cli.tables import facts, next_step, show
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -77,13 +76,13 @@ def run(
     sources = [opening.state(open_model(name, device=images.device)) for name in before.against or ()]
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
-        done = recalibrate(
+        recalibrated = recalibrate(
             net, loader, against=sources, means_only=before.means_only, progress=advance,
             data=images.data, samples=images.samples, batch_size=images.batch_size,
         )  # fmt: skip
-    checkpoint.save(done, place, force=force)
-    body = {"source": model, "data": images.data, "output": place, "notes": list(done.notes),
-            "report": summary.of_report(done.report)}  # fmt: skip
+    checkpoint.save(recalibrated, place, force=force)
+    body = {"source": model, "data": images.data, "output": place, "notes": list(recalibrated.notes),
+            "report": summary.of_report(recalibrated.report)}  # fmt: skip
     show(body, json, _print)
     return 0
 

@@ -12,27 +12,31 @@ from normswap.cli.tables import show, table
 from normswap.plan import Body
 
 KEYS = (
-    "name, summary, source, model (null where the recipe leaves it open), convert (the same); of show: name, text (the "
+    "name, summary, source, model (null where the recipe leaves it open), convert (the same); of one: name, text (the "
     "file), recipe (every key with its value, defaults too)"
 )
-EXAMPLES = (
-    "recipes",
-    "recipes show cifar10_recover_skipinit",
-)
+EXAMPLES = ("recipes", "recipes cifar10_recover_skipinit")
 _COLUMNS = ("name", "summary", "source")
-GROUP = typer.Typer(name="recipes", invoke_without_command=True)
 
 
-@GROUP.callback()
-def run(context: typer.Context, json: Json = False) -> int | None:
+def run(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", show_default=False, help="Print this one as it is written.")
+    ] = None,
+    *,
+    json: Json = False,
+) -> int:
     """List the recipes of `normswap finetune`; show one.
 
-    --json prints a list, one object per recipe.
+    `normswap recipes NAME > FILE` makes one yours: `normswap finetune --recipe FILE`.
     """
-    if context.invoked_subcommand is not None:
-        return None
     from normswap.training import recipe_files  # pydantic takes a moment, and --help needs none
 
+    if name is not None:
+        text, recipe = recipe_files.text(name), recipe_files.load_recipe(name)
+        body = {"name": name, "text": text, "recipe": recipe.model_dump(mode="json")}
+        show(body, json, lambda body: print(body["text"], end=""))
+        return 0
     recipes = {name: recipe_files.load_recipe(name) for name in recipe_files.names()}
     rows = [
         {
@@ -50,18 +54,3 @@ def run(context: typer.Context, json: Json = False) -> int | None:
 
 def _print(rows: Sequence[Body]) -> None:
     table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
-    print("normswap recipes show NAME prints one; with > FILE behind it it is yours: `normswap finetune --recipe FILE`")
-
-
-@GROUP.command("show")
-def show_one(
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As `normswap recipes` lists it.")],
-    json: Json = False,
-) -> int:
-    """Print a recipe as it is written."""
-    from normswap.training import recipe_files
-
-    text = recipe_files.text(name)
-    body = {"name": name, "text": text, "recipe": recipe_files.load_recipe(name).model_dump(mode="json")}
-    show(body, json, lambda body: print(body["text"], end=""))
-    return 0

@@ -20,8 +20,7 @@ from normswap.storage import atomic_write, network_folder
 KEYS = (
     "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
     "(histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded or nothing), "
-    "notes, signal (of before and after, a point per block), signal_inputs, accuracy, findings (of the doctor, on the "
-    "norms of the network before, or else of the result)"
+    "notes, signal (a point per block), signal_inputs, accuracy, findings (of the doctor)"
 )
 EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 
@@ -41,9 +40,11 @@ def run(
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
-    check_writable(file, force=force)
-    with progress.stages() as say:
-        say("starting")
+    network_folder.check_beside(file)
+    atomic_write.check_writable(file, force=force)
+    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
+        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
+    with progress.working("starting") as say:
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
 
@@ -53,18 +54,6 @@ def run(
         atomic_write.text(file, page.render(facts))
     show({"output": file, **asdict(facts)}, json, partial(_print, directory))
     return 0
-
-
-def check_writable(file: Path, *, force: bool) -> None:
-    """See, before any work, that a page may be written there.
-
-    Raises:
-        OutputError: it is a directory, lies in one of a network, exists (without `force`), or is not named as a page.
-    """
-    network_folder.check_beside(file)
-    atomic_write.check_writable(file, force=force)
-    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
-        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
 
 
 def _print(directory: Path, body: Body) -> None:

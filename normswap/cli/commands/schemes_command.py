@@ -13,10 +13,7 @@ from normswap.cli.tables import facts, next_step, show
 from normswap.errors import flag
 from normswap.plan import Body
 
-KEYS = (
-    "name, summary, paper, options (defaults), exact_only_with (the options that must keep their default for the "
-    "conversion to be exact), exact (whether it is with its defaults)"
-)
+KEYS = "name, summary, paper, options (defaults), exact_only_with (options that must keep their default), exact"
 EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 

@@ -13,19 +13,15 @@ import typer
 from normswap.analysis import plots
 from normswap.cli import progress
 from normswap.cli.image_options import Images
-from normswap.cli.naming import label, last_part
-from normswap.cli.options import Force, Json, Opening, output_option
-from normswap.cli.tables import next_step, show, table, written
+from normswap.cli.options import Force, Json, Opening, last_part, output_option
+from normswap.cli.tables import next_step, show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import Tensor, nn
 
-KEYS = (
-    "curves (by network: block, stage, depth, mean_sq, variance, branch_variance, added_variance), inputs "
-    "(what each network was run on), files"
-)
+KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"
 EXAMPLES = ("spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png")
 _COLUMNS = ("block", "squared mean", "variance", "branch variance", "added variance")
 _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_variance")
@@ -85,7 +81,9 @@ def run(
     for source in models:
         torch.manual_seed(seed)
         model = opening.open(source, device=images.device)
-        name = label(last_part(source), curves)
+        name = last_part(source)
+        if name in curves:
+            name = f"{name} ({len(curves) + 1})"
         batches, inputs[name] = images.batches(model, seed)
         with progress.working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
@@ -104,5 +102,6 @@ def _print(models: Sequence[str], body: Body) -> None:
     for name, points in body["curves"].items():
         rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
-    written(body["files"])
+    for file in body["files"]:
+        print(f"written to {file}")
     next_step("advise", models[0])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.options import Device, Json, Opening, Weights
-from normswap.cli.tables import next_step, show, table, written
+from normswap.cli.options import Device, Json, Opening, Weights, output_option
+from normswap.cli.tables import next_step, show, table
 from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -53,9 +53,7 @@ def run(
     ] = None,
     *,
     varied: Varied,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Its folder [default: ./sweep-RECIPE].")
-    ] = None,
+    output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
     weights: Weights = "pretrained",
@@ -71,10 +69,9 @@ def run(
     from normswap.training import recipe_files
     from normswap.training import sweep as sweeps
 
-    seeds = varied.seeds
     model, overrides = recipe_files.split(words or [])
-    plan, lrs = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
-    counted = sweeps.count_best(seeds, varied.best)
+    plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
+    seeds, counted = varied.seeds, sweeps.count_best(varied.seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
@@ -84,7 +81,7 @@ def run(
     from normswap.training import training_images  # imports torch
 
     training_images.require_validation(plan.data)
-    points = [(lr, seed) for lr in lrs for seed in range(seeds)]
+    points = [(rate, seed) for rate in rates for seed in range(seeds)]
     sweep = sweeps.Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
     with progress.training() as (show_progress, say):
         finished = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
@@ -128,7 +125,8 @@ def _print(body: Body) -> None:
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:
         print(note)
-    written(body["files"])
+    for file in body["files"]:
+        print(f"written to {file}")
     for line in lines:
         if line.best:
             next_step("finetune", "--recipe", body["recipe"], f"optim.lr={line.lr:g}")

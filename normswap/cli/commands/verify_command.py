@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import file_table, progress
-from normswap.cli.conversion_table import proof, verdict
+from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.naming import last_part
-from normswap.cli.options import Json, exported_file, open_model
+from normswap.cli.options import Json, exported_file, last_part, open_model
+from normswap.cli.result_tables import proof, verdict
 from normswap.cli.tables import facts, next_step, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
@@ -21,9 +20,8 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "directory, against, passed, source_unchanged (null if not known), report, data (null, or agreement, count and, "
-    "of source and result, top-1 in percent; without labels relative_l2); of an exported file: directory, against, "
-    "passed, figures (as in `export`)"
+    "directory, against, passed, source_unchanged (null if not known), report, data (null, or agreement, count, top-1 "
+    "of source and result, or relative_l2); of an exported file: directory, against, passed, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
@@ -108,15 +106,15 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 def _print(body: Body) -> None:
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    facts(("compared", directory), ("against", against))
+    compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
         facts(
-            ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
-            ("same answer", file_table.same(figures)), ("top-1", file_table.top1(figures)),
+            *compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
+            ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures)),
         )  # fmt: skip
     else:
-        facts(("result", verdict(body["report"])))
+        facts(*compared, ("result", verdict(body["report"])))
         if body["source_unchanged"] is False:
             print("warning: the source is not what it was: its tensors have another hash than when this was made")
         proof(body["report"])

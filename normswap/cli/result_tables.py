@@ -1,14 +1,15 @@
-"""A conversion and its proof, as `convert`, `verify` and `recalibrate` print them."""
+"""Conversions, proofs and exported files, as several commands print them."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 
 from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
 from normswap.plan import Body
 from normswap.schemes import changed, get
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
+CHECKED_ON_NOISE = "on noise only; give --data IMAGES to check it on photographs"
 
 
 def print_conversion(body: Body) -> None:
@@ -27,7 +28,6 @@ def print_conversion(body: Body) -> None:
 def print_step(source: str, step: Body, *, dry: bool) -> None:
     """Print one step; `dry`: it was planned, not carried out."""
     options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
-    layers = Counter(edit["layer"] for edit in step["edits"])
     report = step["report"]
     facts(
         (
@@ -37,7 +37,6 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
         # `unfold`, which is exact, is no scheme that could fit values.
         ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
         ("norms", counts(step["outcomes"])),
-        ("edits", f"{sum(layers.values())} ({counts(layers)})" if layers else ""),
     )
     if dry:
         edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]
@@ -51,20 +50,15 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
 
 
 def verdict(body: Body, *, fits: bool = False) -> str:
-    """Say in a sentence what the result keeps of its source.
-
-    Args:
-        body: a report, as `summary.of_report` has it.
-        fits: whether the scheme can fit its values to images.
-    """
+    """Say what the result keeps of its source; `fits`: whether the scheme can fit its values to images."""
     if body["exact"]:
         last = body["logits"][-1]
         measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
         allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
-        kept = all(error["within"] for error in body["logits"])
-        return f"{'kept exactly' if kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
+        is_kept = all(error["within"] for error in body["logits"])
+        return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
-        return f"kept: {said_of_kept(body['kept'])}"
+        return f"kept: {held_out_sentence(body['kept'])}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
     remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
@@ -88,9 +82,46 @@ def proof(body: Body) -> None:
     listing("vacuous", body["vacuous"], most=5)
 
 
-def said_of_kept(kept: Body) -> str:
+def held_out_sentence(kept: Body) -> str:
     """The finding of held-out images on an approximate result."""
     answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
     bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
     parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
     return f"{', '.join(parts)}; {kept['count']} held-out calibration images"
+
+
+def same(figures: Body) -> str:
+    """How many of its answers are the network's."""
+    if figures["agreement"] is None:
+        return ""
+    answers, unit = figures["answers"], figures["unit"]
+    of = "" if unit == "images" else f" {unit} of {figures['count']} images"
+    return f"{round(figures['agreement'] * answers)} of {answers}{of} ({figures['inputs']})"
+
+
+def top1(figures: Body) -> str:
+    """The accuracies of network and file, on labelled images."""
+    if figures["top1"] is None:
+        return ""
+    source, result = figures["source_top1"], figures["top1"]
+    return f"{source:.2f} % -> {result:.2f} % ({result - source:+.2f} points), on {figures['count']} images"
+
+
+def operators(nodes: Mapping[str, int] | None) -> str:
+    """How many there are, and of each kind."""
+    listed = ", ".join(f"{count} {kind}" for kind, count in (nodes or {}).items())
+    return f"{sum(nodes.values())}: {listed}" if nodes else ""
+
+
+def described(body: Body) -> None:
+    """A file in a few lines, and what its sidecar says of what it takes and gives."""
+    noted, sidecar = body["metadata"], body["sidecar"]
+    missing = "`normswap export` did not write it: nothing says how images are prepared for it"
+    facts(
+        ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
+        ("format", body["format"]),
+        ("operators", operators(body["nodes"])),
+        ("made from", " ".join(noted[key] for key in ("architecture", "source") if noted.get(key))),
+        *((name, text(value)) for name, value in sidecar.items()),
+        ("note", None if sidecar else missing),
+    )
