@@ -148,11 +148,17 @@ def convert(
     """
     network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
-    convert_to = _alike if to == "batchnorm" and options.get("like") else _unfolded if to == "unfold" else _converted
-    if network.device_has_double:
-        return convert_to(network, to, dict(options))
-    done = convert_to(network.on_cpu(), to, dict(options))  # folding is done in float64
-    return replace(done, network=replace(done.network, module=done.model.to(network.device)))
+    # Folding is done in float64, which MPS has not.
+    work_on = network if network.device_has_double else network.on_cpu()
+    if to == "unfold":
+        conversion = _unfolded(work_on, to, dict(options))
+    elif to == "batchnorm" and options.get("like"):
+        conversion = _alike(work_on, to, dict(options))
+    else:
+        conversion = _converted(work_on, to, dict(options))
+    if work_on is network:
+        return conversion
+    return replace(conversion, network=replace(conversion.network, module=conversion.model.to(network.device)))
 
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
