@@ -34,11 +34,7 @@ def observed(
     examples: Iterable[Example],
     observe: Callable[[nn.Module, Tensor], Value],
 ) -> dict[str, list[Value]]:
-    """By path, `observe(layer, x)` of what each layer reads, x (N, C, places), for each call.
-
-    Raises:
-        SourceError: the network does not take them.
-    """
+    """By path, `observe(layer, x)` of what each layer reads, x (N, C, places), for each call."""
     values: dict[str, list[Value]] = {}
 
     def watch(path: str, layer: nn.Module) -> RemovableHandle:

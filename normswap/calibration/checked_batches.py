@@ -72,11 +72,7 @@ def _check_images(example: Example, index: int) -> None:
 
 
 def run(model: nn.Module, example: Example, what: str = "the calibration images do not fit the network") -> object:
-    """What the network answers.
-
-    Raises:
-        SourceError: it does not run.
-    """
+    """What the network answers; a SourceError where it does not run."""
     try:
         return example.call(model)
     except Exception as error:  # whatever the network raises

@@ -151,10 +151,7 @@ class Kernel:
         """Of a covariance (G, f, f) and a ridge.
 
         Where sums in float32 left it further below zero than the ridge lifts it (wide patches that go together), the
-        group's ridge is ten times as large, and again.
-
-        Raises:
-            torch.linalg.LinAlgError: a number in it is not finite.
+        group's ridge is ten times as large, and again. A number that is not finite is a LinAlgError.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
@@ -180,11 +177,7 @@ class Kernel:
 
 @contextmanager
 def naming(path: str, action: str) -> Iterator[None]:
-    """Say which layer it was that cannot be, say, fitted.
-
-    Raises:
-        SourceError: a covariance is not finite.
-    """
+    """Say in a SourceError which layer it was that cannot be, say, fitted."""
     try:
         yield
     except torch.linalg.LinAlgError as error:

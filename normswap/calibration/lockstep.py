@@ -47,11 +47,7 @@ class Interpreter:
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
     def start(self, example: Example) -> Values:
-        """The values before the first node: what it takes in the place of its inputs, and which record it follows.
-
-        Raises:
-            SourceError: on images of this size the network takes another way.
-        """
+        """The values before the first node: what it takes in the place of its inputs, and which record it follows."""
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)

@@ -30,11 +30,7 @@ _Sums = dict[str, tuple[Tensor, int]]
 
 
 def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The norms that have statistics to estimate, by path.
-
-    Raises:
-        RefusedError: there is none, or one computes something unknown in training.
-    """
+    """The norms that have statistics to estimate, by path; a RefusedError where there are none."""
     norms: dict[str, _BatchNorm] = {}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm):

@@ -119,11 +119,7 @@ def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Check that node by node the network computes what it computes as a whole.
-
-    Raises:
-        RefusedError: it does not.
-    """
+    """Check that node by node the network computes what it computes as a whole."""
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]

@@ -49,9 +49,6 @@ def fit_zero_sum(
 
     Args:
         target: the network with every filter's mean: it computes what the source does, in the result's units.
-
-    Raises:
-        SourceError: unusable or too few images.
     """
     factors = rescale(target, result, batches, _sums_to_zero)
 

@@ -43,9 +43,7 @@ class Built:
     """A bare network.
 
     Args:
-        model: random values, on the CPU, in eval mode.
-        arch: how to build it again.
-        source: what to name to open it again.
+        model: random values, on the CPU, in eval mode; arch and source say how to build and to open it again.
         preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
         pretrained: gives the network with the weights that the source stands for.
     """

@@ -33,14 +33,11 @@ FOLDERS = {".mlpackage": "Manifest.json"}  # those of them that are directories,
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of sources.
+    """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package that it needs.
 
     Args:
-        builder: what `Arch.builder` says.
-        file: of this folder.
         prefix: what stands before the colon in MODEL, and before the architecture's name when it is spelled; also:
             further prefixes, which are a part of the name.
-        package: what must be installed.
         foreign: its networks are built by code that this machine's user brings.
     """
 

@@ -40,7 +40,7 @@ _ALPHA = Option(
     "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
 _STEADY = Option(
-    "steady", float, 0.9, "share of the divisor, variance + eps, that is eps; 0: plain", "SHARE", range=Range(0, 1)
+    "steady", float, 0.9, "constant share of the divisor, variance + eps; 0: plain", "SHARE", range=Range(0, 1)
 )
 _BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
@@ -123,7 +123,7 @@ TARGETS: dict[str, Scheme] = {
     ),
     "groupnorm": Scheme(
         Function("schemes.groupnorm.plan"),
-        summary="GroupNorm in place of every BatchNorm, set so that an average sample sees the BatchNorm.",
+        summary="GroupNorm for every BatchNorm: one group, nine tenths of its divisor constant; `--steady 0`: plain.",
         paper="Wu & He 2018, arXiv:1803.08494, section 3",
         **_PER_SAMPLE,
         options=(

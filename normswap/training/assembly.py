@@ -167,7 +167,8 @@ class Task:
             raise OptionError(f"mixup needs an even number of images per process, not {micro}")
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
-        self.per_epoch = self.images.updates_per_epoch
+        # Whole batches: the rest of the images is left out, other ones in each epoch.
+        self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
         self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
         self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None

@@ -24,6 +24,7 @@ from normswap.errors import OptionError, SourceError, TrainingError
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
+from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
 from normswap.training.assembly import Stop, Task, from_first, stop_on_request
 from normswap.training.recipe import Recipe
@@ -284,7 +285,7 @@ class TrainingRun:
             if better:
                 self.folder.write_network(self.network(network), self.folder.best)
             self.folder.write_network(self.network(task.raw), self.folder.last)
-            self.folder.write_metrics(at.rows)
+            atomic_write.table(self.folder.place / "metrics.csv", COLUMNS, at.rows)
             self.engine.log({name: value for name, value in row.items() if value is not None}, step=at.update)
         self._save()
 

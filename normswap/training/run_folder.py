@@ -109,10 +109,6 @@ class Folder:
             raise OptionError(f"{self.place} holds another run", "; ".join(differ[:4]), remedy)
         return position, body
 
-    def write_metrics(self, rows: list[Row]) -> None:
-        """Replace metrics.csv."""
-        atomic_write.table(self.place / "metrics.csv", COLUMNS, rows)
-
     def write_network(self, model: nn.Module, place: Path) -> None:
         """Replace best/ or last/."""
         for stale in self.place.glob(f".{place.name}.*"):  # of a run that was killed while it wrote

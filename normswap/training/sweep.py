@@ -217,9 +217,7 @@ class Sweep:
         storage: the URL of a database; by default an SQLite file in `place`.
 
     Raises:
-        OptionError: Optuna is not installed; the storage holds another sweep of that name.
-        OutputError: nothing can be written to `place`.
-        SourceError: the storage cannot be opened.
+        NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
     """
 
     def __init__(
@@ -271,11 +269,7 @@ class Sweep:
     def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
         """Run points until none is left to begin; returns whether all of them are done.
 
-        Args:
-            say: called with what is being run.
-
-        Raises:
-            NormswapError: what is wrong with every run: its input.
+        What is wrong with every run (NormswapError) is raised; `say` is told what is being run.
         """
         waited = 0
         while True:

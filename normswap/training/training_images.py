@@ -159,11 +159,6 @@ class TrainingImages:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
 
-    @property
-    def updates_per_epoch(self) -> int:
-        """Count whole batches; the rest of the images is left out, other ones in each epoch."""
-        return len(self.images) // self.data.batch_size
-
     def batches(self, share: Share, first: int, last: int, *, pin: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)

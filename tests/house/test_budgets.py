@@ -13,11 +13,11 @@ ROOT = Path(normswap.__file__).parent
 TESTS = ROOT.parent / "tests"
 # Lines of normswap/, docstrings and blank ones too. "ground": the files that are in no room.
 ROOMS = {
-    "ground": 850, "layers": 2546, "models": 2234, "graph": 1700, "images": 562, "calibration": 2654, "folding": 1650,
-    "schemes": 2443, "surgery": 2220, "storage": 689, "analysis": 800, "diagnosis": 1259, "training": 1979,
-    "exporting": 2799, "benchmarking": 130, "reporting": 599, "cli": 2650,
+    "ground": 850, "layers": 2546, "models": 2229, "graph": 1700, "images": 562, "calibration": 2135, "folding": 1650,
+    "schemes": 2108, "surgery": 2220, "storage": 689, "analysis": 800, "diagnosis": 1259, "training": 1966,
+    "exporting": 2799, "benchmarking": 130, "reporting": 599, "cli": 2644,
 }  # fmt: skip
-TOGETHER = {"all rooms": 27000, "files of the package": 204, "tests": 31790, "of them the laboratory": 6070}
+TOGETHER = {"all rooms": 26854, "files of the package": 204, "tests": 31677, "of them the laboratory": 6070}
 
 
 def lines(files: list[Path]) -> int:
