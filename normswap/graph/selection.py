@@ -59,8 +59,9 @@ def patterns(options: Body) -> dict[str, list[str]]:
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []
-        several = isinstance(value, Iterable) and not isinstance(value, str)
-        listed = list(value) if several else [value]
+        listed = [value]
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            listed = list(value)
         if not all(isinstance(pattern, str) for pattern in listed):
             raise OptionError(f"{spelled(name, value)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
         if listed:

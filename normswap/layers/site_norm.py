@@ -107,7 +107,7 @@ class EmptyNorm(PlannedLayer):
         return new
 
 
-class FrozenBatchNorm(FrozenBatchNorm2d):
+class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
     """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -111,4 +111,6 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
     if split is None:
         return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
+    if split.copies:
+        notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else TOO_FEW, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,24 +13,27 @@ from normswap.models.calling import Example
 from normswap.surgery import comparison, running
 from normswap.surgery.report import Kept
 
-EVERY = 4  # every fourth image is held out
-MOST = 512  # so many are kept in memory
-TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
+# Every fourth image is held out, and at most so many are kept in memory.
+EVERY, MOST = 4, 512
+TOO_FEW = "too few different calibration images to hold out every fourth and measure on it: give 25 or more"
 
 
 class HeldOutSplit:
     """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
 
     Where a call cannot be parted, every fourth call goes there. Calls are as large as suits the device of the network
-    (`checked_batches.parts`).
+    (`checked_batches.parts`). A copy of an image that is fitted to tells nothing of others: once all are read, `held`
+    has none, and `copies` is their number.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
         self.batches, self.device = batches, device
         self.held: list[Example] = []
+        self.copies = 0
 
     def __iter__(self) -> Iterator[Example]:
         self.held, room = [], MOST
+        fitted_to: set[bytes] = set()
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
                 yield batch  # whoever reads it says what is wrong
@@ -43,7 +47,29 @@ class HeldOutSplit:
                 self.held += parts(first, self.device)
                 room -= first.count
             if fitted is not None:
+                fitted_to.update(_hashes(fitted))
                 yield from parts(fitted, self.device)
+        count = sum(call.count for call in self.held)
+        self.held = [different for call in self.held if (different := _without(call, fitted_to)) is not None]
+        self.copies = count - sum(call.count for call in self.held)
+
+
+def _hashes(call: Example) -> list[bytes]:
+    """What tells each sample from others; nothing of a call that cannot be parted."""
+    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()):
+        return []
+    rows = zip(*(tensor.cpu().double().numpy() for tensor in call.tensors()), strict=True)
+    return [hashlib.sha256(b"".join(part.tobytes() for part in row)).digest() for row in rows]
+
+
+def _without(call: Example, seen: set[bytes]) -> Example | None:
+    """The samples that do not stand in `seen`, which they join; None where there are none."""
+    hashes = _hashes(call)
+    if not hashes:
+        return call
+    new = torch.tensor([mark not in seen and mark not in hashes[:i] for i, mark in enumerate(hashes)])
+    seen.update(hashes)
+    return call.take(new) if bool(new.any()) else None
 
 
 def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, scores: bool = True) -> Kept | None:
