@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -59,7 +60,7 @@ def patterns(options: Body) -> dict[str, list[str]]:
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []
-        listed = [value]
+        listed: list[Any] = [value]
         if isinstance(value, Iterable) and not isinstance(value, str):
             listed = list(value)
         if not all(isinstance(pattern, str) for pattern in listed):
