@@ -18,7 +18,8 @@ from normswap.layers import affine
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
-ENOUGH = 16  # images in a batch for BatchNorm
+# From so many images in a batch on, BatchNorm is no trouble.
+ENOUGH = 16
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
     return images / images.std()
 
 
-LEAVES, SMALLEST, LARGEST = 40, 0.03, 0.6  # to an image, and their sizes as shares of its side
+# Leaves to an image, and the smallest and largest of them as shares of its side.
+LEAVES, SMALLEST, LARGEST = 40, 0.03, 0.6
 
 
 def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:

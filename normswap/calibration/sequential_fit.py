@@ -36,7 +36,8 @@ PLACES = 64
 # Rows that all images together give. The numbers in a patch over the rows are the share by which the fit's squared
 # error exceeds the least there is: a wide patch needs rows, and a narrow one has enough early.
 LEAST_ROWS, MOST_ROWS = 2**11, 2**15
-LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128  # number in a patch
+# A filter is fitted to at least, and needs no more than, so many values for each number in a patch.
+LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128
 # So many images are shown in a mirror as well: that counts most where there are few.
 MIRRORED = 100
 

@@ -21,7 +21,8 @@ from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, hooked, undisturbed
 
-COUNT, BATCH = 128, 32  # images
+# So many images are made, and so many at a time.
+COUNT, BATCH = 128, 32
 STEPS, RATE = 30, 0.2
 
 

@@ -24,7 +24,8 @@ from normswap.errors import NormswapError, OptionError, command_line, quiet
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
 Clicks = Any
 """Objects of click's, which newer versions of typer hide."""
-_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
+# As a shell has it: 128 + SIGINT.
+_INTERRUPTED = 130
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 

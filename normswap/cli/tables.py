@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDTH = 100
-_FEW = 4  # of a list of values, in a table
+# A table shows so many values of a list.
+_FEW = 4
 Said = TypeVar("Said", Body, Sequence[Body])
 
 

@@ -12,9 +12,12 @@ from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
 from normswap.layers.known_norms import Pair
 
-_FEWEST = 8  # channels, for a correlation that says anything
-_UNLIKE = 0.35  # a correlation below, and
-_FAR = 0.5  # means that are off by more of a deviation: those of trained networks are nearer (weight_moments)
+# A correlation over fewer channels says nothing.
+_FEWEST = 8
+# Means that correlate less with the foretold ones, and are further off, contradict the weights.
+_UNLIKE = 0.35
+# In deviations: the means of trained networks are nearer (weight_moments).
+_FAR = 0.5
 
 
 def contradicted(case: Case) -> Iterator[Finding]:

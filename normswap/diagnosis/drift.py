@@ -21,11 +21,16 @@ from normswap.errors import NormswapError
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import undisturbed
 
-_MEAN, _LOG_VAR = 0.3, 0.7  # of a deviation; the logarithm of a ratio of variances: in the median channel
-_CHANCE = 3.0  # standard errors
-_DETAIL, _BEYOND_CHANCE = 0.15, 4.0  # as _MEAN and _LOG_VAR, of a quarter of the channels; standard errors
-_TOGETHER, _BEYOND = 0.2, 2.0  # of the answers; times what one half of the images differs from the other by
-_ENOUGH, _BATCH = 64, 8  # images, and in a batch: the statistics of smaller ones are biased, which no half shows
+# A mean that is so many deviations off, or a variance whose ratio has this logarithm, in the median channel.
+_MEAN, _LOG_VAR = 0.3, 0.7
+# A difference of so many standard errors is no chance.
+_CHANCE = 3.0
+# The same for a quarter of the channels: the logarithm of a ratio of variances, and standard errors.
+_DETAIL, _BEYOND_CHANCE = 0.15, 4.0
+# The share of answers that changes together, and how many times one half's difference from the other that is.
+_TOGETHER, _BEYOND = 0.2, 2.0
+# Fewer images say nothing; the statistics of smaller batches are biased, which no half shows.
+_ENOUGH, _BATCH = 64, 8
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,12 @@ from normswap.calibration.checked_batches import checked
 from normswap.errors import SourceError
 from normswap.models.calling import Example, form
 
-MOST = 512  # images: they are held in memory
-_COLOURLESS = 1e-4  # of a channel's variance, which the others do not explain: what rounding to bytes leaves
-PARTS = 4  # of the batches: how far they differ is the sampling error
+# So many images are held in memory.
+MOST = 512
+# The share of a channel's variance that rounding to bytes leaves, where the other channels explain the rest.
+_COLOURLESS = 1e-4
+# The batches are cut into so many parts: how far these differ is the sampling error.
+PARTS = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,11 +29,13 @@ _USUAL = (
     ((0.0,), (_BYTE,)),
     (_IMAGENET[0], (_BYTE,)),  # Caffe's: a mean is subtracted from 0..255
 )
-_FAR = 0.004  # nats, below which a fit is as good as chance lets it be
+# In nats: a nearer fit is as good as chance lets it be.
+_FAR = 0.004
 # How many times nearer another way must be, in all and in every part, and how near, in nats: the right one is very
 # near, and a usual one that is nearly right is far nearer than a wrong one.
 _CLEARLY = ((2.0, 0.01), (5.0, 0.05))
-_ROUNDED = 0.02  # by which pixels may leave 0..1
+# By so much pixels may leave 0..1.
+_ROUNDED = 0.02
 _BATCH = 32
 
 

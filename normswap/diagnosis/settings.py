@@ -14,9 +14,12 @@ from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
 
-_USUAL = (1e-5, 1e-3)  # torch's eps; TensorFlow's and Ultralytics'
-_CLEARLY, _FAR = 2.0, 0.01  # times nearer; nats of distance that chance does not make
-_LARGEST = 0.5  # momentum is the share of the new batch; one above this is Keras', the share of the old
+# The eps of torch, and that of TensorFlow and Ultralytics.
+_USUAL = (1e-5, 1e-3)
+# An eps fits clearly better if it is so many times nearer, by a distance in nats that chance does not make.
+_CLEARLY, _FAR = 2.0, 0.01
+# Momentum is the share of the new batch; one above this is Keras', the share of the old.
+_LARGEST = 0.5
 
 
 def unlike_builder(case: Case) -> Iterator[Finding]:

@@ -11,10 +11,14 @@ from torch.nn.modules.conv import _ConvNd
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.layers.planned_layer import Linearity
 
-_SWITCHED_OFF = 0.1  # share of a norm's channels with a gamma of 0 from which on it is a fault
-_TINY = 1e-3  # of eps
-_DECAYED = 1e-6  # of the median filter's squared length, below which a filter is taken for 0
-_FILTERS, _CHANCE = 8, 4.0  # fewest whose lengths say something; standard errors of their variance
+# From this share of a norm's channels on, gammas of 0 are a fault.
+_SWITCHED_OFF = 0.1
+# Variances below this share of eps count as 0.
+_TINY = 1e-3
+# Below this share of the median filter's squared length a filter counts as 0.
+_DECAYED = 1e-6
+# The fewest filters whose lengths say something, and standard errors of their variance.
+_FILTERS, _CHANCE = 8, 4.0
 
 
 def _holds_broken(*names: str) -> Callable[[Case, StoredNorm], bool]:

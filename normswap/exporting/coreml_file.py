@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from coremltools.proto.Model_pb2 import Model
 
 _ENDING = ".mlpackage"
-_DISK = "[MIL FileWriter]"  # begins what coremltools says when it cannot write
-_TOOL = "com.github.apple.coremltools."  # what it notes by itself, the date among it
+# What coremltools says begins so when it cannot write.
+_DISK = "[MIL FileWriter]"
+# Names of what coremltools notes by itself, the date among it.
+_TOOL = "com.github.apple.coremltools."
 
 
 def write(contents: FileContents, file: Path) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # of each tensor of the file, by name
 _METADATA = "normswap"
-_ALIGNED = 16  # bytes, as the schema asks of every buffer; the writer in Python leaves that out
+# The schema asks that every buffer starts at a multiple of 16 bytes; the writer in Python leaves that out.
+_ALIGNED = 16
 
 
 def write(contents: FileContents, file: Path) -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-_LIMIT = 2**31 - 2**20  # protobuf's 2 GiB, less what the graph itself takes
+# Protobuf's 2 GiB, less what the graph itself takes.
+_LIMIT = 2**31 - 2**20
 # a classifier's answers stay as they come out of its products; what another layer reads is rounded there
 _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 

@@ -25,7 +25,8 @@ from normswap.exporting.settings import Quantization
 from normswap.graph.node_reader import LINEAR
 
 _ATEN = torch.ops.aten
-_HISTORY = ("stack_trace", "from_node", "source_fn_stack")  # the exporting machine's file names, and what torchao did
+# They hold the exporting machine's file names, and what torchao did.
+_HISTORY = ("stack_trace", "from_node", "source_fn_stack")
 _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
 

@@ -28,7 +28,8 @@ EXPORTED = {
     ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
     ".mlpackage": "coreml",
 }  # fmt: skip
-FOLDERS = {".mlpackage": "Manifest.json"}  # those of them that are directories, with a file that each has
+# Those of them that are directories, with a file that each has.
+FOLDERS = {".mlpackage": "Manifest.json"}
 
 
 @dataclass(frozen=True)

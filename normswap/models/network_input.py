@@ -18,9 +18,12 @@ from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import undisturbed
 
-ANSWERS = ("logits", "out")  # what transformers and torchvision call the answer among several outputs
-_QUANTIZED = "WeightedQuantizedModule"  # the base of torch's int8 layers, which only those who quantize import
-_SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}  # by dimensions, where nothing says more
+# What transformers and torchvision call the answer among several outputs.
+ANSWERS = ("logits", "out")
+# The base of torch's int8 layers, which only those who quantize import.
+_QUANTIZED = "WeightedQuantizedModule"
+# By dimensions, where nothing says more.
+_SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
 
 def check_shapes(model: nn.Module) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from normswap.errors import OptionError
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")  # Pillow's, by timm's names
+# Pillow's, by timm's names.
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 
 @dataclass(frozen=True)

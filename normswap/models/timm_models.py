@@ -22,7 +22,8 @@ from normswap.plan import Arch
 # Arguments of timm.create_model that would load weights or return something else than the named network.
 _FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
 _FILES = ("model.safetensors", "pytorch_model.bin")
-_USUAL = {**GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}  # where a config.json says nothing
+# What holds where a config.json says nothing.
+_USUAL = {**GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
 
 
 def create(arch: Arch) -> nn.Module:

@@ -27,7 +27,8 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model
 # What torch.compile, FSDP and activation checkpointing put into the names of the layers that they wrap.
 _INSIDE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
-_SHOWN = 5  # names in an error
+# An error names so many tensors.
+_SHOWN = 5
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]

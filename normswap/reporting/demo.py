@@ -20,7 +20,8 @@ from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
 
 SCHEMES = ("folded", "skipinit")
-_FEW = 4  # batches that errors are measured on
+# Errors are measured on so many batches.
+_FEW = 4
 
 
 @dataclass(frozen=True)

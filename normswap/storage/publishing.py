@@ -22,7 +22,8 @@ from normswap.storage import checkpoint, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES
 from normswap.surgery import comparison
 
-_NORM_LAYERS = ("groupnorm", "groupnorm1")  # what timm's `norm_layer` calls those that a conversion may end in
+# What timm's `norm_layer` calls the norms that a conversion may end in.
+_NORM_LAYERS = ("groupnorm", "groupnorm1")
 
 
 @dataclass(frozen=True)

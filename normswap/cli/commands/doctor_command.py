@@ -10,7 +10,8 @@ from normswap.cli.options import Json, Model
 from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
-_SAMPLES = 256  # images, unless --samples says more
+# The doctor looks at so many images, unless --samples says more.
+_SAMPLES = 256
 KEYS = "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend)"
 EXAMPLES = ("doctor demo", "doctor demo --data demo")
 
