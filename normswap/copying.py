@@ -139,18 +139,18 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table
-        table.update((_copied(key, memo, whole), _copied(part, memo, whole)) for key, part in value.items())
+        table.update((_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items())
         return table
     if kind is list:
         row: list[object] = []
         memo[id(value)] = row
-        row += [_copied(part, memo, whole) for part in value]
+        row += [_copied(entry, memo, whole) for entry in value]
         return row
     if kind in (tuple, set):
-        return kind(_copied(part, memo, whole) for part in value)
+        return kind(_copied(entry, memo, whole) for entry in value)
     if kind is MethodType:
         return MethodType(value.__func__, _copied(value.__self__, memo, whole))
     if kind is functools.partial:
-        func, args, keywords = (_copied(part, memo, whole) for part in (value.func, value.args, value.keywords))
+        func, args, keywords = (_copied(entry, memo, whole) for entry in (value.func, value.args, value.keywords))
         return functools.partial(func, *args, **keywords)
     return memo[id(value)] if _deeply(value, memo) else value

@@ -220,7 +220,7 @@ class Plan:
             return Plan(_reader().validate_json(text).steps)
         except ValidationError as error:
             first = error.errors()[0]
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
             raise PlanError(f"{origin}{place}: {first['msg'].lower()}") from None
 
 

@@ -48,10 +48,10 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     Raises:
         VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is no refusal passes.
     """
-    done = convert(Network(lived_in(create()), size=_SIZE), scheme, **options)
+    conversion = convert(Network(lived_in(create()), size=_SIZE), scheme, **options)
     for target in [*schemes.names(), "unfold"]:
         try:
-            convert(Network(done.model, size=_SIZE), target)
+            convert(Network(conversion.model, size=_SIZE), target)
         except VerificationError:
             raise
         except NormswapError:  # a target may refuse, with its reason

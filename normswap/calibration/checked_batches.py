@@ -26,7 +26,7 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
         return [batch]
     part_of = torch.arange(batch.count) // most
     parted = [batch.take(part_of == i) for i in range(int(part_of[-1]) + 1)]
-    return [part for part in parted if part is not None] or [batch]
+    return [piece for piece in parted if piece is not None] or [batch]
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:

@@ -86,14 +86,14 @@ def _filled(value: object, values: Values) -> Any:
     if isinstance(value, fx.Node):
         return values[value.name]
     if isinstance(value, dict):
-        return {key: _filled(part, values) for key, part in value.items()}
+        return {key: _filled(entry, values) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_filled(part, values) for part in value]
+        return [_filled(entry, values) for entry in value]
     if isinstance(value, slice):
-        return slice(*(_filled(part, values) for part in (value.start, value.stop, value.step)))
+        return slice(*(_filled(entry, values) for entry in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
-        parts = [_filled(part, values) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        entries = [_filled(entry, values) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
     return value
 
 

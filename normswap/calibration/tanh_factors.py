@@ -53,7 +53,7 @@ def choose_factors(
     values: dict[str, Tensor] = {}
     if batches is not None:
         parts = observed(target, layers, first_images(target, batches, MOST), some_values)
-        values = {path: x for path, part in parts.items() if (x := torch.cat(part, 1)).shape[1] >= ENOUGH}
+        values = {path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH}
     if len(values) < len(layers):
         generator.manual_seed(0)
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)

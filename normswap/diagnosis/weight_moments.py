@@ -88,7 +88,7 @@ def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair |
     groups = getattr(module, "groups", 1)
     if type(module).forward not in _FORWARDS or len(pair[0]) != weight.shape[1] * groups:
         return None
-    mean, var = (part.reshape(groups, -1, 1) for part in pair)
+    mean, var = (moment.reshape(groups, -1, 1) for moment in pair)
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     mean = (rows.sum(3) @ mean).flatten()
     bias = 0 if module.bias is None else module.bias.detach().double()

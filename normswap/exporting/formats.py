@@ -260,10 +260,12 @@ def check(file: Path, settings: FileSettings) -> Format:
         raise OptionError(f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}")
     folder_with = kinds.FOLDERS.get(file.suffix.lower())
     atomic_write.check_writable(file, force=settings.force, folder_with=folder_with)
-    for part in form.files(file)[1:]:
-        others = [part.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == part.suffix]
-        if part.is_file() and (owners := [other for other in others if other.is_file()]):
-            raise OutputError(f"{part} belongs to {owners[0]}", remedy=f"Give {file.name} another name")
+    for extra in form.files(file)[1:]:
+        others = [
+            extra.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == extra.suffix
+        ]
+        if extra.is_file() and (owners := [other for other in others if other.is_file()]):
+            raise OutputError(f"{extra} belongs to {owners[0]}", remedy=f"Give {file.name} another name")
     for beside in (*form.files(file)[1:], sidecar_of(file)):
         atomic_write.check_writable(beside, force=settings.force)
     require_packages(form.name, form.needs, form.extra)

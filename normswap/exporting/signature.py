@@ -105,7 +105,7 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")
-        key = key if key and not key[0].isdigit() else "_".join(part for part in (alone, key) if part)
+        key = key if key and not key[0].isdigit() else "_".join(piece for piece in (alone, key) if piece)
         named[key if key not in named else f"{key}_{len(named)}"] = tensor
     return named
 

@@ -103,10 +103,10 @@ class Channels:
             return self._alone(node, sources[0], arms[0] or [])
         shape = node.meta["shape"]
         if is_add(node) and all(arms) and all(source.meta["shape"] == shape for source in sources):
-            one, two = (channels or [] for channels in arms)
-            for a, b in zip(one, two, strict=True):
+            first, second = (channels or [] for channels in arms)
+            for a, b in zip(first, second, strict=True):
                 self._join(a, b)
-            return one
+            return first
         if is_mul(node):
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:

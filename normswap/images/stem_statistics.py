@@ -22,11 +22,11 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
 
     None where there is none, or the network does not run on them.
     """
-    seen: list[tuple[nn.Module, Tensor]] = []
+    reached: list[tuple[nn.Module, Tensor]] = []
 
     def look(module: nn.Module, args: tuple[object, ...]) -> None:
         if args and isinstance(args[0], Tensor):
-            seen.append((module, args[0]))
+            reached.append((module, args[0]))
             raise _SeenError
 
     norms = [module for module in model.modules() if affine.has_moments(module)]
@@ -34,4 +34,4 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
     # The end at the norm is suppressed, and whatever the network raises: others will say it.
     with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call(model)
-    return seen[0] if seen else None
+    return reached[0] if reached else None

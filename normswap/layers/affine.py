@@ -145,8 +145,8 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 
 def statistics(norm: nn.Module) -> Pair:
     """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is true."""
-    moments, one = _moments(norm), cast(BatchNorm, norm)
-    mean, var = (one.running_mean, one.running_var) if moments is None else moments(norm)
+    moments, batchnorm = _moments(norm), cast(BatchNorm, norm)
+    mean, var = (batchnorm.running_mean, batchnorm.running_var) if moments is None else moments(norm)
     return mean.detach().double(), var.detach().double()
 
 

@@ -100,8 +100,8 @@ class Example:
 
     def each(self) -> list[Example]:
         """Its samples one by one, or itself where it cannot be parted."""
-        parts = [self.take(torch.arange(self.count) == i) for i in range(self.count)]
-        return [part for part in parts if part is not None] or [self]
+        samples = [self.take(torch.arange(self.count) == i) for i in range(self.count)]
+        return [sample for sample in samples if sample is not None] or [self]
 
     @property
     def listed(self) -> bool:
@@ -113,7 +113,7 @@ class Example:
         """Whether one tensor, or one list of tensors, is all that can differ from call to call."""
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
-            return len(lists) == 1 and all(isinstance(part, Tensor) for part in lists[0])
+            return len(lists) == 1 and all(isinstance(entry, Tensor) for entry in lists[0])
         return len(self.tensors()) == 1
 
     @property
@@ -182,8 +182,8 @@ class Example:
 
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
     """Tell whether these are images, one by one, or records of them; and not a batch with labels."""
-    images = all(isinstance(part, Tensor) and part.ndim == 3 for part in batch)
-    return isinstance(batch, list) and (images or all(isinstance(part, Mapping) for part in batch))
+    images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
+    return isinstance(batch, list) and (images or all(isinstance(entry, Mapping) for entry in batch))
 
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
@@ -198,8 +198,8 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
 
 def defaults(model: nn.Module, example: Example) -> list[str]:
     """The names of forward's arguments that the call leaves at their defaults."""
-    given = named_arguments(model, example)
-    return [p.name for p in _parameters(model) if p.default is not p.empty and p.name not in given]
+    named = named_arguments(model, example)
+    return [p.name for p in _parameters(model) if p.default is not p.empty and p.name not in named]
 
 
 def form(model: nn.Module) -> Example:
@@ -272,8 +272,8 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
     if isinstance(value, Tensor):
         yield name, value
     elif depth:
-        for key, part in _parts(value):
-            yield from named_tensors(part, f"{name}.{key}" if name else str(key), depth - 1)
+        for key, entry in _parts(value):
+            yield from named_tensors(entry, f"{name}.{key}" if name else str(key), depth - 1)
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
@@ -298,11 +298,11 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
     if isinstance(value, (Tensor, *kinds)):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: changed(part, change, *kinds) for key, part in value.items()}
+        return {key: changed(entry, change, *kinds) for key, entry in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(changed(part, change, *kinds) for part in value))
+        return type(value)(*(changed(entry, change, *kinds) for entry in value))
     if isinstance(value, list | tuple):
-        return type(value)(changed(part, change, *kinds) for part in value)
+        return type(value)(changed(entry, change, *kinds) for entry in value)
     if is_record(value) and next(named_tensors(value), None) is not None:
         record = copy.copy(value)
         vars(record).update(changed(vars(value), change, *kinds))

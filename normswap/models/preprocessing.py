@@ -29,7 +29,7 @@ def data_config(model: nn.Module) -> Cfg:
 def assumed(model: nn.Module) -> tuple[str, ...]:
     """The parts of a `Preprocessing` that no record of the network states."""
     cfg = stated(model)
-    return tuple(part.name for part in fields(Preprocessing) if cfg.get(part.name) is None)
+    return tuple(entry.name for entry in fields(Preprocessing) if cfg.get(entry.name) is None)
 
 
 def assumption(model: nn.Module) -> str:

@@ -42,4 +42,4 @@ class Preprocessing:
 
 def comma_list(value: Sequence[float]) -> str:
     """Numbers as the command line takes them."""
-    return ",".join(f"{one:g}" for one in value)
+    return ",".join(f"{number:g}" for number in value)

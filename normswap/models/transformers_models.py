@@ -106,8 +106,8 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     """Return the network with all weights of the files, and none of its own but those of a fresh head."""
     file = _fetch(place, *_FILES)
     if file.name.endswith(".index.json"):
-        for part in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):
-            _fetch(place, part)
+        for shard in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):
+            _fetch(place, shard)
     try:
         with quiet(), seeded():
             model, info = getattr(transformers, arch.name).from_pretrained(

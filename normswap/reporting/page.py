@@ -95,10 +95,10 @@ def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str
         if report.exact and precision in report.tolerance:
             below = f"allowed: {small(report.tolerance[precision])}"
         yield f"relative L2, {precision}", small(max(errors)), below
-    kept = report.kept
-    if kept and kept.agreement is not None:
-        on = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
-        yield "same answers", share(kept.agreement), on
+    agreement = report.kept
+    if agreement and agreement.agreement is not None:
+        on = f"at least {agreement.least:.0%}, on {agreement.count} held-out calibration images"
+        yield "same answers", share(agreement.agreement), on
     elif not report.exact and not measured_again:
         yield "same answers", "?", report.unmeasured or "not measured: give images"
 

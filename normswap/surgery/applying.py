@@ -73,16 +73,16 @@ def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacemen
     What makes each of its replacements anew, and its new parameters by the identity of the old.
     """
     like = _like(model).double()
-    kept = {edit.path: edit.depth for edit in step.edits}
+    depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
     tensors: dict[int, torch.Tensor] = {}
     for edit in step.edits:
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         if isinstance(old, nn.Module):
-            replacements[result.get_submodule(_now(edit.path, kept))] = partial(_double, edit, old, reads, like)
+            replacements[result.get_submodule(_now(edit.path, depths))] = partial(_double, edit, old, reads, like)
         elif isinstance(value := _replacement(edit, old, reads, like), torch.Tensor):
-            tensors[id(find(result, _now(edit.path, kept), "the result"))] = value.detach()
+            tensors[id(find(result, _now(edit.path, depths), "the result"))] = value.detach()
     return replacements, tensors
 
 
@@ -152,18 +152,18 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     """
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
-    kept = {edit.path: edit.depth for edit in step.edits}
+    depths = {edit.path: edit.depth for edit in step.edits}
     still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(_now(path, kept)))]  # fmt: skip
+             and affine.is_batchnorm(result.get_submodule(_now(path, depths)))]  # fmt: skip
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
 
-def _now(path: str, kept: Mapping[str, int]) -> str:
+def _now(path: str, depths: Mapping[str, int]) -> str:
     """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    inside = [part + ".inner" * kept.get(head, 0) for part, head in zip(parts[:-1], heads, strict=False)]
+    inside = [name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)]
     return ".".join([*inside, parts[-1]])
 
 

@@ -40,11 +40,11 @@ class Conversion:
 
     def __repr__(self) -> str:
         """The report first, in a line; `report` and `outcomes` have all of it."""
-        kept = "exact" if self.report.exact else "approximate"
+        word = "exact" if self.report.exact else "approximate"
         worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
         passed = "passed" if self.report.passed else "FAILED"
-        return f"Conversion({passed}, {kept}, {worst}: {type(self.model).__name__} -> {steps or 'norms of its own'})"
+        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'norms of its own'})"
 
     @property
     def model(self) -> nn.Module:
@@ -67,12 +67,12 @@ def carry_out(network: Network, step: Step) -> Conversion:
         PlanError: the step does not fit the model.
         VerificationError: the result is wrong.
     """
-    chosen = schemes.of(step)
-    images = fitting.images_for(chosen, network)
+    scheme = schemes.of(step)
+    images = fitting.images_for(scheme, network)
     result = applied(network, step)
-    if not chosen.exact:
+    if not scheme.exact:
         _check_runs(result, network.examples[0].first(1), step.scheme)
-    fitted = fitting.fit(chosen, network, result, step, images)
+    fitted = fitting.fit(scheme, network, result, step, images)
     report = prove(network, result, step, fitted)
     applying.check_gone(network.module, result, step)
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
@@ -88,8 +88,8 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitte
     precise = _precise(network, result, step) if exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=exact, precise=precise)
     comparison.require_passed(network, report, step.scheme)
-    kept = held_out.measured(network.module, result, fitted.held, scores=not network.anatomy.features)
-    return replace(report, kept=kept, unmeasured=fitted.unmeasured)
+    agreement = held_out.measured(network.module, result, fitted.held, scores=not network.anatomy.features)
+    return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
 
 
 def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Precise | None:

@@ -83,24 +83,24 @@ def plan_steps(
         yield before, builder
 
 
-def _plan_step(seen: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
+def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
-    part = selection.restrict(seen, **patterns)
-    builder: PlanBuilder = scheme.plan(part, **chosen.own)
+    restricted = selection.restrict(anatomy, **patterns)
+    builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
         listed = [f"{path or 'the network itself'}: {why}" for path, why in list(builder.refusals.items())[:3]]
         more = f"; and {len(builder.refusals) - 3} more" if len(builder.refusals) > 3 else ""
         raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed) + more)
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
-        raise _nothing(part, scheme.name, builder)
+        raise _nothing(restricted, scheme.name, builder)
     return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
 
 
-def _nothing(seen: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
-    norms = [norm for norm in seen.norms if seen.takes_part(norm.path)]
+def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
+    norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
-    why = f"the norms of {'what is chosen' if seen.outside else 'the network'} are {kinds}"
+    why = f"the norms of {'what is chosen' if anatomy.outside else 'the network'} are {kinds}"
     if builder.outcomes:
         what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
         why += f", and stay as they are: {what}"
@@ -167,16 +167,16 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     network = source.fitted_to(images, source.progress)
-    done: list[Conversion] = []
+    conversions: list[Conversion] = []
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
         if len(steps) == 1 and source.calibrate is not None and not chosen.fits:
             raise OptionError(f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted")
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
-        done.append(replace(last, outcomes=builder.outcomes, notes=notes))
+        conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
-    return done[0] if len(done) == 1 else _joined(source, done)
+    return conversions[0] if len(conversions) == 1 else _joined(source, conversions)
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
@@ -195,8 +195,8 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     schemes.check_purpose(purpose)
     options = {name: value for name, value in options.items() if name != "purpose"}
     target = schemes.chosen(to, options)
-    part = patterns(options)
-    anatomy = restrict(anatomy, **part)
+    limits = patterns(options)
+    anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
     # What asks for BatchNorms takes those that there are, and leaves other norms as they are.
@@ -211,19 +211,19 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
     where = target.options["where"] if to == "batchnorm" else "norms"
     if where != "norms" or (to == "batchnorm" and measured and not (alive or lost or averaged)):
-        adding = schemes.chosen("measured-batchnorm", {**part, "where": "activation" if where == "norms" else where})
+        adding = schemes.chosen("measured-batchnorm", {**limits, "where": "activation" if where == "norms" else where})
         return [adding, *([target] if target.options["ghost_batch"] else []), *after]
     there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
-    way = [schemes.chosen(name, part) for name in before] + ([] if there else [target])
+    way = [schemes.chosen(name, limits) for name in before] + ([] if there else [target])
     if to == "folded" and target.options["branches"] == "merge":
-        merging = schemes.chosen("merged-branches", part)
+        merging = schemes.chosen("merged-branches", limits)
         way += [merging] if merging.scheme.plan(anatomy).replacements else []
     return way + after
 
 
-def _ends_in_a_factor(seen: Anatomy, block: Block) -> bool:
+def _ends_in_a_factor(anatomy: Anatomy, block: Block) -> bool:
     """Whether the branch of a block of timm's normalizer-free networks ends in a factor of the block's own."""
-    return block.tail is None and isinstance(seen.traced.modules[block.path.partition("+")[0]], NormFreeBlock)
+    return block.tail is None and isinstance(anatomy.traced.modules[block.path.partition("+")[0]], NormFreeBlock)
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
@@ -240,30 +240,30 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
     return likeness.batchnorm_like(network, like, fitting.calls_of(images, network))
 
 
-def _joined(source: Network, done: list[Conversion]) -> Conversion:
+def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
     """Several steps as one conversion, measured from end to end."""
-    last = done[-1]
-    steps = last.plan.steps[-len(done) :]
+    last = conversions[-1]
+    steps = last.plan.steps[-len(conversions) :]
     exact = all(schemes.exact(step) for step in steps)
     precise = None
     if exact:
         precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
-    fitted = [one.report for one in done if not one.report.exact]
+    fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
     if len(fitted) == 1:  # the exact ones add nothing to it
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
         report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")
     comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
-    outcomes = {path: outcome for one in done for path, outcome in one.outcomes.items()}
+    outcomes = {path: outcome for conversion in conversions for path, outcome in conversion.outcomes.items()}
     renames: dict[str, str] = {}
-    for one in done:
-        later = dict(one.renames)
+    for conversion in conversions:
+        later = dict(conversion.renames)
         renames = {old: later.pop(new, new) for old, new in renames.items()} | later
-    known = source.module.state_dict().keys()
-    kept = tuple((old, new) for old, new in renames.items() if old in known)
-    notes = tuple(dict.fromkeys(note for one in done for note in one.notes))
-    return Conversion(last.network, report, outcomes, notes, kept, len(done))
+    names_of_source = source.module.state_dict().keys()
+    survived = tuple((old, new) for old, new in renames.items() if old in names_of_source)
+    notes = tuple(dict.fromkeys(note for conversion in conversions for note in conversion.notes))
+    return Conversion(last.network, report, outcomes, notes, survived, len(conversions))
 
 
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:

@@ -59,7 +59,7 @@ def _hashes(call: Example) -> list[bytes]:
     if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()):
         return []
     rows = zip(*(tensor.cpu().double().numpy() for tensor in call.tensors()), strict=True)
-    return [hashlib.sha256(b"".join(part.tobytes() for part in row)).digest() for row in rows]
+    return [hashlib.sha256(b"".join(value.tobytes() for value in row)).digest() for row in rows]
 
 
 def _without(call: Example, seen: set[bytes]) -> Example | None:

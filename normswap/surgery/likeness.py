@@ -57,8 +57,8 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
     norms: dict[str, Any] = {path: module.get_submodule(path) for path in shifts}
     for path, shift in shifts.items():
         norms[path].bias.copy_(shift)
-    seen = channel_moments.measure(module, norms, batches, network.progress)
-    for path, moments in seen.moments.items():
+    measured = channel_moments.measure(module, norms, batches, network.progress)
+    for path, moments in measured.moments.items():
         norms[path].running_mean.copy_(moments.mean)
         norms[path].running_var.copy_(moments.variance)
         if not bool(torch.isfinite(norms[path].running_var).all()):
@@ -70,7 +70,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         worst = max(report.logits, key=lambda error: error.relative_l2)
         why = f"with its weights that computes something else (relative L2 error {worst.relative_l2:.1e})"
         raise RefusedError(_ANOTHER, why)
-    notes = (f"the statistics of {len(shifts)} norms were measured on {seen.images} images",)
+    notes = (f"the statistics of {len(shifts)} norms were measured on {measured.images} images",)
     return Conversion(skeleton.after(module), report, dict.fromkeys(shifts, _MEASURED), notes)
 
 
@@ -89,15 +89,15 @@ def _built(network: Network, like: str) -> nn.Module:
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
-    target, source = (_classes(seen) for seen in (Network(module, size=network.input_size).anatomy, network.anatomy))
+    target, source = (_classes(each) for each in (Network(module, size=network.input_size).anatomy, network.anatomy))
     if target == source or not (target and source):
         return module
     return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=source)
 
 
-def _classes(seen: Anatomy) -> int:
+def _classes(anatomy: Anatomy) -> int:
     """How many outputs the classifier has; 0 without one."""
-    return 0 if seen.classifier is None else int(seen.traced.linear(seen.classifier).weight.shape[0])
+    return 0 if anatomy.classifier is None else int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:

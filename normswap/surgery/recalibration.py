@@ -70,11 +70,11 @@ def recalibrate(
         remedy = f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned, rounded or averaged"
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
     norms_of(network.module)
-    done = carry_out(network, Step("recalibrate", record, ()))
+    conversion = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
-        return done
+        return conversion
     note = f"the statistics of {len(broken)} norms were broken ({', '.join(broken[:3])}); the report is about 0 and 1"
-    return replace(done, notes=(*done.notes, note))
+    return replace(conversion, notes=(*conversion.notes, note))
 
 
 def _keeps_statistics(model: nn.Module) -> bool:

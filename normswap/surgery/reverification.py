@@ -77,15 +77,19 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
     """
     features = source.anatomy.features
     if not features and not labels_are_missing(loader):
-        one, answers = classify(source.module, loader, progress=progress)
-        two, others = classify(result, loader, progress=progress)
+        before, answers = classify(source.module, loader, progress=progress)
+        after, others = classify(result, loader, progress=progress)
         same = agreement(answers, others)
-        return {"source": one.top1, "result": two.top1, "agreement": same, "count": one.count}
+        return {"source": before.top1, "result": after.top1, "agreement": same, "count": before.count}
     form = calling.form(source.module)
-    kept = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
-    if kept is None:
+    figures = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
+    if figures is None:
         raise SourceError("no images to compare on")
-    return {"agreement": kept.agreement, "relative_l2": kept.relative_l2, "count": kept.count}
+    return {
+        "agreement": figures.agreement,
+        "relative_l2": figures.relative_l2,
+        "count": figures.count,
+    }
 
 
 def labels_are_missing(loader: Loader) -> bool:

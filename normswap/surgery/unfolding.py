@@ -129,15 +129,15 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for path, module in _by_old_path(model).items():
-        held = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in held.items()})
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
     return tensors
 
 
 def _living(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the norms that the conversions left in place, as they are now."""
-    kept = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
-    return {f"{path}.{name}": tensor for path, module in kept.items() for name, tensor in module.state_dict().items()}
+    norms = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
+    return {f"{path}.{name}": tensor for path, module in norms.items() for name, tensor in module.state_dict().items()}
 
 
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:

@@ -81,27 +81,27 @@ class Subject:
 
 def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     """Open the recipe's network if none is given; or raises NormswapError."""
-    part = recipe.model
+    settings = recipe.model
     if model is None:
-        if part is None:
+        if settings is None:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
         with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
-            model = checkpoint.open_model(part.name, weights=part.weights, arch_args=part.args, named=False)
+            model = checkpoint.open_model(settings.name, weights=settings.weights, arch_args=settings.args, named=False)
     return Subject(Network.of(model), model)
 
 
 def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
     """Convert the network if the recipe says so; it is not changed itself. `say` is told what the user should know."""
-    network, model, part = subject.network, subject.source, recipe.convert
-    if part is not None:
-        say(f"converting to {part.to}")
+    network, model, how = subject.network, subject.source, recipe.convert
+    if how is not None:
+        say(f"converting to {how.to}")
         images = None
-        if part.calibrate:
+        if how.calibrate:
             images = datasets.make_loader(
-                model, places(recipe.data)[0], split="train", samples=part.samples, seed=recipe.train.seed, workers=0,
+                model, places(recipe.data)[0], split="train", samples=how.samples, seed=recipe.train.seed, workers=0,
                 labelled=False,
             )  # fmt: skip
-        result = conversion.convert(network, part.to, calibrate=images, **part.options)
+        result = conversion.convert(network, how.to, calibrate=images, **how.options)
         for note in result.notes:
             say(note)
         network = result.network

@@ -121,8 +121,8 @@ def run(
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    given = {**vars(options), "only": request.only, "skip": request.skip, "purpose": request.purpose}
-    asked = {name: value for name, value in given.items() if value not in (None, [])}
+    values = {**vars(options), "only": request.only, "skip": request.skip, "purpose": request.purpose}
+    asked = {name: value for name, value in values.items() if value not in (None, [])}
     plan = _requested_plan(request, asked)
     scheme = plan.steps[-1].scheme if plan else str(request.to)
     place = request.output or Path(f"{last_part(model)}-{scheme}")
