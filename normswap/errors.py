@@ -73,9 +73,9 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
-def counted(count: int, one: str, more: str) -> str:
+def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
-    return f"{count} {one if count == 1 else more}"
+    return f"{count} {singular if count == 1 else more}"
 
 
 def first_line(error: BaseException) -> str:

@@ -97,15 +97,15 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     }
 
 
-def of_conversion(done: Conversion, scheme: str = "") -> list[Body]:
+def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
     """Describe the steps of a conversion, the last with its measurements; `unfold`, without a plan, by its name."""
-    steps = [of_step(step) for step in done.plan.steps[-done.steps :] or [Step(scheme, {}, ())]]
+    steps = [of_step(step) for step in conversion.plan.steps[-conversion.steps :] or [Step(scheme, {}, ())]]
     steps[-1] |= {
-        "verdicts": {path: str(outcome) for path, outcome in done.outcomes.items()},
-        "outcomes": counts(done.outcomes.values()),
-        "notes": list(done.notes),
-        "renames": [list(pair) for pair in done.renames],
-        "report": of_report(done.report),
+        "verdicts": {path: str(outcome) for path, outcome in conversion.outcomes.items()},
+        "outcomes": counts(conversion.outcomes.values()),
+        "notes": list(conversion.notes),
+        "renames": [list(pair) for pair in conversion.renames],
+        "report": of_report(conversion.report),
     }
     return steps
 

@@ -32,10 +32,10 @@ def spread(command: Command) -> Command:
             options.append(argument.replace(kind=Parameter.KEYWORD_ONLY, annotation=_escaped(kind)))
 
     @functools.wraps(command)
-    def flattened(**given: object) -> int | None:
+    def flattened(**options: object) -> int | None:
         for name, record in records.items():
-            given[name] = record(**{field.name: given.pop(field.name) for field in fields(record) if field.init})
-        return command(**given)
+            options[name] = record(**{field.name: options.pop(field.name) for field in fields(record) if field.init})
+        return command(**options)
 
     flattened.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     flattened.__annotations__ = {option.name: option.annotation for option in options}

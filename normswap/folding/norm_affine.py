@@ -24,7 +24,7 @@ from normswap.layers.planned_layer import Linearity
 from normswap.plan import AbsorbMode, Outcome
 
 
-def found(anatomy: Anatomy) -> dict[str, nn.Module]:
+def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
     """The LayerNorms and RMSNorms that forward calls, by path, each once."""
     calls = anatomy.traced.calls
     modules = {norm.path: anatomy.traced.modules[norm.path] for norm in anatomy.norms}
@@ -38,7 +38,9 @@ def found(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def move(builder: PlanBuilder) -> None:
     """Give the gamma and beta of every norm that has some to the linear layers after it, where that is exact."""
-    norms = {path: norm for path, norm in found(builder.anatomy).items() if any(True for _ in norm.parameters())}
+    norms = {
+        path: norm for path, norm in foldable_norms(builder.anatomy).items() if any(True for _ in norm.parameters())
+    }
     if not norms:
         return
     axes = channel_axes.read(builder.anatomy.traced, builder.is_identity)

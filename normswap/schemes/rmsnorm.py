@@ -23,7 +23,7 @@ from normswap.plan import AbsorbMode, Outcome
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
     """Plan an RMSNorm in place of every LayerNorm."""
-    norms = {path: m for path, m in norm_affine.found(anatomy).items() if isinstance(m, nn.LayerNorm)}
+    norms = {path: m for path, m in norm_affine.foldable_norms(anatomy).items() if isinstance(m, nn.LayerNorm)}
     if not norms:
         raise RefusedError(
             "the network has no LayerNorm", remedy=f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
