@@ -17,7 +17,7 @@ from normswap.layers import affine, reparametrized
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.own import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers
-from normswap.schemes.skipinit import NO_MODULE, check_blocks, place_scale
+from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
@@ -40,7 +40,7 @@ def _place_scales(builder: PlanBuilder) -> None:
     modules = builder.anatomy.traced.modules
     for block in builder.anatomy.part():
         if block.tail is None:
-            builder.refusals[block.path] = NO_MODULE
+            builder.refusals[block.path] = no_tail(builder.anatomy, block)
         elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
             builder.notes.append(f"{block.path} keeps its scalar")
         else:

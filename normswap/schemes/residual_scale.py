@@ -21,7 +21,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import scales_branch
-from normswap.schemes.skipinit import NO_MODULE, check_blocks, place_scale
+from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
@@ -65,7 +65,7 @@ def _scale(
     """The two factors' paths, and their values; their inverses go into the weights."""
     modules = builder.anatomy.traced.modules
     if block.tail is None:
-        raise NotFoldable(NO_MODULE)
+        raise NotFoldable(no_tail(builder.anatomy, block))
     tail = modules[block.tail]
     if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
         raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")

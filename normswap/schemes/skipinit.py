@@ -27,8 +27,13 @@ from normswap.layers.own import BranchScale, scales_branch
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
 
-# Why a branch gets no scalar.
-NO_MODULE = "its branch ends in a function of the block itself, where no module can stand"
+
+def no_tail(anatomy: Anatomy, block: Block) -> str:
+    """Why no scalar can stand at the end of a branch."""
+    last = anatomy.traced.module(block.branch)
+    if last is not None and anatomy.traced.called(last) > 1:
+        return "forward calls its layers several times, and a scalar is placed for one call"
+    return "its branch ends in a function of the block itself, where no module can stand"
 
 
 def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
@@ -69,7 +74,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     builder = fold_norms(anatomy, leave=scaled)
     for block in anatomy.part():
         if block.tail is None:
-            builder.refusals[block.path] = NO_MODULE
+            builder.refusals[block.path] = no_tail(anatomy, block)
             continue
         with_bias = bias and block.order == "post"
         old = modules[block.tail]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from lived import lived_in
 from timm import layers as timm_layers
@@ -361,3 +362,28 @@ def test_every_way_that_inputs_give_is_followed(scheme: str, name: str) -> None:
 def test_a_norm_that_an_argument_would_call_is_named() -> None:
     done = normswap.convert(Ways(lambda x, domain: domain).eval(), "folded", inputs=IMAGES[:2])
     assert "never called: norms.1; forward had the default of domain" in done.notes
+
+
+class Twice(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) + super().forward(x.flip(-1))
+        return y
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "fixup", "residual-scale"])
+def test_a_body_that_is_called_twice_is_refused_for_that(scheme: str) -> None:
+    block = Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+    with pytest.raises(NormswapError, match="calls its layers several times"):
+        normswap.convert(Twice(nn.Conv2d(3, 8, 3), block, nn.ReLU()).eval(), scheme, inputs=IMAGES[:2])
+
+
+def test_input_biases_that_fixup_has_learned_cannot_be_unfolded() -> None:
+    torch.manual_seed(0)
+    source = timm.create_model("resnet10t", num_classes=5, channels=(8, 8, 8, 8)).eval()
+    done: Any = normswap.convert(source, "fixup", input_size=(3, 32, 32)).model
+    with torch.no_grad():
+        for name, parameter in done.named_parameters():
+            if "in_bias" in name:
+                parameter.fill_(0.1)
+    with pytest.raises(NormswapError, match="has learned a bias of its input"):
+        normswap.convert(done, "unfold", input_size=(3, 32, 32))
