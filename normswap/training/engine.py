@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, SourceError, TrainingError
@@ -27,6 +26,7 @@ from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
 from normswap.training.assembly import Stop, Task, from_first, stop_on_request
+from normswap.training.optimizing import clip_gradients
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
 from normswap.training.subject import begin, converted
@@ -231,7 +231,7 @@ class TrainingRun:
                 engine.backward(loss)
                 if engine.sync_gradients and task.clip is not None:
                     engine.unscale_gradients()
-                    dispatch_clip_grad(task.clipped, task.clip.value, mode=task.clip.mode)
+                    clip_gradients(task.raw, task.clipped, task.clip)
                 task.optimizer.step()
                 task.optimizer.zero_grad()
             self.sum += loss.detach() / self.recipe.train.accumulate

@@ -6,7 +6,7 @@ Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2: T^2 KL(teacher / 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.poly_lr import PolyLRScheduler
 from timm.scheduler.scheduler import Scheduler
+from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import param_groups
@@ -85,6 +87,25 @@ def clipped(model: nn.Module, clip: Clip, head: nn.Module | None) -> list[nn.Par
     """
     spared = {id(p) for p in head.parameters()} if clip.mode == "agc" and head is not None else set()
     return [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
+
+
+def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: Clip) -> None:
+    """Clip gradients, in place, as timm does.
+
+    Adaptive clipping goes by the weights of each output, which are the second dimension of a transposed convolution's.
+    """
+    transposed: set[int] = set()
+    if clip.mode == "agc":
+        transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
+    tensors: list[Tensor] = []
+    for parameter in parameters:
+        if id(parameter) in transposed and parameter.grad is not None:
+            by_output = parameter.detach().transpose(0, 1)
+            by_output.grad = parameter.grad.transpose(0, 1)
+            tensors.append(by_output)
+        else:
+            tensors.append(parameter)
+    dispatch_clip_grad(tensors, clip.value, mode=clip.mode)
 
 
 class Objective:

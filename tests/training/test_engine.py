@@ -15,7 +15,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import create_transform
-from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 from trained import network, recipe, train, weights, write_images
 
@@ -23,7 +22,7 @@ from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.surgery.network import Network
 from normswap.training import optimizing
-from normswap.training.optimizing import Objective, Teacher, clipped, optimizer
+from normswap.training.optimizing import Objective, Teacher, clip_gradients, clipped, optimizer
 from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
 from normswap.training.subject import classifier
 from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places, transform
@@ -206,7 +205,8 @@ def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Mod
     model(torch.randn(2, 3, 32, 32)).square().sum().mul(1e4).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     spared = model.get_submodule(classifier(Network(model)))
-    dispatch_clip_grad(clipped(model, Clip(mode="agc"), spared), 0.01, mode="agc")
+    clip = Clip(mode="agc", value=0.01)
+    clip_gradients(model, clipped(model, clip, spared), clip)
     some = False
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -221,6 +221,18 @@ def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Mod
         assert torch.allclose(now, old * factor[:, None], rtol=1e-4, atol=1e-8)
         some = some or not torch.equal(now, old)
     assert some
+
+
+def test_adaptive_clipping_of_a_transposed_convolution_goes_by_its_outputs() -> None:
+    torch.manual_seed(0)
+    conv = nn.ConvTranspose2d(4, 6, 3, bias=False)
+    gradient = torch.full_like(conv.weight, 1e-6)
+    gradient[:, 2] = 1.0
+    conv.weight.grad = gradient.clone()
+    clip_gradients(conv, [conv.weight], Clip(mode="agc", value=0.01))
+    assert torch.equal(conv.weight.grad[:, [0, 1, 3, 4, 5]], gradient[:, [0, 1, 3, 4, 5]])
+    bound = 0.01 * conv.weight[:, 2].detach().norm()
+    torch.testing.assert_close(conv.weight.grad[:, 2].norm(), bound)
 
 
 def distilled(part: Distill, model: nn.Module, teacher: nn.Module) -> Objective:
