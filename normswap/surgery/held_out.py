@@ -15,7 +15,7 @@ from normswap.surgery.report import Kept
 
 # Every fourth image is held out, and at most so many are kept in memory.
 EVERY, MOST = 4, 512
-TOO_FEW = "too few different calibration images to hold out every fourth and measure on it: give 25 or more"
+TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
 
 
 class HeldOutSplit:

@@ -166,7 +166,7 @@ def test_what_has_no_beta_cannot_take_up_what_was_learned(source: nn.Module) -> 
 def test_one_without_statistics_is_folded_but_gives_no_place_to_a_norm(source: nn.Module) -> None:
     normswap.register_norm(Whitener, affine=Whitener.map)
     assert same(source, normswap.convert(source, "folded", inputs=X).model) < 1e-5
-    with pytest.raises(RefusedError, match=r"register_norm\(Whitener, affine=..., statistics=...\)"):
+    with pytest.raises(RefusedError, match="no BatchNorm to replace"):
         normswap.convert(source, "groupnorm", inputs=X)
 
 
