@@ -89,6 +89,7 @@ def test_a_gpu_and_int8_may_be_further_off(device: str, precision: str, off: flo
     assert [row["status"] for row in rows] == ["ok", status]
 
 
+@pytest.mark.slow
 def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:
     """Files for one image, with pixels in and probabilities out, or not, beside the source, itself and folded."""
     assert main(["convert", *SMALL, "--to", "skipinit", "-o", "skip"]) == 0

@@ -70,6 +70,7 @@ def test_where_none_can_be_made_it_says_why(
         synthetic_images.make(model, form(model), size, seed=0)
 
 
+@pytest.mark.slow
 def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
     network: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

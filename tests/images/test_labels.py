@@ -185,6 +185,7 @@ def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[s
     run_json(capfd, "recalibrate", MODEL, "--data", str(tmp_path / "photos"), "-o", out, "--force", "--workers", "0")
 
 
+@pytest.mark.slow
 def test_an_encoder_is_compared_by_its_features(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

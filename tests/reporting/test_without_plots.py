@@ -29,6 +29,7 @@ def without(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BLOCK + code], capture_output=True, text=True, cwd=folder, check=False)
 
 
+@pytest.mark.slow
 def test_the_core_imports_neither(tmp_path: Path) -> None:
     home = Path(normswap.__file__).parent
     names = {"normswap." + ".".join(file.relative_to(home).with_suffix("").parts) for file in home.rglob("*.py")}
@@ -57,6 +58,7 @@ def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_rest_works(tmp_path: Path) -> None:
     words = [["convert", "demo", "--to", "folded", "-o", "folded"], ["verify", "folded"],
              ["spp", "folded"]]  # fmt: skip

@@ -274,6 +274,7 @@ def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "GRACE", 3)
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_had_begun_is_begun_again(left: Path, tmp_path: Path, pulse: None) -> None:
     shutil.copytree(left, tmp_path / "s")
     found = sweep(tmp_path / "s")
