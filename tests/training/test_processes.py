@@ -94,9 +94,10 @@ train: {epochs: 2}
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A folder with images and a recipe."""
+    """A folder with images, in folders by the network's classes, and a recipe."""
+    names = checkpoint.open_model(str(demo_files.FOLDER)).pretrained_cfg["label_names"]
     for part, per_class in (("train", 2), ("val", 1)):
-        write_images(tmp_path / "images" / part, per_class)
+        write_images(tmp_path / "images" / part, per_class, names)
     (tmp_path / "short.yaml").write_text(SHORT.replace("MODEL", str(demo_files.FOLDER)))
     return tmp_path
 
