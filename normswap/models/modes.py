@@ -45,12 +45,15 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
         yield
 
 
+# What every module has beside its tensors and children: hooks, which no forward registers.
+_HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
 Contents: TypeAlias = tuple[Any, Any, Tensor | None]  # an object, a copy of what is in it, and a tensor's memory
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:
     """What the module holds itself and may write into: tensors and plain collections."""
-    for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
+    own = [value for name, value in vars(module).items() if name not in _HOOKS]
+    for value in (*own, *module._parameters.values(), *module._buffers.values()):
         if isinstance(value, Tensor):
             if value.is_meta:
                 continue

@@ -6,7 +6,8 @@ costs the source is allowed: itself in that precision against its float64 values
 its own float64 values by more than the tolerance (a chaotic network), four times that is allowed, and float64 decides.
 Where a change of its input in the last digit moves the source's output by more, a multiple of that is allowed, up to
 1e-8 in float64. Of several outputs each is measured by itself, and the worst counts; of labels, masks and counts, the
-share of entries that differ. The same must hold at ten times the scale of the input.
+share of entries that differ. Where a layer's class is neither torch's nor timm's, the same must hold at ten times the
+input's scale.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import VerificationError, spelled
-from normswap.graph.anatomy import Block
+from normswap.graph.anatomy import Anatomy, Block
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import full_precision
@@ -40,6 +41,7 @@ _FEW = 8
 _COARSE = 0.1
 # Where two runs of the source are this share of a result's error apart, the source is what differs.
 _OF_ERROR = 0.1
+_KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
 # Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
 _LARGER = 10
 # An input or a branch that moves the output by less proves nothing.
@@ -116,7 +118,8 @@ def compare(
     elif _is_half(precision) and own_change > _COARSE:
         vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
     passed = proved and _passes(logits, tolerance if exact else None)
-    if passed and exact and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
+    foreign = anatomy is None or _has_foreign_layers(anatomy)
+    if passed and exact and foreign and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
         logits.append(larger)
         passed = False
     report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
@@ -158,10 +161,16 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     )
 
 
+def _has_foreign_layers(anatomy: Anatomy) -> bool:
+    """Whether forward calls a layer whose class is neither torch's nor timm's, or that has a forward of its own."""
+    layers = [module for node in anatomy.traced.nodes if (module := anatomy.traced.module(node)) is not None]
+    return any(not type(m).__module__.startswith(_KNOWN_CLASSES) or "forward" in vars(m) for m in layers)
+
+
 def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
-    """The error at ten times the input's scale, if the source gives finite numbers there and it is not allowed."""
+    """The error of the first image at ten times its scale, if that is finite and not allowed."""
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
-    larger = _floats(source.calls[0], lambda t: _LARGER * t)
+    larger = _floats(source.calls[0].first(1), lambda t: _LARGER * t)
     try:
         outputs, _ = run(network, larger)
     except Exception:  # whatever the network raises
