@@ -43,6 +43,7 @@ def statistics_error(model: nn.Module, x: Tensor) -> float:
     return float(torch.stack(errors).mean())
 
 
+@pytest.mark.slow
 def test_they_have_the_statistics_that_are_kept_and_the_network_stays(network: nn.Module) -> None:
     network.train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}

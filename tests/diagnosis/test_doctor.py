@@ -300,6 +300,7 @@ def test_an_untrained_network_was_not_loaded() -> None:
     assert [fault.name for fault in faults] == ["not-loaded"]
 
 
+@pytest.mark.slow
 def test_recalibration_mends_stale_statistics() -> None:
     model = opened("demo")
     images = make_loader(model, "demo", workers=0)

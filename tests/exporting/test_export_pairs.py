@@ -80,6 +80,7 @@ def test_every_option_is_among_them() -> None:
 SLOW, QUICK = ([pair for pair in PAIRS if any(one.int8 for one in pair) is slow] for slow in (True, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", sampled(SLOW, 96) + sampled(QUICK, 29), ids=lambda pair: f"{pair[0]} {pair[1]}")
 def test_two_options_of_export(
     pair: tuple[Option, Option],

@@ -180,6 +180,7 @@ def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
     assert "does not give one tensor" in fails("export", "b", "--trust-factory", "-o", "c.onnx", "--softmax")
 
 
+@pytest.mark.slow
 def test_hugging_face(here: Path, run: Run) -> None:
     hugging_face(here / "hf")
     run("convert", "hf:hf", "--to", "folded", "-o", "a")
