@@ -39,6 +39,12 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
             raise RefusedError(f"cannot estimate {path}", f"what a {type(module).__name__} does in training is unknown")
         if module.running_mean is not None and module.running_var is not None:
             norms[path] = module
+    holders: dict[int, str] = {}
+    for path, norm in norms.items():
+        other = holders.setdefault(id(norm.running_mean), path)
+        if other != path:
+            remedy = "Give each a clone of running_mean and running_var"
+            raise RefusedError(f"{other} and {path} share their running statistics", "each reads other values", remedy)
     if not norms:
         remedy = "Only norms that take statistics of the batch in training have some to estimate"
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)

@@ -387,3 +387,10 @@ def test_input_biases_that_fixup_has_learned_cannot_be_unfolded() -> None:
                 parameter.fill_(0.1)
     with pytest.raises(NormswapError, match="has learned a bias of its input"):
         normswap.convert(done, "unfold", input_size=(3, 32, 32))
+
+
+def test_norms_that_share_their_statistics_are_not_recalibrated() -> None:
+    layers: list[Any] = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
+    layers[4].running_mean, layers[4].running_var = layers[1].running_mean, layers[1].running_var
+    with pytest.raises(NormswapError, match="1 and 4 share their running statistics"):
+        recalibration.recalibrate(nn.Sequential(*layers).eval(), [IMAGES[:32]], inputs=IMAGES[:2])
