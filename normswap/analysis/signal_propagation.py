@@ -110,8 +110,6 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 class _SignalSums:
-    """Sums per channel, in float64, of every value of one node."""
-
     def __init__(self) -> None:
         self.batches: list[tuple[int, Tensor, Tensor]] = []
 

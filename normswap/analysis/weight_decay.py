@@ -174,7 +174,6 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
-    """Return the role that the class of the owner says; None if it does not."""
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role

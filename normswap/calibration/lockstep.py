@@ -82,7 +82,6 @@ class Interpreter:
 
 
 def _filled(value: object, values: Values) -> Any:
-    """A node's arguments with the values of the nodes among them; lists are new, as they may be written to."""
     if isinstance(value, fx.Node):
         return values[value.name]
     if isinstance(value, dict):
@@ -200,7 +199,6 @@ def _mapped(value: Tensor) -> Tensor:
 
 
 def _loaded(values: Values, device: torch.device) -> Values:
-    """The values, on the device of the network."""
     loaded = dict(values)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.untyped_storage().filename is not None:

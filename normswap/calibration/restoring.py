@@ -114,7 +114,6 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
-    """Whether its weight is a tensor of its own, and not made of others."""
     return type(layer._parameters.get("weight")) is nn.Parameter
 
 
@@ -132,7 +131,6 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
-    """Those of the layer's output in each network, over all images."""
     moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
     for batch in lockstep.run_to([*place.nodes]):
         for interpreter, values, node, each in zip(lockstep.interpreters, batch, place.nodes, moments, strict=True):

@@ -99,7 +99,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
     """Another usual eps with which what reaches the norms fits their statistics clearly better."""
     sites = [site for site in case.sites if site.mean is not None and site.var is not None]
     present = {site.eps for site in sites}
-    if case.images is None or len(present) != 1 or not any(_matters(site) for site in sites):
+    if case.images is None or len(present) != 1:
         return
     try:
         now = _distance(case, sites, None)
@@ -117,11 +117,6 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
     )
     cost = f"channels with a variance near {max(eps, sites[0].eps):g} are scaled wrongly"
     yield Finding("eps", paths_of(sites), evidence, Certainty.LIKELY, cost, set_eps(eps, sites, case))
-
-
-def _matters(site: StoredNorm) -> bool:
-    """Whether some variance is small enough for an eps to be seen."""
-    return site.var is not None and bool((site.var < 100 * max(_USUAL)).any())
 
 
 def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
@@ -145,7 +140,7 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
 
 def shared(case: Case) -> Iterator[Finding]:
     """One norm, or one tensor of statistics, for several places."""
-    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
+    twice = [site for site in case.sites if _serves_several_layers(case, site)]
     owners: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         buffer = getattr(site.module, "running_mean", None)
@@ -158,6 +153,17 @@ def shared(case: Case) -> Iterator[Finding]:
         cost = "each place is normalized by the mixture; training mode, which takes each apart, hides it"
         mend = "share the weights, not the norms: give each place its own (nn.BatchNorm2d per level), then train on"
         yield Finding("shared-norm", paths, evidence, Certainty.CERTAIN, cost, mend)
+
+
+def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
+    """Whether one forward calls a norm behind several layers.
+
+    The two arms of a siamese network, and one head for all levels of a pyramid, call it behind one and the same.
+    """
+    if case.traced is None or case.traced.called(site.module) < 2:
+        return False
+    before = [case.traced.module(node) for call in case.calls(site) for node in inputs(call)]
+    return len({id(module) for module in before if module is not None}) > 1
 
 
 def in_a_row(case: Case) -> Iterator[Finding]:

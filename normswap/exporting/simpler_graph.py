@@ -125,7 +125,6 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
-    """Arguments with these values in the places of nodes."""
     return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 

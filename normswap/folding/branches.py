@@ -149,7 +149,6 @@ def _is_scale(module: nn.Module | None) -> bool:
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
-    """The terms of one source as one convolution, as many of them as go."""
     modules = builder.anatomy.traced.modules
     barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
     arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
@@ -166,7 +165,6 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer is a convolution that pads with zeros as its numbers say."""
     if not isinstance(module, _ConvNd) or type(module).forward not in _FORWARDS or "forward" in vars(module):
         return False
     plain = not reparametrized.is_reparametrized(module) and not isinstance(module.padding, str)

@@ -174,7 +174,6 @@ def _shifts(module: nn.Module | None) -> bool:
 
 
 def _dim(node: fx.Node, default: object) -> object:
-    """The `dim` that a function is called with."""
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
 
 

@@ -139,7 +139,6 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
 
 
 def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
-    """The node that makes the input of this call."""
     (node,) = inputs(scale)
     while builder.is_identity(node) and len(builder.anatomy.traced.users[node]) == 1:
         (node,) = inputs(node)

@@ -174,7 +174,6 @@ class _GraphReader(NodeReader):
         return role
 
     def _on_branch(self, path: str, block: Block) -> bool:
-        """Whether the norm lies on the branch alone (not on the skip, nor before the fork)."""
         skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
         nodes = self.traced.calls[id(self.traced.modules[path])]
         return not any(self.traced.depends(skip, on=node) for node in nodes)

@@ -187,7 +187,6 @@ class Recorder(TorchFunctionMode):
             mark.version != version(tensor) and memory(tensor) in self._writes)  # fmt: skip
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
-        """The node whose value `tensor` is now."""
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:

@@ -221,7 +221,6 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
 
 
 def _same(first: Traced, second: Traced) -> bool:
-    """Whether both have the same nodes, one by one."""
     if len(first.nodes) != len(second.nodes):
         return False
     return all(
@@ -234,7 +233,6 @@ def _same(first: Traced, second: Traced) -> bool:
 
 
 def _outline(traced: Traced) -> object:
-    """The modules in the order of their calls, and who reads whom, however often."""
 
     def label(node: fx.Node) -> object:
         if node.op == "placeholder":

@@ -47,7 +47,6 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
 
 
 def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
-    """The modules that the patterns name, by any of their names."""
     return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 

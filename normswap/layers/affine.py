@@ -218,13 +218,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     if _registered_map(module) is not None and has_moments(module):
         (mean, var), (out_mean, out_std) = statistics(module), moments(module)
-        own = {
-            "running_mean": mean,
-            "running_var": var,
-            **own,
-            "output_mean": out_mean,
-            "output_std": out_std,
-        }
+        own = {"running_mean": mean, "running_var": var, **own, "output_mean": out_mean, "output_std": out_std}
     return {name: tensor.detach().clone() for name, tensor in own.items()}
 
 

@@ -29,12 +29,7 @@ class Merged(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: _ConvNd,
-        *reads: nn.Module,
-        like: Tensor,
-        takes: Sequence[Absorption],
-        skips: int = 0,
+        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], skips: int = 0
     ) -> _ConvNd:
         """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
 
@@ -74,7 +69,6 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
 
 
 def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
-    """The factors of a kernel (O, I, ...) at one of its taps, (O, I): a view."""
     for index in reversed(place):
         kernel = kernel.select(-1, index)
     return kernel

@@ -172,7 +172,6 @@ class Example:
         return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
 
     def _around(self, images: list[object]) -> Example:
-        """Return the same call with another list."""
         args = tuple(images if isinstance(value, list) else value for value in self.args)
         return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
 
@@ -224,7 +223,6 @@ def form(model: nn.Module) -> Example:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """List forward's parameters; none where Python cannot tell."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

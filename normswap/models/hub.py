@@ -69,7 +69,6 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    """Return the file; None where the repository is there and has none of that name."""
     # The client retries an unreachable hub for minutes. A first HEAD of our own, without retries, settles it quickly.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)

@@ -69,7 +69,6 @@ def has_broken_statistics(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, by its dotted path."""
     for path, module in nn.Module.named_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -187,7 +186,6 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _said(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the size that the network states itself."""
     record = provenance.of(model)
     configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
     stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
@@ -198,7 +196,6 @@ def _said(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    """Read the size in a Hugging Face config, or in the config of the vision part in it."""
     for stated in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
         side, channels = getattr(stated, "image_size", None), getattr(stated, "num_channels", 3)
         if isinstance(side, int):

@@ -49,7 +49,6 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record of the weights that a name without a tag stands for; empty where it was given none."""
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -126,7 +125,6 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
 
 
 def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: Cfg) -> Built:
-    """Build what a config.json describes; `find` gives the first file of some names that lies beside it."""
     arch, cfg = _configured(find(("config.json",)), origin, arguments)
     model = create(arch)
 
@@ -138,7 +136,6 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    """Return the architecture and timm's record of the weights that a config.json describes."""
     architecture, model_args, stated = read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]

@@ -84,7 +84,6 @@ def _check_known(name: str) -> None:
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
-    """Return the weights of that name; of no name, the default ones."""
     members = models.get_model_weights(name).__members__
     if (tag or "DEFAULT") in members:
         return members[tag or "DEFAULT"]
@@ -109,14 +108,12 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
 
 def _rehead(state: State, model: nn.Module, classes: int) -> State:
-    """Return the weights but for the layers with a row for each class: those keep their random values."""
     bare = model.state_dict()
     heads = [name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare]
     return {**state, **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]}}
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
-    """Return torchvision's preprocessing in timm's words, as far as it can be said in those."""
     preset = None if member is None else member.transforms()
     if isinstance(preset, presets.ObjectDetection):  # the network itself normalizes
         return {"mean": [0.0] * 3, "std": [1.0] * 3}

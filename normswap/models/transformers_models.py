@@ -70,7 +70,6 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
 
 
 def _fetch(place: str, *names: str) -> Path:
-    """Return the first file of these names in a directory or a hub repository."""
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:
@@ -79,7 +78,6 @@ def _fetch(place: str, *names: str) -> Path:
 
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
-    """Return the class that the config names, else the one that AutoModel takes, and the config with the arguments."""
     config = _config(Arch(name, hub.bare(stated)))
     strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
     if strange is not None:
@@ -103,7 +101,6 @@ def _config(arch: Arch) -> transformers.PretrainedConfig:
 
 
 def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
-    """Return the network with all weights of the files, and none of its own but those of a fresh head."""
     file = _fetch(place, *_FILES)
     if file.name.endswith(".index.json"):
         for shard in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):

@@ -78,7 +78,6 @@ def read(file: Path) -> State:
 
 
 def _foreign_names(file: Path) -> list[str]:
-    """Return the classes and functions that an archive wants to import, read without importing them."""
     with suppress(Exception):  # of what is no archive of torch.save
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
     return []

@@ -143,14 +143,12 @@ def open_source(
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
-    """Return the network with the tensors of a file, strictly."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
-    """Let the model carry its origin, and let timm see the same preprocessing."""
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)  # plain attributes, as timm sets them
     record = Provenance(built.arch, source, sha256, built.preprocessing)

@@ -63,12 +63,10 @@ def share(value: float | None) -> str:
 
 
 def _cited(paper: str) -> Markup:
-    """Text in which papers of arXiv are links."""
     return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Give (name, figure, small print) of each tile."""
     if facts.report:
         yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]

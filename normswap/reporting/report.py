@@ -204,7 +204,6 @@ def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, st
 
 
 def _source(network: Network) -> tuple[Network | None, str, list[str]]:
-    """Return the network before the conversion, where it is from (`source`, `unfolded`, ``), and notes on it."""
     result, record = network.module, network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
@@ -234,7 +233,6 @@ def _step(step: Step) -> StepFact:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return every norm of the source by path, with what all steps together did to it."""
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:

@@ -145,7 +145,6 @@ def load(
 
 
 def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Check that the files hold the tensors that plan and proof were written beside."""
     for name, expected in hashes.items():
         if weight_files.hash_tensors(states.get(name, {})) != expected:
             what = f"the tensors of {folder / name} are not those that were saved"
@@ -182,7 +181,6 @@ def _from_hub(source: str) -> Path | None:
 
 
 def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    """Write the tensors with the record in their header, the source's norms, config and card."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}

@@ -87,7 +87,6 @@ def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacemen
 
 
 def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
-    """The replacement in float64; what it keeps is not in it."""
     if edit.keep:
         old = nn.Identity()
     elif not layer_of(edit).CASTS:
@@ -145,11 +144,7 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = replaced = gone.
-
-    Raises:
-        PlanError: a BatchNorm that the plan replaces lives on.
-    """
+    """Planned = replaced = gone; raises PlanError: a BatchNorm that the plan replaces lives on."""
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}

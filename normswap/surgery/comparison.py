@@ -223,12 +223,10 @@ def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, 
 
 
 def _floats(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
-    """The example with its floating-point tensors changed."""
     return example.map(lambda t: change(t) if t.is_floating_point() else t)
 
 
 def _in_the_last_digit(example: Example) -> Example:
-    """The example with every number changed in its last digit."""
     return _floats(example, lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
 
 

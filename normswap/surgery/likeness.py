@@ -85,7 +85,6 @@ def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _built(network: Network, like: str) -> nn.Module:
-    """The architecture, with the input channels of the network and as many classes."""
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
@@ -96,7 +95,6 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(anatomy: Anatomy) -> int:
-    """How many outputs the classifier has; 0 without one."""
     return 0 if anatomy.classifier is None else int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
 
 
@@ -105,9 +103,6 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
 
     Returns:
         By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
-
-    Raises:
-        RefusedError: a tensor has no counterpart, or a norm cannot be the identity.
     """
     traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
     shifts: dict[str, Tensor] = {}

@@ -37,11 +37,7 @@ class HasModel(Protocol):
 
 
 def module_of(model: nn.Module | HasModel) -> nn.Module:
-    """The module itself, or the one that a result holds.
-
-    Raises:
-        SourceError: it is neither.
-    """
+    """The module itself, or the one that a result holds; raises SourceError: it is neither."""
     return network_input.require_module(model if isinstance(model, nn.Module) else getattr(model, "model", model))
 
 
@@ -106,7 +102,6 @@ class Network:
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
-        """This record, with what is known of the same network already."""
         looked_up = ("anatomy", "calls", "examples")
         self.__dict__.update({name: value for name, value in other.__dict__.items() if name in looked_up})
         return self

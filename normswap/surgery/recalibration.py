@@ -83,7 +83,6 @@ def _keeps_statistics(model: nn.Module) -> bool:
 
 
 def _restored(network: Network, references: Sequence[nn.Module], means_only: bool, record: Body) -> Conversion:
-    """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
         remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
         raise RefusedError("the network keeps statistics of its own", remedy=remedy)

@@ -146,7 +146,6 @@ def _unseen(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by their dotted names, those of several names by each."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

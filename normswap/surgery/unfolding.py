@@ -63,11 +63,7 @@ def unfold(network: Network) -> Network:
 
 
 def _skeleton(network: Network) -> Network:
-    """The bare architecture, which knows what images its source took.
-
-    Raises:
-        RefusedError: nobody knows how to build it.
-    """
+    """The bare architecture, which knows what images its source took; refused where nobody can build it."""
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
@@ -90,11 +86,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars.
-
-    Raises:
-        RefusedError: another kind of norm sits where the source had a BatchNorm, or a scalar cannot be folded.
-    """
+    """The network without scalars; refused where another kind of norm sits, or a scalar cannot be folded."""
     builder, anatomy = fold_norms(network.anatomy), network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
@@ -135,7 +127,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _living(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the norms that the conversions left in place, as they are now."""
     norms = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
     return {f"{path}.{name}": tensor for path, module in norms.items() for name, tensor in module.state_dict().items()}
 

@@ -257,7 +257,6 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
-        """The updates of the epoch so far."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:

@@ -346,7 +346,6 @@ class Sweep:
 
 
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
-    """Return what a trial runs, or is about to run."""
     queued = trial.system_attrs.get("fixed_params", {})
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
 

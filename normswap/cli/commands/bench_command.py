@@ -104,7 +104,6 @@ def _contenders(
 
 
 def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Module, list[Contender], list[str]]:
-    """A network: its source, if it was converted, itself, and folded; and why one of them is not there."""
     import torch
 
     from normswap import provenance
@@ -146,7 +145,6 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
 
 
 def _print(model: str, body: Body) -> None:
-    """A table per batch size, then what was not timed."""
     settings = body["settings"]
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):

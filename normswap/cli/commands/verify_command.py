@@ -56,7 +56,6 @@ def run(
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """A converted network beside its source, or another network."""
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
@@ -91,7 +90,6 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """An exported file beside the network that it is to be."""
     from normswap.exporting import exported_file
     from normswap.models.preprocessing import for_size
 
