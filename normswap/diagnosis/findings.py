@@ -174,8 +174,8 @@ class Case:
     @cached_property
     def of_other_weights(self) -> bool:
         """Whether the statistics of most norms are those of other weights, be it that training went on with them."""
-        known = [likeness for site in self.sites if (likeness := self.likeness(site)) is not None]
-        return bool(known) and statistics.median(known) < _OF_THESE_WEIGHTS
+        likenesses = [likeness for site in self.sites if (likeness := self.likeness(site)) is not None]
+        return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
 
     @cached_property
     def bare(self) -> nn.Module | None:

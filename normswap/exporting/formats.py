@@ -203,11 +203,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Format:
-    """A format.
-
-    Raises:
-        OptionError: there is none of that name, or a package it needs is not installed.
-    """
+    """A format; raises OptionError: there is none of that name, or a package it needs is not installed."""
     form = _named(name)
     require_packages(name, form.needs, form.extra)
     return form

@@ -51,11 +51,7 @@ class ExportRequest:
     def of(
         cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
     ) -> ExportRequest:
-        """The request that `export` got, if it can be carried out.
-
-        Raises:
-            OptionError: as `export`.
-        """
+        """The request that `export` got, if it can be carried out; raises OptionError: as `export`."""
         if inputs is not None:
             _require_plain(settings)
         network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
