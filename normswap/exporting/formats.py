@@ -128,11 +128,7 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path) -> Runs:
-        """The file in its own runtime: from what goes in to what the network computes.
-
-        Raises:
-            VerificationError: the runtime does not take it.
-        """
+        """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
         from normswap.exporting.signature import alone, together
 
         try:

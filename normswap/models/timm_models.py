@@ -63,11 +63,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, or a directory in timm's layout.
-
-    Raises:
-        SourceError: it cannot be found, read, understood or built.
-    """
+    """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or raises SourceError."""
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
         return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.given)

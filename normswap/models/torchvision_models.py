@@ -29,11 +29,7 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the bare network of `torchvision:BUILDER` as its weights want it: those behind the @, or the default ones.
-
-    Raises:
-        SourceError: unknown builder, weights or arguments.
-    """
+    """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or raises SourceError."""
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.named("num_classes", "in_chans")
     tag = str(arguments.pop("weights", "") or tag)

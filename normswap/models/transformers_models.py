@@ -28,11 +28,7 @@ _NOT_RUN = "Code that a repository brings is not run"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with its config as arguments.
-
-    Raises:
-        SourceError: it cannot be found, read, understood or built.
-    """
+    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises SourceError."""
     place, source = name.partition(":")[2], name
     arguments = request.named("num_labels", "num_channels")
     stated, processor = arguments, dict[str, Any]()

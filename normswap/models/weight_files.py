@@ -7,11 +7,13 @@ import hashlib
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -49,7 +51,22 @@ def _own_hash(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
 
 
+class Wrapped(NamedTuple):
+    """The state dict in a weights file, and which others beside it were not taken."""
+
+    state: State
+    notes: tuple[str, ...]
+
+
 def read(file: Path) -> State:
+    """The state dict in a weights file (`read_wrapped`); a warning says which others in it were not taken."""
+    state, notes = read_wrapped(file)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return state
+
+
+def read_wrapped(file: Path) -> Wrapped:
     """Read the state dict in a weights file, unwrapped and with clean names. No code in the file is ever run.
 
     Raises:
@@ -71,10 +88,10 @@ def read(file: Path) -> State:
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
-    state = _unwrapped(content, file)
-    check_plain(state, str(file))
-    check_finite(state, str(file))
-    return state
+    wrapped = _unwrapped(content, file)
+    check_plain(wrapped.state, str(file))
+    check_finite(wrapped.state, str(file))
+    return wrapped
 
 
 def _foreign_names(file: Path) -> list[str]:
@@ -83,14 +100,18 @@ def _foreign_names(file: Path) -> list[str]:
     return []
 
 
-def _unwrapped(content: object, file: Path) -> State:
+def _unwrapped(content: object, file: Path) -> Wrapped:
     """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
+    notes: list[str] = []
     while isinstance(content, Mapping):
         states = [key for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if key is None and len(states) != 1:
             break
-        content = content[states[0] if key is None else key]
+        taken = states[0] if key is None else key
+        if others := [str(other) for other in states if other != taken]:
+            notes.append(f"{file} holds {some(others)} beside {taken}, which was taken")
+        content = content[taken]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
@@ -102,7 +123,7 @@ def _unwrapped(content: object, file: Path) -> State:
         if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         state[name] = tensor
-    return state
+    return Wrapped(state, tuple(notes))
 
 
 def _holds_tensors(content: Mapping[object, object]) -> bool:

@@ -78,11 +78,7 @@ def text(file: Path, content: str) -> Path:
 
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
-    """Write a table (CSV), whole or not at all: of each row these columns, what is missing or None as nothing.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write these columns of each row as CSV, whole or not at all, None as nothing; or raises OutputError."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)

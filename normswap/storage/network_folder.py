@@ -30,11 +30,7 @@ def check_writable(place: Path, *, force: bool) -> None:
 
 
 def check_beside(place: Path) -> None:
-    """See that `place` lies in a directory, and not in that of a network, which is replaced as a whole.
-
-    Raises:
-        OutputError: it does not.
-    """
+    """See that `place` lies in a directory, and not in that of a network; or raises OutputError."""
     for parent in place.absolute().parents:
         if parent.is_file():
             raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")

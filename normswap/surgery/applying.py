@@ -97,11 +97,7 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 
 def find(model: nn.Module, path: str, who: str) -> Held:
-    """The object at a dotted path: a module, a parameter, or (dropout rates) a plain number.
-
-    Raises:
-        PlanError: nothing does.
-    """
+    """The module, parameter or (dropout rates) plain number at a dotted path; raises PlanError: there is none."""
     value: object = model
     for name in path.split("."):
         if not hasattr(value, name):
@@ -132,11 +128,7 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the layer that the edit names, or of one that follows it, by name.
-
-    Raises:
-        PlanError: nobody knows it.
-    """
+    """The class of the layer that the edit names, or of one that follows it; raises PlanError: nobody knows it."""
     layers, name = planned_layers(), name or edit.layer
     if name not in layers:
         raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")

@@ -147,11 +147,7 @@ class Network:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy, from one recorded forward.
-
-        Raises:
-            TraceError: the network does not run, or something in its forward cannot be seen.
-        """
+        """The anatomy, from one recorded forward; raises TraceError where it does not run, or cannot be seen."""
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
         shown = network_input.noise(self.module, self.size, batch=2) if self.size else None
@@ -187,11 +183,7 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that tell whether a result is right: of noise, one where every size takes the same way.
-
-        Raises:
-            TraceError: as `anatomy`.
-        """
+        """The calls that tell whether a result is right: of noise, one where every size takes the same way."""
         if self.inputs is not None:
             return self.calls
         traced = self.anatomy.traced

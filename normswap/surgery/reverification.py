@@ -51,11 +51,7 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a result that was loaded with its source, on what that is called with.
-
-    Raises:
-        TraceError, VerificationError: the source cannot be traced, or does not run.
-    """
+    """Compare a loaded result with its source; raises TraceError or VerificationError where that does not run."""
     exact = all(schemes.exact(step) for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ def run(
 
     present = tree(model)
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
-    with hooked(handles), undisturbed(model), with_heads(model) if heads else nullcontext():
+    with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
     return dict(named_tensors(output)), outputs_at_paths
 
@@ -103,10 +102,8 @@ def by_parts(
     @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
-        double_tensors = dict(_tensors(replacements[module]()))
-        ready.update(
-            {id(tensor): double_tensors[name].detach() for name, tensor in _tensors(module) if name in double_tensors}
-        )
+        doubles = dict(_tensors(replacements[module]()))
+        ready.update({id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles})
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
