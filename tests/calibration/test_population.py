@@ -173,6 +173,18 @@ def test_one_value_per_channel_is_too_few() -> None:
         recalibrate(alone, shifted(dtype=torch.float32), input_size=SIZE)
 
 
+def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
+    """Of one value per channel and image the error is 1 / sqrt(N): 0.35 of a deviation for 8 images, 0.27 for 14."""
+    torch.manual_seed(0)
+    flat = nn.Sequential(nn.Conv2d(3, 64, 32), nn.BatchNorm2d(64)).eval()
+    few, many = (torch.randn(count, *SIZE) for count in (8, 14))
+    with pytest.raises(
+        SourceError, match=r"8 images are too few: at 1 .* \+- 0\.3[3-6] of its deviation.*Give 1[0-3] or"
+    ):
+        recalibrate(flat, [few], input_size=SIZE)
+    assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]
+
+
 @pytest.mark.parametrize("word", ["recalibrate", "estimate", "_estimate"])
 def test_it_is_no_target(word: str) -> None:
     with pytest.raises(OptionError, match="unknown scheme"):

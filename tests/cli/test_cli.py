@@ -353,6 +353,20 @@ def test_evaluate(capfd: Capture) -> None:
     assert body["images_per_s"] > 0
 
 
+def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, here: Path) -> None:
+    data = ("--data", IMAGES, "--samples", "40", "--workers", "0")
+    assert main(["convert", MODEL, "--to", "groupnorm", "-o", "other"]) == 0
+    for command in (("verify", "other"), ("evaluate", "other", "--against", MODEL)):
+        body = run_json(capfd, *command, *data)
+        share = (body.get("data") or body)["agreement"]
+        assert 0 < share < 1
+        assert main([*command, *data, "--min-kept", str(share)]) == 0
+        assert main([*command, *data, "--min-kept", str(share + 0.01)]) == 1
+    assert main(["verify", "other"]) == 0
+    assert "measured: it is not exact" in capfd.readouterr().out
+    refused(("verify", "other", "--min-kept", "0.5"), ("no agreement was measured", "--data IMAGES"), here, capfd)
+
+
 def test_schemes(capfd: Capture) -> None:
     bodies = {body["name"]: body for body in run_json(capfd, "schemes")}
     assert {"folded", "skipinit", "regularized-skipinit", "unfold"} <= set(bodies)

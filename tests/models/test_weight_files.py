@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
-from normswap.models.weight_files import check_finite, with_broken_statistics
+from normswap.models.weight_files import check_finite, read, read_wrapped, with_broken_statistics
 from normswap.models.zoo import hash_tensors, open_source
 
 
@@ -168,6 +168,13 @@ def by_hand(state: State) -> str:
         shape = tuple(state[name].shape)
         digest.update(f"{name}|{state[name].dtype}|{shape}|".encode() + hashlib.sha256(raw).digest())
     return digest.hexdigest()
+
+
+def test_what_was_not_taken_from_a_file_is_said(tmp_path: Path, state: State) -> None:
+    torch.save({"state_dict": state, "ema_state_dict": {**state}}, tmp_path / "w.pth")
+    assert "holds ema_state_dict beside state_dict, which was taken" in read_wrapped(tmp_path / "w.pth").notes[0]
+    with pytest.warns(UserWarning, match="ema_state_dict beside state_dict"):
+        same(read(tmp_path / "w.pth"), state)
 
 
 def test_hash_tensors() -> None:
