@@ -23,7 +23,7 @@ from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating, hooked
 
-_FORWARDS = {_BatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
+_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
 # By so many of its deviations a channel's mean may be unsure, in the median channel of the worst norm. Beyond that, 2
 # to 8 images cost four trained networks 2 to 20 points of top-1; below it 0 to 4.
 MOST_ERROR = 0.3

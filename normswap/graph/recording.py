@@ -213,6 +213,9 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     second = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
     for name, path in first.untracked.items():
         a, b = first.constants[name], second.constants.get(name)
+        if torch._C._functorch.is_functorch_wrapped_tensor(a):
+            where = path or type(model).__name__
+            raise TraceError(f"the forward of {where} calls torch.func (vmap)", "what happens in there cannot be seen")
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
                 f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",

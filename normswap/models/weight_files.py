@@ -67,11 +67,7 @@ def read(file: Path) -> State:
 
 
 def read_wrapped(file: Path) -> Wrapped:
-    """Read the state dict in a weights file, unwrapped and with clean names. No code in the file is ever run.
-
-    Raises:
-        SourceError: missing, truncated, not a state dict, a pickle of other objects, or NaN or inf inside.
-    """
+    """Read the state dict in a weights file by clean names, and run no code in it; raises SourceError: unreadable."""
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     try:
@@ -106,6 +102,9 @@ def _unwrapped(content: object, file: Path) -> Wrapped:
     while isinstance(content, Mapping):
         states = [key for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if key is None and len(states) > 1:
+            remedy = "Save one of them by itself"
+            raise SourceError(f"{file} holds several state dicts", some(map(str, states)), remedy)
         if key is None and len(states) != 1:
             break
         taken = states[0] if key is None else key
@@ -249,11 +248,11 @@ def listed(misfits: Mapping[str, Sequence[str]]) -> str:
 
 
 def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming a tensor that is sparse, quantized or complex, which no weights here may be."""
+    """Raises SourceError naming a tensor that is sparse or quantized, which no weights here may be."""
     for name, tensor in state.items():
-        if tensor.is_quantized or tensor.layout is not torch.strided or torch.is_complex(tensor):
-            what = f"{origin} holds a sparse, quantized or complex tensor"
-            raise SourceError(what, name, "Save what it was made from: plain tensors of real numbers.")
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            what = f"{origin} holds a sparse or quantized tensor"
+            raise SourceError(what, name, "Save what it was made from: plain tensors of numbers.")
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
@@ -268,7 +267,7 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
             for key, tensor, own in both
             if tensor.shape != own.shape
         ],
-        "of whole numbers, not real ones": [
+        "not of real numbers": [
             f"{key} is {str(tensor.dtype).removeprefix('torch.')}"
             for key, tensor, own in both
             if own.is_floating_point() and not tensor.is_floating_point()

@@ -133,7 +133,8 @@ def load(
     norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, header.arch, trust_factory)
-    model = applying.apply(bare, plan).to(_dtype(state))
+    dtype = _dtype(state)
+    model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
@@ -215,6 +216,9 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         addresses.add(tensor.data_ptr())
     try:
         save_file(tensors, file, metadata)
+    except KeyError as error:
+        remedy = "Convert model.to(torch.complex64)"
+        raise OutputError(f"cannot write {file.name}", f"safetensors has no {error}", remedy) from None
     except SafetensorError as error:  # it words errors of the disk in its own way
         raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 

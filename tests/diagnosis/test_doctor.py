@@ -331,7 +331,7 @@ def frozen_in_training() -> tuple[nn.Module, list[torch.Tensor]]:
     net = nn.Sequential(*[layer for three in layers for layer in three], nn.Flatten(), nn.Linear(16 * 144, 6))
     for frozen, rate in ((False, 1e-3), (True, 1e-2)):
         optimizer = torch.optim.Adam(net.parameters(), rate)
-        for _ in range(100):
+        for _ in range(300):
             x, y = draw()
             optimizer.zero_grad()
             nn.functional.cross_entropy(net.train(not frozen)(x), y).backward()

@@ -50,6 +50,7 @@ def _noise(state: State) -> State:
     return {key: value + 1 for key, value in state.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*which was taken")
 @pytest.mark.parametrize(
     ("wrapper", "suffix"),
     [*((wrapper, ".pth") for wrapper in WRAPPERS), *(("ddp", suffix) for suffix in (".pt", ".bin", ".pth.tar"))],
@@ -131,8 +132,14 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
     "pointer of LFS": (_raw("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), ["of Git LFS"]),
     "whole numbers": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}), ["fc.weight is int8"]),
-    "complex": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}), ["complex tensor: fc.bias"]),
-    "sparse": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}), ["complex tensor: fc.weight"]),
+    "complex": (
+        _pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}),
+        ["not of real numbers: fc.bias is complex64"],
+    ),
+    "sparse": (
+        _pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}),
+        ["sparse or quantized tensor: fc.weight"],
+    ),
     "twice": (_pickled(lambda s, _: {**s, "_orig_mod.fc.bias": s["fc.bias"]}), ["holds fc.bias twice"]),
     "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
 }
