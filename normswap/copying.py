@@ -16,8 +16,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-_ATOMS = {type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, torch.dtype,
-          torch.device}  # fmt: skip
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS = {*_NUMBERS, type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device}
 Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -70,13 +70,16 @@ def proof(body: Body) -> None:
     exact = body["exact"]
     rows = [
         (
-            error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"]),
+            error["precision"],
+            size(error["size"]),
+            small(error["relative_l2"]),
+            small(error["largest"]),
             f"{100 * error['agreement']:.4g} %" if exact and error["agreement"] is not None else None,
             small(body["tolerance"].get(error["precision"])) if exact else None,
             ("ok" if error["within"] else "FAILED") if exact else None,
         )
         for error in body["logits"]
-    ]  # fmt: skip
+    ]
     title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS, rows, right=_COLUMNS[2:6])
     listing("vacuous", body["vacuous"], most=5)

@@ -40,9 +40,13 @@ def contradicted(case: Case) -> Iterator[Finding]:
             f"the running means of {exchanged[0].path} and {exchanged[1].path} fit each other's place, not their own"
         )
         yield Finding(
-            "swapped-statistics", paths_of(exchanged), evidence, Certainty.LIKELY,
-            "eval mode shifts every channel by another's mean", case.recalibrate,
-        )  # fmt: skip
+            "swapped-statistics",
+            paths_of(exchanged),
+            evidence,
+            Certainty.LIKELY,
+            "eval mode shifts every channel by another's mean",
+            case.recalibrate,
+        )
         return
     distances = torch.cat([_distances(site, foretold[site.path]) for site in sites])
     evidence = (

@@ -112,8 +112,11 @@ def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[
     population.estimate_population(other, calls)
     norms = population.norms_of(other)
     pairs = {path: (norm.running_mean, norm.running_var) for path, norm in norms.items()}
-    return {path: (mean.double().cpu(), var.double().cpu()) for path, (mean, var) in pairs.items()
-            if mean is not None and var is not None}  # fmt: skip
+    return {
+        path: (mean.double().cpu(), var.double().cpu())
+        for path, (mean, var) in pairs.items()
+        if mean is not None and var is not None
+    }
 
 
 def drifted(case: Case) -> Iterator[Finding]:

@@ -76,23 +76,26 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
 
 
 untracked = rule(
-    "no-statistics", _keeps_none,
+    "no-statistics",
+    _keeps_none,
     "{} keep no running statistics (track_running_stats=False)",
     "an image's answer depends on the batch that it comes in, also in eval mode",
     "build them with track_running_stats=True, then normswap recalibrate {} --data IMAGES",
-)  # fmt: skip
+)
 in_training = rule(
-    "training-mode", _in_training,
+    "training-mode",
+    _in_training,
     "{} are in training mode, the network is in eval mode",
     "answers depend on the batch, and each call changes the statistics",
     "model.eval()",
-)  # fmt: skip
+)
 thawed = rule(
-    "thawed", _only_statistics_learn,
+    "thawed",
+    _only_statistics_learn,
     "gamma and beta are frozen in {}, their statistics are not",
     "statistics move with every batch",
     "normswap convert {} --to frozen-bn (with --only PATH where others are to learn)",
-)  # fmt: skip
+)
 
 
 def unfit_eps(case: Case) -> Iterator[Finding]:

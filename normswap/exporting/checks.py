@@ -153,9 +153,18 @@ def check(
         sums if len(every) == 1 else _AnswerSums(),
     )
     figures = Figures(
-        sums.distance.relative, sums.largest / (sums.top or 1.0), shown.agreement, sums.count, allowed, described,
-        shown.argued, shown.unit, shown.hits("source"), shown.hits("file"), name if len(every) > 1 else "",
-    )  # fmt: skip
+        sums.distance.relative,
+        sums.largest / (sums.top or 1.0),
+        shown.agreement,
+        sums.count,
+        allowed,
+        described,
+        shown.argued,
+        shown.unit,
+        shown.hits("source"),
+        shown.hits("file"),
+        name if len(every) > 1 else "",
+    )
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(

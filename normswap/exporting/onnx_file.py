@@ -53,13 +53,24 @@ def graph(contents: FileContents) -> onnx.ModelProto:
         raise RefusedError(f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2")
     network = contents.network
     program = torch.onnx.export(
-        network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
-        input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
-    )  # fmt: skip
+        network,
+        contents.example,
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes=contents.dynamic_shapes,
+        input_names=[*network.signature.inputs],
+        output_names=[*network.signature.outputs],
+    )
     assert program is not None
     model = program.model_proto
-    for item in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output,
-                 *model.graph.initializer, model.graph):  # fmt: skip
+    described = (
+        model.graph.node,
+        model.graph.value_info,
+        model.graph.input,
+        model.graph.output,
+        model.graph.initializer,
+    )
+    for item in itertools.chain([model.graph], *described):
         del item.metadata_props[:]
     for node in model.graph.node:
         node.doc_string = ""
@@ -158,11 +169,17 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
-                model, file, _CalibrationReader(how), quant_format=QuantFormat.QDQ,
-                per_channel=True, reduce_range=how.weight_bits == SAFE_BITS,
-                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                calibrate_method=CalibrationMethod.MinMax, extra_options=_UNROUNDED,
-            )  # fmt: skip
+                model,
+                file,
+                _CalibrationReader(how),
+                quant_format=QuantFormat.QDQ,
+                per_channel=True,
+                reduce_range=how.weight_bits == SAFE_BITS,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                calibrate_method=CalibrationMethod.MinMax,
+                extra_options=_UNROUNDED,
+            )
     finally:
         root.setLevel(level)
 

@@ -24,9 +24,14 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Argument)
 _ATEN = torch.ops.aten
 _FORM: dict[object, int] = {  # operators that read of one argument, the first or the second, its shape and dtype alone
-    _ATEN.type_as.default: 1, _ATEN.new_full.default: 0, _ATEN.new_zeros.default: 0, _ATEN.new_ones.default: 0,
-    _ATEN.zeros_like.default: 0, _ATEN.ones_like.default: 0, _ATEN.full_like.default: 0,
-}  # fmt: skip
+    _ATEN.type_as.default: 1,
+    _ATEN.new_full.default: 0,
+    _ATEN.new_zeros.default: 0,
+    _ATEN.new_ones.default: 0,
+    _ATEN.zeros_like.default: 0,
+    _ATEN.ones_like.default: 0,
+    _ATEN.full_like.default: 0,
+}
 _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 

@@ -31,11 +31,11 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
 _MARK = "_normswap_mark"
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
-_MAKERS = _CASTS | frozenset((
-    "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
-    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor",
-    "scalar_tensor", "meshgrid", "softmax", "log_softmax", "cumsum", "sum", "mean", "hann_window", "logspace",
-))  # fmt: skip
+_CONSTANTS = ("tensor", "as_tensor", "new_tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "eye")
+_RANGES = ("arange", "linspace", "logspace", "meshgrid", "hann_window", "rand", "randn", "from_numpy")
+_ALIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
+_REDUCTIONS = ("softmax", "log_softmax", "cumsum", "sum", "mean")
+_MAKERS = frozenset((*_CASTS, *_CONSTANTS, *_RANGES, *_ALIKE, *_REDUCTIONS))
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -183,8 +183,11 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
         mark = self._mark(tensor)
-        return mark is None or mark.node is not None or (
-            mark.version != version(tensor) and memory(tensor) in self._writes)  # fmt: skip
+        return (
+            mark is None
+            or mark.node is not None
+            or (mark.version != version(tensor) and memory(tensor) in self._writes)
+        )
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
         """The node whose value `tensor` is now."""
@@ -235,8 +238,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):
-            return type(value)(map(self._mapped, value)) if type(value) in (tuple, list) else tuple(
-                map(self._mapped, value))  # fmt: skip
+            entries = map(self._mapped, value)
+            return list(entries) if type(value) is list else tuple(entries)
         return value
 
     # modules

@@ -288,9 +288,9 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 def is_record(value: object) -> bool:
     """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass)."""
-    kind = type(value)
-    return hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in (
-        "torch", "builtins", "types", "numpy")  # fmt: skip
+    package = type(value).__module__.split(".")[0]
+    is_a_value = package in ("torch", "builtins", "types", "numpy")
+    return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:

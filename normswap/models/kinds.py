@@ -24,10 +24,14 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # files that run by themselves, by the endings of their names
 EXPORTED = {
-    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2",
-    ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
+    ".onnx": "onnx",
+    ".xml": "openvino",
+    ".pt2": "pt2",
+    ".param": "ncnn",
+    ".pte": "executorch",
+    ".tflite": "litert",
     ".mlpackage": "coreml",
-}  # fmt: skip
+}
 # Those of them that are directories, with a file that each has.
 FOLDERS = {".mlpackage": "Manifest.json"}
 

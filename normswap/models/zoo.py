@@ -13,13 +13,13 @@ from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
-from normswap.models.preprocessing import data_config, for_size
-from normswap.models.weight_files import hash_tensors, load_into, read
+from normswap.models.preprocessing import data_config as data_config
+from normswap.models.preprocessing import for_size as for_size
+from normswap.models.weight_files import hash_tensors as hash_tensors
+from normswap.models.weight_files import load_into, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["check_trust", "check_unasked", "create", "data_config", "for_size", "hash_tensors", "identify",
-           "open_source", "skeleton"]  # fmt: skip
 _T = TypeVar("_T")
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 

@@ -37,19 +37,29 @@ _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 def render(facts: Facts) -> str:
     """Write the whole page."""
     pages = Environment(
-        loader=PackageLoader("normswap.reporting", "."), autoescape=True, undefined=StrictUndefined,
+        loader=PackageLoader("normswap.reporting", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     pages.filters |= {"cited": _cited, "small": small, "share": share}
     norms = facts.norms
     return pages.get_template("page.html.jinja").render(
-        facts=facts, report=facts.report, tiles=list(_tiles(facts)), provenance=_provenance(facts),
+        facts=facts,
+        report=facts.report,
+        tiles=list(_tiles(facts)),
+        provenance=_provenance(facts),
         norm_rows=_norm_rows(facts),
         style=resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8"),
-        norms=norms, used_roles={norm.role for norm in norms}, used_outcomes={norm.outcome for norm in norms},
+        norms=norms,
+        used_roles={norm.role for norm in norms},
+        used_outcomes={norm.outcome for norm in norms},
         stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
-        version=__version__, figures=figures, colours=COLOURS, outcomes=OUTCOMES,
-    )  # fmt: skip
+        version=__version__,
+        figures=figures,
+        colours=COLOURS,
+        outcomes=OUTCOMES,
+    )
 
 
 def small(value: float) -> str:

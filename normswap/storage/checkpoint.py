@@ -195,9 +195,13 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "plan": json.loads(record.plan.to_json()),
         "report": None if report is None else report.to_dict(),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-        "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
-                     "python": platform.python_version()},
-    }  # fmt: skip
+        "versions": {
+            "normswap": __version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+        },
+    }
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})

@@ -153,8 +153,12 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(_now(path, depths)))]  # fmt: skip
+    still = [
+        path
+        for path in gone
+        if affine.is_batchnorm(source.get_submodule(path))
+        and affine.is_batchnorm(result.get_submodule(_now(path, depths)))
+    ]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 

@@ -147,9 +147,15 @@ def finetune(
         torch.set_rng_state(before)
     at = run.at
     return Result(
-        folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
+        folder.best,
+        folder.last,
+        run.network(task.raw).eval(),
+        tuple(at.rows),
+        at.best_epoch,
+        at.update,
+        finished,
         tuple(notes),
-    )  # fmt: skip
+    )
 
 
 class TrainingRun:

@@ -24,9 +24,13 @@ _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
 # A recipe in which no group of keys is missing, for their names.
 _EVERY_GROUP = Recipe(
-    summary="", model=RecipeNetwork(name=""), convert=Convert(to=""), optim=Optim(clip=Clip()), train=Train(ema=Ema()),
+    summary="",
+    model=RecipeNetwork(name=""),
+    convert=Convert(to=""),
+    optim=Optim(clip=Clip()),
+    train=Train(ema=Ema()),
     distill=Distill(),
-)  # fmt: skip
+)
 
 
 def names() -> list[str]:

@@ -146,9 +146,14 @@ def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: s
     axes.plot([lr for lr, _ in ended], [top1 for _, top1 in ended], "o", color="0.6", markersize=4.5, label="a run")
     measured = [(line.lr, line.mean, line.std or 0.0) for line in rates if line.mean is not None]
     axes.errorbar(
-        [lr for lr, _, _ in measured], [mean for _, mean, _ in measured], [std for _, _, std in measured],
-        color=plots.COLOURS[0], marker="s", capsize=4, label="mean and std of the best",
-    )  # fmt: skip
+        [lr for lr, _, _ in measured],
+        [mean for _, mean, _ in measured],
+        [std for _, _, std in measured],
+        color=plots.COLOURS[0],
+        marker="s",
+        capsize=4,
+        label="mean and std of the best",
+    )
     for line in rates:
         if line.best:
             label = f"best: lr {line.lr:g}"

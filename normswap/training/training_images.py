@@ -163,9 +163,14 @@ class TrainingImages:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
-            self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
-            generator=torch.Generator().manual_seed(0), worker_init_fn=ignore_sigterm,
-        )  # fmt: skip
+            self.images,
+            batch_sampler=order,
+            num_workers=self.data.workers,
+            collate_fn=collate,
+            pin_memory=pin,
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=ignore_sigterm,
+        )
         return iter(Loader(loader, self.place, None))
 
 
@@ -248,10 +253,18 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
     interpolation = model.get("interpolation", "bilinear")
     make: Any = transforms_imagenet_train  # whose annotations say that it takes no None, and it does
     primary, secondary, last = make(
-        img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
-        auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True,
-        mean=model["mean"], std=model["std"], interpolation=interpolation,
-    )  # fmt: skip
+        img_size=size,
+        scale=augment.scale,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter or None,
+        auto_augment=augment.auto_augment,
+        re_prob=augment.erase,
+        re_mode="pixel",
+        separate=True,
+        mean=model["mean"],
+        std=model["std"],
+        interpolation=interpolation,
+    )
     if augment.scale is None:
         whole: list[Callable[[Image.Image], Image.Image]] = [transforms.Resize(size, InterpolationMode(interpolation))]
         if augment.padding:

@@ -34,9 +34,14 @@ def run(
         possible, refused = advise(Network(net), opening.as_typed(model), batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
     body = {
-        "source": model, "batch_size": batch_size, "private": private, "deploy": deploy, "choose": first,
-        "others": others, "refused": refused,
-    }  # fmt: skip
+        "source": model,
+        "batch_size": batch_size,
+        "private": private,
+        "deploy": deploy,
+        "choose": first,
+        "others": others,
+        "refused": refused,
+    }
     show(body, json, _print)
     return 0
 

@@ -39,8 +39,6 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
-        facts(
-            ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"])),
-            ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]),
-        )  # fmt: skip
+        found = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
+        facts(*found, ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
     listing("note", body["notes"])

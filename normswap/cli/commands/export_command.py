@@ -74,11 +74,12 @@ class Int8:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", show_default=False,
+            metavar="PATH",
+            show_default=False,
             help="For int8: images to set it by, as --data names them. Its cost is measured on --data, or else "
             "on other images of PATH, at most 2,000.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     calibrate_samples: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half]."),
@@ -86,10 +87,13 @@ class Int8:
     weight_bits: Annotated[
         int | None,
         typer.Option(
-            min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False,
+            min=SAFE_BITS,
+            max=WHOLE_BITS,
+            metavar="7|8",
+            show_default=False,
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""

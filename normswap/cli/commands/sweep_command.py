@@ -92,10 +92,16 @@ def run(
     if trials:
         files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
     body = {
-        "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
-        "lines": [asdict(line) for line in lines], "trials": rows,
-        "notes": sweeps.notes(trials, lines, finished), "done": finished, "files": files,
-    }  # fmt: skip
+        "recipe": recipe,
+        "output": place,
+        "seeds": seeds,
+        "counted": counted,
+        "lines": [asdict(line) for line in lines],
+        "trials": rows,
+        "notes": sweeps.notes(trials, lines, finished),
+        "done": finished,
+        "files": files,
+    }
     show(body, json, _print)
     return 0
 
