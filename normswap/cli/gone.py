@@ -27,6 +27,7 @@ REMOVED = (
     Removed("--asleep|--bare", "spp", "Name another network beside the first."),
     Removed("--mean *", "doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-mean R,G,B."),
     Removed("--std *", "convert|doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-std R,G,B."),
+    Removed("--steady *", "convert", "Use --relative-eps, a multiple of the mean variance: 9 makes a share of 0.9."),
     Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
     Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),

@@ -63,16 +63,10 @@ def graph(contents: FileContents) -> onnx.ModelProto:
     )
     assert program is not None
     model = program.model_proto
-    described = (
-        model.graph.node,
-        model.graph.value_info,
-        model.graph.input,
-        model.graph.output,
-        model.graph.initializer,
-    )
-    for item in itertools.chain([model.graph], *described):
+    whole = model.graph
+    for item in (whole, *whole.node, *whole.value_info, *whole.input, *whole.output, *whole.initializer):
         del item.metadata_props[:]
-    for node in model.graph.node:
+    for node in whole.node:
         node.doc_string = ""
     return model
 

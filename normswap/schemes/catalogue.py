@@ -39,8 +39,8 @@ def _keeps(option: str, value: str) -> Callable[[Options], bool]:
 _ALPHA = Option(
     "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
-_STEADY = Option(
-    "steady", float, 0.9, "constant share of the divisor, variance + eps; 0: plain", "SHARE", range=Range(0, 1)
+_RELATIVE_EPS = Option(
+    "relative_eps", float, 9.0, "eps, in multiples of the mean variance; 0: the plain norm", "RATIO", range=Range(0)
 )
 _BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
@@ -48,6 +48,7 @@ _FILTER_MEANS = (
     Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
     Option("depthwise", str, "keep", "the same for filters that read one channel", choices=("fit", "keep")),
 )
+_RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
 # A norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
@@ -107,13 +108,7 @@ TARGETS: dict[str, Scheme] = {
         summary="The canonical form, for fast inference: convolutions with bias, activations and sums; nothing else.",
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
         options=(
-            Option(
-                "branches",
-                str,
-                "merge",
-                "`merge` summed branches, or `keep` them",
-                choices=("merge", "keep"),
-            ),
+            Option("branches", str, "merge", "`merge` summed branches, or `keep` them", choices=("merge", "keep")),
         ),
     ),
     "frozen-bn": Scheme(
@@ -123,21 +118,13 @@ TARGETS: dict[str, Scheme] = {
     ),
     "groupnorm": Scheme(
         Function("schemes.groupnorm.plan"),
-        summary="GroupNorm for every BatchNorm: one group, nine tenths of its divisor constant; `--steady 0`: plain.",
+        summary="GroupNorm for every BatchNorm: one group, eps 9 times the mean variance; `--relative-eps 0`: plain.",
         paper="Wu & He 2018, arXiv:1803.08494, section 3",
         **_PER_SAMPLE,
         options=(
-            Option("groups", int, 1, "of channels, or the nearest divisor of their number", "N", range=Range(1)),
-            Option(
-                "group_size",
-                int,
-                0,
-                "instead: channels to a group",
-                "N",
-                range=Range(0),
-                instead_of="groups",
-            ),
-            _STEADY,
+            Option("groups", int, 1, "number of groups, or the channels' nearest divisor to it", "N", range=Range(1)),
+            Option("group_size", int, 0, "instead: channels of a group", "N", range=Range(0), instead_of="groups"),
+            _RELATIVE_EPS,
         ),
     ),
     "instancenorm": Scheme(
@@ -151,7 +138,7 @@ TARGETS: dict[str, Scheme] = {
         summary="LayerNorm over all channels and positions of a sample: GroupNorm with one group.",
         paper="Ba et al. 2016, arXiv:1607.06450, section 3",
         **_PER_SAMPLE,
-        options=(_STEADY,),
+        options=(_RELATIVE_EPS,),
     ),
     "nf": Scheme(
         Function("schemes.filters.plan_nf"),
@@ -181,15 +168,7 @@ TARGETS: dict[str, Scheme] = {
         "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, "
         "arXiv:2001.07094",
         on_branches=True,
-        options=(
-            Option(
-                "rule",
-                str,
-                "rescale",
-                "for a and b",
-                choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
-            ),
-        ),
+        options=(Option("rule", str, "rescale", "the published rule that gives a and b", choices=_RULES),),
     ),
     "rmsnorm": Scheme(
         Function("schemes.rmsnorm.plan"),

@@ -46,8 +46,8 @@ class ConvertOptions(TypedDict, total=False):
     init: Literal["keep", "fixup"]
     like: str | nn.Module
     mean: Literal["fit", "keep"]
+    relative_eps: float
     rule: Literal["balduzzi", "szegedy", "hanin", "arpit", "rescale"]
-    steady: float
     stem: Literal["fit", "keep"]
     where: Literal["norms", "activation", "conv"]
 

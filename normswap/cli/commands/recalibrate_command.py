@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -76,7 +76,7 @@ def run(
     sources = [opening.state(open_model(name, device=images.device)) for name in before.against or ()]
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
-        read = {"data": images.data, "samples": images.samples, "batch_size": images.batch_size}
+        read: dict[str, Any] = {"data": images.data, "samples": images.samples, "batch_size": images.batch_size}
         recalibrated = recalibrate(net, loader, against=sources, means_only=before.means_only, progress=advance, **read)
     checkpoint.save(recalibrated, place, force=force)
     notes, report = list(recalibrated.notes), summary.of_report(recalibrated.report)
