@@ -22,6 +22,16 @@ Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
 Module = TypeVar("Module", bound=nn.Module)
 
 
+def dotted(path: str, name: str) -> str:
+    """The path of what is called `name` in the module at `path`; the network's own path is empty."""
+    return f"{path}.{name}".removeprefix(".")
+
+
+def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
+    """A parameter's values in float64; `default` where the layer has none."""
+    return default if tensor is None else tensor.detach().double()
+
+
 def tree(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by every path, as `named_modules` says it, whatever a class may have put in that method's place."""
     modules: dict[str, nn.Module] = {}
@@ -30,7 +40,7 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
         path, module = ahead.pop()
         modules[path] = module
         children = [(name, child) for name, child in module._modules.items() if child is not None]
-        ahead += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+        ahead += [(dotted(path, name), child) for name, child in reversed(children)]
     return modules
 
 

@@ -127,6 +127,11 @@ class Edit:
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
+    def arguments(self) -> Body:
+        """The keyword arguments of the layer's `replacing`."""
+        return {**self.args, "takes": self.takes} if self.takes else self.args
+
+    @property
     def depth(self) -> int:
         """How many times `inner` stands between the path and what was there, or was placed there, first."""
         return self.keep + len(self.then)
@@ -149,7 +154,7 @@ class Outcome:
     reason: str = ""
 
     def __str__(self) -> str:
-        return self.sentence + (f": {self.reason}" if self.reason else "")
+        return ": ".join(filter(None, (self.sentence, self.reason)))
 
 
 @dataclass(frozen=True)
@@ -226,8 +231,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class _PlanFile:
-    """The object that `Plan.to_json` writes."""
-
     __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     version: int

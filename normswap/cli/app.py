@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(gone.instead_of(arguments) or str(error))
     except OSError as error:
         _abandon_stdout()
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        return _fail(": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
-    return result if isinstance(result, int) else 0
+    return int(result or 0)
 
 
 def _abandon_stdout() -> None:

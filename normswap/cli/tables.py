@@ -165,4 +165,6 @@ def size(sides: Sequence[int]) -> str:
 
 def small(value: float | None) -> str:
     """An error: `2.1e-07`."""
-    return "" if value is None else f"{value:.1e}" if math.isfinite(value) else "inf"
+    if value is None:
+        return ""
+    return f"{value:.1e}" if math.isfinite(value) else "inf"

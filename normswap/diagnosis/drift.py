@@ -153,7 +153,6 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
 
 
 def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Finding]:
-    """Norms that are each far off."""
     assert case.images is not None
     worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
     # Other images are other from the first norm on; where the first ones fit, the images are not the cause.

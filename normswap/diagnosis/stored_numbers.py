@@ -29,10 +29,6 @@ def _holds_broken(*names: str) -> Callable[[Case, StoredNorm], bool]:
     return hits
 
 
-def _has_negative_variance(_case: Case, site: StoredNorm) -> bool:
-    return site.var is not None and bool((site.var < 0).any())
-
-
 broken_statistics = rule(
     "not-finite",
     _holds_broken("mean", "var"),
@@ -48,7 +44,7 @@ broken_parameters = rule(
 )
 negative_variance = rule(
     "negative-variance",
-    _has_negative_variance,
+    lambda case, site: site.var is not None and bool((site.var < 0).any()),
     "variances are negative in {}: statistics were mixed up, or subtracted from one another",
     "the square root is NaN, or of the wrong number",
 )

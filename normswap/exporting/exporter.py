@@ -215,7 +215,6 @@ def fold_for_export(model: nn.Module, size: tuple[int, ...], inputs: Inputs = No
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    """The record that is written beside the file."""
     settings, signature = request.settings, request.signature
     dynamic = settings.dynamic_batch
     images = sidecar.body(

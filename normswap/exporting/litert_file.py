@@ -41,7 +41,6 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(contents: FileContents) -> bytes:
-    """The file that litert-torch makes of a network in float32."""
     with silent():
         import litert_torch
 

@@ -179,8 +179,6 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
 
 
 class _CalibrationReader:
-    """Images, as onnxruntime asks for them."""
-
     def __init__(self, how: Quantization) -> None:
         self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
 

@@ -31,7 +31,6 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _model(contents: FileContents) -> ov.Model:
-    """An OpenVINO model, in float32."""
     import onnx
     import openvino as ov
 
@@ -42,7 +41,6 @@ def _model(contents: FileContents) -> ov.Model:
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
-    """Write the XML and what lies beside it."""
     import openvino as ov
 
     for key, value in contents.metadata.items():

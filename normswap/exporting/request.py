@@ -72,7 +72,9 @@ class ExportRequest:
         encoder = _is_encoder(source)
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
-        output = "probabilities" if settings.softmax else "features" if encoder else "logits"
+        output = "features" if encoder else "logits"
+        if settings.softmax:
+            output = "probabilities"
         return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from normswap.copying import tree
+from normswap.copying import dotted, tree
 from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
             self.paths.setdefault(id(module), path)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    self.named.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                    self.named.setdefault(id(tensor), dotted(path, name))
         self.around: list[str] = []
         self.failed = ""
         self.outputs: dict[fx.Node, list[str]] = {}
@@ -190,7 +190,6 @@ class Recorder(TorchFunctionMode):
         )
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
-        """The node whose value `tensor` is now."""
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:

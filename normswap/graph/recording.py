@@ -210,7 +210,7 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     """Tensors that turned up from nowhere must be the same on another input of the same size."""
-    second = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
+    second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
     for name, path in first.untracked.items():
         a, b = first.constants[name], second.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
@@ -281,7 +281,7 @@ def record_once(
         if len(dtypes) > 1:
             why = f"the network and its input are of {' and '.join(dtypes)}: {why}"
             remedy = "Cast them to one: model.float(), x.float()"
-        raise TraceError(f"{where}, at {recorder.failed}" if recorder.failed else where, why, remedy) from error
+        raise TraceError(", at ".join(filter(None, (where, recorder.failed))), why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
     calls: dict[int, list[fx.Node]] = {}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import doubled
 from normswap.layers import affine, reparametrized
 from normswap.layers.folded import folded
 from normswap.layers.own import OwnLayer
@@ -45,8 +46,8 @@ class Scale(PlannedLayer, OwnLayer):
         return "bias=True" if self.bias is not None else ""
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        shift = torch.zeros_like(self.alpha) if self.bias is None else self.bias
-        return self.alpha.detach().double(), shift.detach().double()
+        scale = self.alpha.detach().double()
+        return scale, doubled(self.bias, torch.zeros_like(scale))
 
     @classmethod
     def replacing(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import dotted
 from normswap.errors import OptionError, TraceError
 
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
@@ -36,6 +37,10 @@ class Example:
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
         """Return a call like this, every tensor changed."""
         return Example(changed(self.args, change), changed(self.kwargs, change))
+
+    def map_floats(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """Return a call like this, every floating-point tensor changed."""
+        return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
@@ -224,7 +229,6 @@ def form(model: nn.Module) -> Example:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """List forward's parameters; none where Python cannot tell."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -273,7 +277,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
         yield name, value
     elif depth:
         for key, entry in _parts(value):
-            yield from named_tensors(entry, f"{name}.{key}" if name else str(key), depth - 1)
+            yield from named_tensors(entry, dotted(name, str(key)), depth - 1)
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:

@@ -70,7 +70,6 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
 
 
 def _fetch(place: str, *names: str) -> Path:
-    """Return the first file of these names in a directory or a hub repository."""
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:

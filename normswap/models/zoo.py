@@ -68,18 +68,15 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
         with torch.device("meta"):
             built = build()
         model = network(built)
-        tensors = {id(tensor) for module in model.modules() for tensor in _own_tensors(module)}
+        places = (place for m in model.modules() for place in (m._parameters, m._buffers, vars(m)))
+        values = [value for place in places for value in place.values()]
+        tensors = {id(value) for value in values if isinstance(value, Tensor)}
         if len(tensors) == len(model.state_dict()):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
     except Exception:  # the same call without the meta device says what is wrong with it
         pass
     return build()
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
@@ -143,7 +140,6 @@ def open_source(
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
-    """Return the network with the tensors of a file, strictly."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))

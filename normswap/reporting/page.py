@@ -78,7 +78,6 @@ def _cited(paper: str) -> Markup:
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Give (name, figure, small print) of each tile."""
     if facts.report:
         yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]

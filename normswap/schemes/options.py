@@ -63,8 +63,7 @@ class Option:
     @property
     def placeholder(self) -> str:
         """The metavar of its value in help texts."""
-        words = (*self.choices, *([self.metavar] if self.metavar else []))
-        return "|".join(words) or self.kind.__name__.upper()
+        return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: object) -> None:
         """See that this may be its value; else an OptionError."""

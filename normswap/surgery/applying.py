@@ -175,10 +175,9 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
-    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     try:
         with torch.no_grad():
-            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **edit.arguments)
             following = [
                 layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
             ]

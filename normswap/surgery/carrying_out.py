@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from normswap import copying, provenance, schemes
+from normswap import provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
@@ -100,12 +100,9 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
     if settle is None:
         return comparison.compare_double(network, lambda: applying.apply_step(network.module, step, double=True), parts)
 
-    def settled() -> nn.Module:
-        double = copying.to_double(result)
-        settle(network.module, double, step)
-        return double
-
-    return comparison.compare_double(network, settled)
+    double = network.after(result).doubled().module
+    settle(network.module, double, step)
+    return comparison.compare_double(network, lambda: double)
 
 
 def applied(network: Network, step: Step) -> nn.Module:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.copying import dotted
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.layers import affine, reparametrized
@@ -71,7 +72,8 @@ def _skeleton(network: Network) -> Network:
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    return bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
+    module = zoo.create(arch).to(next(network.module.parameters()))
+    return bare(network, module, arch)
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
@@ -130,7 +132,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for path, module in _by_old_path(model).items():
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
+        tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
     return tensors
 
 
@@ -157,9 +159,8 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
     """Set the tensors at the path of `edit`, in the source, so that the edit would give `now`."""
-    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     reads = tuple(modules[path] for path in edit.reads)
     try:
-        applying.layer_of(edit).invert(modules[edit.path], now, reads, **args)
+        applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)
     except RefusedError as why:
         raise RefusedError(f"cannot unfold {edit.path}", why.why) from None

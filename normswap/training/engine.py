@@ -146,16 +146,8 @@ def finetune(
     finally:
         torch.set_rng_state(before)
     at = run.at
-    return Result(
-        folder.best,
-        folder.last,
-        run.network(task.raw).eval(),
-        tuple(at.rows),
-        at.best_epoch,
-        at.update,
-        finished,
-        tuple(notes),
-    )
+    network, rows = run.network(task.raw).eval(), tuple(at.rows)
+    return Result(folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes))
 
 
 class TrainingRun:
@@ -222,7 +214,6 @@ class TrainingRun:
         return at.update == task.updates
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
         task.scheduler.step_update(update)
@@ -263,7 +254,6 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
-        """The updates of the epoch so far."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:

@@ -74,7 +74,7 @@ class Line:
     @property
     def mark(self) -> str:
         """`best`, `good`, or nothing."""
-        return "best" if self.best else "good" * self.good
+        return "best" * self.best or "good" * self.good
 
 
 def count_best(seeds: int, best: int | None = None) -> int:
@@ -98,7 +98,6 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
-    """List the complete lines with the highest mean: several where they are level."""
     means = [line.mean for line in rates if line.full and line.mean is not None]
     return [line for line in rates if line.full and line.mean == max(means)]
 
@@ -351,7 +350,6 @@ class Sweep:
 
 
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
-    """Return what a trial runs, or is about to run."""
     queued = trial.system_attrs.get("fixed_params", {})
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
 

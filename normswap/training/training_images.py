@@ -150,11 +150,13 @@ class TrainingImages:
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
-        images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
+        augmenting = transform(model, data.augment)
+        images = open_images(model, self.place, "train", augmenting, labelled=labelled)
         if not isinstance(images, LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
+        rows = drawn_rows(len(images), data.samples, seed)
         self.digest, self.notes = _digest(images), images.notes
-        self.images = Seeded(images, drawn_rows(len(images), data.samples, seed), seed)
+        self.images = Seeded(images, rows, seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)

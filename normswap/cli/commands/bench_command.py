@@ -146,7 +146,6 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
 
 
 def _print(model: str, body: Body) -> None:
-    """A table per batch size, then what was not timed."""
     settings = body["settings"]
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):

@@ -24,7 +24,7 @@ def run(json: Json = False) -> int:
 
         result = demo.run(say)
     show(asdict(result), json, _print)
-    return 0 if result.passed else 1
+    return int(not result.passed)
 
 
 def _print(body: Body) -> None:

@@ -33,7 +33,7 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
     with progress.working("looking"):
         diagnosis = diagnose(net, images=loader, name=opening.as_typed(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
-    return 1 if diagnosis.faults else 0
+    return int(bool(diagnosis.faults))
 
 
 def _print(body: Body) -> None:

@@ -31,7 +31,6 @@ def run(
 
 
 def _card(name: str) -> Body:
-    """Describe a scheme, its paper and its options."""
     if name == "unfold":
         nothing: Body = {"paper": "", "options": {}, "exact_only_with": []}
         return {"name": name, "summary": schemes.UNFOLD, **nothing, "exact": True}

@@ -48,8 +48,7 @@ def run(
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
     ],
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
+        list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
     varied: Varied,
@@ -91,18 +90,13 @@ def run(
     files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
     if trials:
         files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
-    body = {
-        "recipe": recipe,
-        "output": place,
-        "seeds": seeds,
-        "counted": counted,
+    asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
+    measured = {
         "lines": [asdict(line) for line in lines],
         "trials": rows,
         "notes": sweeps.notes(trials, lines, finished),
-        "done": finished,
-        "files": files,
     }
-    show(body, json, _print)
+    show({**asked, **measured, "done": finished, "files": files}, json, _print)
     return 0
 
 

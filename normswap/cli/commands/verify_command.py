@@ -52,11 +52,10 @@ def run(
     else:
         body = _of_file(file, against, images, opening)
     show(body, json, _print)
-    return 0 if body["passed"] else 1
+    return int(not body["passed"])
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """A converted network beside its source, or another network."""
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
@@ -90,7 +89,6 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """An exported file beside the network that it is to be."""
     from normswap.exporting import exported_file
     from normswap.models.preprocessing import for_size
 
