@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
 from normswap.plan import Body
 from normswap.schemes import changed, get
+from normswap.surgery.report import Kept
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 CHECKED_ON_NOISE = "on noise only; give --data IMAGES to check it on photographs"
@@ -58,7 +59,7 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         is_kept = all(error["within"] for error in body["logits"])
         return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
-        return f"kept: {held_out_sentence(body['kept'])}"
+        return f"kept: {Kept(*(body['kept'][name] for name in ('agreement', 'relative_l2', 'count')))}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
     remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
@@ -78,15 +79,7 @@ def proof(body: Body) -> None:
         rows.append(row)
     title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
-    listing("vacuous", body["vacuous"], most=5)
-
-
-def held_out_sentence(kept: Body) -> str:
-    """The finding of held-out images on an approximate result."""
-    answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
-    bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
-    parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
-    return f"{', '.join(parts)}; {kept['count']} held-out calibration images"
+    listing("warning", body["vacuous"], most=5)
 
 
 def same(figures: Body) -> str:
@@ -120,7 +113,7 @@ def described(body: Body) -> None:
         ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
         ("format", body["format"]),
         ("operators", operators(body["nodes"])),
-        ("made from", " ".join(noted[key] for key in ("architecture", "source") if noted.get(key))),
+        ("made from", " ".join(dict.fromkeys(noted[key] for key in ("architecture", "source") if noted.get(key)))),
         *((name, text(value)) for name, value in sidecar.items()),
         ("note", None if sidecar else missing),
     )

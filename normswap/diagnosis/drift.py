@@ -157,10 +157,11 @@ def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Find
     worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
     # Other images are other from the first norm on; where the first ones fit, the images are not the cause.
     by_images = hit[0] is drifts[0] or drifts[0].has_other_details
-    why = "the images fit the stem: others' statistics, or other gammas and weights before these norms"
+    why = "the stem fits these images, so the statistics are wrong, or the gammas and weights before these norms"
     if by_images:
-        why = "these images are other than those of the training"
-    evidence = f"{share(len(hit), len(drifts), 'norms')} are off on {case.images.count} images, most at {worst}; {why}"
+        why = "the network was trained on other images than these"
+    norms = share(len(hit), len(drifts), "norms")
+    evidence = f"{norms} keep other statistics than {case.images.count} images have, most at {worst}; {why}"
     yield _of_statistics(case, hit, evidence, "eval mode normalizes by other statistics", by_images=by_images)
 
 

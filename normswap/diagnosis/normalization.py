@@ -92,8 +92,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if not _fits_all(case, best.prepare(read)):
         return
     evidence = (
-        f"on these images the first norm sees what is {now[0]:.2g} nats from its statistics; with {best} "
-        f"{least[0]:.2g} ({case.images.count} images{told_as})"
+        f"the first norm's input on {case.images.count} images{told_as} is {now[0]:.2g} nats (KL divergence) from its "
+        f"statistics; with {best} it is {least[0]:.2g}"
     )
     cost = "every layer sees other values than in training"
     paths = tuple(site.path for site in case.sites[:1])

@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
             place = (positional[0] if positional else None, func.__name__)
             kind, target, positional, named = "call_function", spelling.left, place, {}
             if func.__name__ in _LOOKS:
-                self.branches.append(self.around[-1] if self.around else "")
+                self.branches.append(next(reversed(self.around), ""))
         node = self._add(kind, target, positional, named, result)
         return self._made(node, result, tensors, overwritten)
 
@@ -224,7 +224,7 @@ class Recorder(TorchFunctionMode):
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
-            self.untracked[name] = self.around[-1] if self.around else ""
+            self.untracked[name] = next(reversed(self.around), "")
         return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:

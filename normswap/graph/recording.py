@@ -215,13 +215,13 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
         a, b = first.constants[name], second.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
-                f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",
-                "it comes from a scripted function or an operator that passes by PyTorch's functions",
+                f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes cannot be followed",
+                "it calls NumPy, a scripted function or a custom operator",
+                "Use torch operations there",
             )
 
 
 def _same(first: Traced, second: Traced) -> bool:
-    """Whether both have the same nodes, one by one."""
     if len(first.nodes) != len(second.nodes):
         return False
     return all(

@@ -84,7 +84,7 @@ class ScalarBias(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = x + self.bias
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         return torch.ones_like(self.bias).double(), self.bias.detach().double()

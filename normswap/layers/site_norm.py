@@ -50,7 +50,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
         else:
             x = _BatchNorm.forward(self, input)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def ghost_sizes(self, count: int) -> list[int]:
         """How many of `count` samples share their statistics in training, in a row."""
@@ -154,7 +154,7 @@ class EvalNorm(PlannedLayer, OwnLayer):
         """Map (N, C, ...) to (N, C, ...)."""
         scale = self.weight * torch.rsqrt(self.running_var + self.eps)
         x = x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.weight.detach().double()

@@ -198,7 +198,6 @@ def _said(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    """Read the size in a Hugging Face config, or in the config of the vision part in it."""
     for stated in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
         side, channels = getattr(stated, "image_size", None), getattr(stated, "num_channels", 3)
         if isinstance(side, int):

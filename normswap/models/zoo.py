@@ -92,9 +92,9 @@ def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
     """Raises SourceError for code of this machine that nobody has said may be imported."""
     if kind.foreign and not trusted:
         raise SourceError(
-            f"{what} is code of this machine, which a file asks for",
-            "it is imported only if you say so",
-            f"Add {spelled('trust_factory', True)}, or name it as MODEL yourself",
+            f"{what} is Python code on this machine",
+            "to open the file, normswap would import it, which runs it",
+            f"Add {spelled('trust_factory', True)} to allow that, or name it as MODEL yourself",
         )
 
 

@@ -97,7 +97,6 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str, str, str]]:
-    """Give the tiles of what was measured when the conversion was made."""
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
@@ -123,7 +122,6 @@ def _provenance(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
-    """Give (place, skip, norms) of every block, then the norms outside of blocks."""
     yield from ((block.path, block.skip, block.norms) for block in facts.blocks)
     if facts.others:
         yield "outside of blocks", "", facts.others

@@ -44,7 +44,7 @@ class Conversion:
         worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
         passed = "passed" if self.report.passed else "FAILED"
-        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'norms of its own'})"
+        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'unfolded'})"
 
     @property
     def model(self) -> nn.Module:

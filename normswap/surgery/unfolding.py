@@ -39,7 +39,8 @@ def unfold(network: Network) -> Network:
     """
     record = network.provenance
     if not record.plan.steps:
-        raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
+        remedy = "`unfold` is for what `normswap convert` wrote"
+        raise RefusedError("nothing to unfold", "the network was not converted: its norms are its own", remedy)
     if record.merged_paths:
         raise RefusedError(
             "cannot unfold",

@@ -34,7 +34,7 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
 def run(
     model: ModelOrFile,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", show_default=False, help="Exported from MODEL.")
+        list[str] | None, typer.Argument(metavar="FILE", show_default=False, help="Exported from MODEL.")
     ] = None,
     *,
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",

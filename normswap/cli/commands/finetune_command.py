@@ -42,7 +42,7 @@ class TrainingOptions:
 
 
 def run(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help=_WORDS)] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
     *,
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")

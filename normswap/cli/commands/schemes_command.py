@@ -18,7 +18,7 @@ EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these.")] = None,
     *,
     json: Json = False,
 ) -> int:
