@@ -142,7 +142,7 @@ class Outcome:
     """The outcome of a norm, as the rule that did it says.
 
     Args:
-        counted: in a few words, as norms are counted: `folded back`.
+        counted: in a few words, as norms are counted: `folded into the layer before`.
         sentence: `folds into layer1.0.conv1`.
         reason: why it stays, or what is special about it.
     """

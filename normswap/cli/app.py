@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -55,8 +57,10 @@ def load(name: str) -> Clicks:
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
     lines = [*(f"normswap {example}" for example in module.EXAMPLES), f"Keys of --json: {module.KEYS}"]
     epilog = "\n\n".join(lines).replace("[", r"\[")
+    # A terminal breaks the lines of a paragraph where it likes.
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
-    single.command(name, epilog=epilog)(spread(module.run))
+    single.command(name, epilog=epilog, help=paragraphs)(spread(module.run))
     return typer.main.get_command(single)
 
 

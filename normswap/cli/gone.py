@@ -54,9 +54,7 @@ REMOVED = (
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
     Removed("show|copy *", "recipes", "`normswap recipes NAME` prints one; `> FILE` behind it makes it yours."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
-    Removed(
-        "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."
-    ),
+    Removed("--resume [!a]*", "finetune", "Use --resume auto. Copy another run's folder, and name the copy by -o."),
     Removed("*.tar.gz|*.tgz|*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),
     Removed("anneal.means=*", "finetune|sweep", "convert.to=nf convert.calibrate=true fits the filters' means."),
     Removed("distill.kind=*", "finetune|sweep", "A teacher teaches by its logits."),

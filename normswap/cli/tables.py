@@ -98,8 +98,13 @@ def next_step(*words: object) -> None:
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
-    """Lines that begin with the same word, not too many of them."""
-    listed = list(lines)
+    """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for all paths with it."""
+    paths: dict[str, list[str]] = {}
+    for line in lines:
+        path, _, said = line.partition(": ")
+        paths.setdefault(said, []).append(path)
+    several = {said: [*names[:3], *[f"{len(names) - 3} more"] * (len(names) > 3)] for said, names in paths.items()}
+    listed = [": ".join(filter(None, (", ".join(names), said))) for said, names in several.items()]
     for text in listed[:most]:
         print(f"{label}: {text}")
     if len(listed) > most:

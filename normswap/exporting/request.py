@@ -197,7 +197,6 @@ def _is_encoder(source: nn.Module) -> bool:
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    """Every tensor of the example in, every one that the network gives out."""
     whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")

@@ -228,7 +228,6 @@ def _step(step: Step) -> StepFact:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return every norm of the source by path, with what all steps together did to it."""
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:

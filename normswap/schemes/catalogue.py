@@ -45,10 +45,11 @@ _RELATIVE_EPS = Option(
 _BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
-    Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
-    Option("depthwise", str, "keep", "the same for filters that read one channel", choices=("fit", "keep")),
+    Option("stem", str, "keep", "`fit` or `keep` those of the first convolution", choices=("fit", "keep")),
+    Option("depthwise", str, "keep", "`fit` or `keep` those of depthwise filters", choices=("fit", "keep")),
 )
 _RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
+_RECALIBRATED = {"data": "", "samples": None, "batch_size": 64, "against": 0, "scales": True}
 # A norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
@@ -68,11 +69,11 @@ TARGETS: dict[str, Scheme] = {
                 "where",
                 str,
                 "norms",
-                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate: after each "
-                "convolution whose values reach an `activation` next, or another layer (`conv`)",
+                "`norms`: where norms stand or stood. In a network that never had any, with --calibrate: after each "
+                "convolution that an `activation` reads next, or another layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
-            Option("like", str, "", "instead: an architecture whose own class holds the result", "ARCH"),
+            Option("like", str, "", "an architecture, whose own class the result then has", "ARCH"),
             Option("ghost_batch", int, 0, "samples that share statistics in training; 0: all", "N", range=Range(0)),
         ),
     ),
@@ -101,7 +102,9 @@ TARGETS: dict[str, Scheme] = {
         exact=_keeps("init", "keep"),
         on_branches=True,
         decay="all",
-        options=(Option("init", str, "keep", "`keep` weights, or `fixup`: the reset", choices=("keep", "fixup")),),
+        options=(
+            Option("init", str, "keep", "`keep` the weights, or reset them (`fixup`)", choices=("keep", "fixup")),
+        ),
     ),
     "folded": Scheme(
         Function("schemes.folded.plan"),
@@ -123,7 +126,7 @@ TARGETS: dict[str, Scheme] = {
         **_PER_SAMPLE,
         options=(
             Option("groups", int, 1, "number of groups, or the channels' nearest divisor to it", "N", range=Range(1)),
-            Option("group_size", int, 0, "instead: channels of a group", "N", range=Range(0), instead_of="groups"),
+            Option("group_size", int, 0, "channels of each group", "N", range=Range(0), instead_of="groups"),
             _RELATIVE_EPS,
         ),
     ),
@@ -158,7 +161,7 @@ TARGETS: dict[str, Scheme] = {
         on_branches=True,
         options=(
             _ALPHA,
-            Option("dropout", float, 0.2, "of features before the classifier, a probability", "P", range=Range(0, 1)),
+            Option("dropout", float, 0.2, "dropout of features before the classifier", "P", range=Range(0, 1)),
         ),
     ),
     "residual-scale": Scheme(
@@ -234,12 +237,6 @@ STEPS: dict[str, Scheme] = {
         exact=False,
         needs_data=True,
         fit=Function("schemes.statistics.fit_recalibrate"),
-        options=(
-            Option("data", str, ""),
-            Option("samples", str, None),
-            Option("batch_size", str, 64),
-            Option("against", str, 0),
-            Option("scales", str, True),
-        ),
+        options=tuple(Option(name, str, default) for name, default in _RECALIBRATED.items()),
     ),
 }

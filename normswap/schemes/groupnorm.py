@@ -100,7 +100,11 @@ def insert_per_sample_norms(
             else:
                 builder.replacements[conv] = Edit(conv, "Rescaled", {"groups": count}, (path,))
         builder.replace(path, "GroupNorm", **args)
-        builder.settle(path, Outcome("statistics per sample", sentence))
+        builder.settle(path, Outcome("became GroupNorm", sentence))
+    if large_eps:
+        share = relative_eps / (1 + relative_eps)
+        what = f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is constant"
+        builder.notes.append(f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less")
     return builder
 
 

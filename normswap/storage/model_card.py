@@ -73,7 +73,6 @@ def _said(step: Step) -> str:
 
 
 def _measured(report: Report) -> str:
-    """A table of the proof, and what held-out images say of an approximate result."""
     claim = "keeps the function of its source" if report.exact else "changes the function of its source"
     lines = [
         f"Measured against the source on {report.inputs} (this conversion {claim}):\n",

@@ -391,6 +391,6 @@ def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list
         if block.tail in inside and block.path in inside:
             share = inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30)
             if not share > _HARDLY:
-                size = f"its residual branch is {float(share):.0e} of the block's output"
+                size = f"the residual branch is {float(share):.0e} of the block's output"
                 unseen.append(f"{block.path}: {size}, so this check says nothing about it")
     return unseen

@@ -85,7 +85,6 @@ def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _built(network: Network, like: str) -> nn.Module:
-    """The architecture, with the input channels of the network and as many classes."""
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)

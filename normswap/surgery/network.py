@@ -212,10 +212,8 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        make_images = partial(
-            synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress
-        )
-        return SyntheticImages(make_images)
+        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(make)
 
     @property
     def described(self) -> str:

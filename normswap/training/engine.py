@@ -257,7 +257,6 @@ class TrainingRun:
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
-        """Validate, write a row, the network and, if it is the best so far, the best one."""
         at, task, network = self.at, self.task, self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
         averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None

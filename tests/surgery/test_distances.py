@@ -98,7 +98,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("share", "said"),
     [
-        (1e-6, ["0: its residual branch is 1e-06 of the block's output, so this check says nothing about it"]),
+        (1e-6, ["0: the residual branch is 1e-06 of the block's output, so this check says nothing about it"]),
         (1e-2, []),
     ],
 )

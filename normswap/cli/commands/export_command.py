@@ -116,14 +116,14 @@ def run(
 ) -> int:
     """Fold a network into one file for another runtime.
 
-    Whatever the scheme, what is exported has no norm (but those with statistics per sample), no scalar and no weight
-    standardization. The file is run in its own runtime against the source, on images of --data or else on smooth noise,
-    before it gets its name. FILE.preprocess.json, beside it, says what is to be done with an image first. Images and
-    answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32: bf16
-    arithmetic changes more than 1 answer in 1000.
+    Norms, scalars and weight standardization are folded away, whatever the scheme; norms with statistics per sample
+    stay. The file is run in its own runtime against the source, on images of --data or else on smooth noise, before it
+    gets its name. FILE.preprocess.json, beside it, says how an image is prepared. Images and answers are float32
+    whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32, as bf16 arithmetic changes more
+    than 1 answer in 1000.
 
-    int8 is the runtime's own quantizer's, on the folded network; ranges are read off --calibrate's images. What it
-    costs is measured on others, printed and written into FILE.preprocess.json.
+    The runtime's own quantizer writes int8, from the folded network and the ranges of --calibrate's images. What int8
+    costs is measured on other images, printed, and written into FILE.preprocess.json.
     """
     options = {name: value for name, value in vars(written).items() if name != "output"}
     settings = FileSettings(**options, weight_bits=int8.weight_bits, force=force)
