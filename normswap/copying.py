@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes)
 _ATOMS = {*_NUMBERS, type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device}
-Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
+# The copy of each object, by the object's identity.
+Memo: TypeAlias = dict[int, Any]
 Module = TypeVar("Module", bound=nn.Module)
 
 

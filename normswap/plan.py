@@ -18,7 +18,8 @@ from normswap.errors import PlanError
 if TYPE_CHECKING:
     from pydantic import ConfigDict, TypeAdapter
 
-Body: TypeAlias = dict[str, Any]  # an object as JSON has it
+# An object as JSON has it.
+Body: TypeAlias = dict[str, Any]
 VERSION = 2
 # For pydantic, which reads the records from JSON: no unknown key, and no value of another type that could be cast.
 _AS_WRITTEN: ConfigDict = {"extra": "forbid", "strict": True}

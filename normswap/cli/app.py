@@ -22,8 +22,8 @@ from normswap.cli import commands, gone
 from normswap.cli.grouped_options import spread
 from normswap.errors import NormswapError, OptionError, command_line, quiet
 
-# typer's errors derive from click's, which newer versions of typer no longer import under that name.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
+# typer's errors derive from click's ClickException, which newer versions of typer no longer import under that name.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 Clicks = Any
 """Objects of click's, which newer versions of typer hide."""
 # As a shell has it: 128 + SIGINT.

@@ -61,7 +61,7 @@ class ExportedFile:
 
     @property
     def precision(self) -> str | None:
-        """Of its weights, if it says so."""
+        """The precision of its weights, where the file says it."""
         return self.metadata.get("dtype")
 
     def described(self) -> Body:

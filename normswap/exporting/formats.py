@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
 # From the tensors that a file takes to the one that it gives, or several.
 Runs: TypeAlias = "Callable[..., Any]"
-# Of a file that another system has to run.
+# What is said of a file that this system cannot run.
 NOT_RUN = "not run here"
 _HALF_WEIGHTS = "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
 
@@ -61,13 +61,13 @@ class Format:
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
         needs: packages; extra: of normswap, which brings them.
-        dtypes: that it is written in.
+        dtypes: those that it can be written in.
         notes: what a user should know of a dtype in it.
         any_count: any number of images may go in at a time.
         any_input: other tensors than float32 may go in.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first.
-        system: the `sys.platform` that alone has its runtime.
+        system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Format:
 
     @property
     def functions(self) -> ModuleType:
-        """Its module."""
+        """The module with its functions."""
         return importlib.import_module(f"normswap.exporting.{self.module}")
 
     def files(self, file: Path) -> tuple[Path, ...]:

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
-Function: TypeAlias = Callable[..., object]  # torch's own
+# A function of torch's own.
+Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
 # What a forward does after these questions may depend on the size of a tensor.

@@ -182,7 +182,8 @@ class RMSNorm(PlannedLayer):
 class Centred(PlannedLayer):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
-    TENSORS = True  # stands in the place of a parameter
+    # It stands in the place of a parameter.
+    TENSORS = True
 
     @classmethod
     def replacing(cls, old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from normswap.copying import dotted
 from normswap.errors import OptionError, TraceError
 
-Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
-Inputs: TypeAlias = "Call | Sequence[Call] | None"  # a list is one of batches
+# A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of batches.
+Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
+Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from torch import nn
 from normswap.errors import SourceError, first_line, quiet, spelled
 from normswap.plan import Body
 
-Cfg = Body  # timm's record of the preprocessing, or a config.json
+# timm's record of the preprocessing, or a config.json.
+Cfg = Body
 
-# timm's preprocessing where nothing says more
+# timm's preprocessing where nothing else is stated.
 GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 GENERAL |= {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")

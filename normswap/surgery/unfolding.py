@@ -65,11 +65,7 @@ def unfold(network: Network) -> Network:
 
 
 def _skeleton(network: Network) -> Network:
-    """The bare architecture, which knows what images its source took.
-
-    Raises:
-        RefusedError: nobody knows how to build it.
-    """
+    """The bare architecture, called as the network is; a RefusedError where nobody knows how to build it."""
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
