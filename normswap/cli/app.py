@@ -77,7 +77,7 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
-    # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
+    # OpenMP's waiting threads spin, which costs several times the work where other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:

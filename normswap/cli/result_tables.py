@@ -83,7 +83,7 @@ def proof(body: Body) -> None:
 
 
 def same(figures: Body) -> str:
-    """How many of its answers are the network's."""
+    """How many answers of a file are those of its network."""
     if figures["agreement"] is None:
         return ""
     answers, unit = figures["answers"], figures["unit"]

@@ -76,7 +76,7 @@ def insert_per_sample_norms(
     for path, module in norms.items():
         channels = affine.channels(module)
         if isinstance(module, nn.BatchNorm1d) and (channels == 1 or channelwise):
-            # the only channel of a map has its places
+            # A map's only channel is normalized over its places, a row's only channel would be erased.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
         else:

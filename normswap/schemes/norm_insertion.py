@@ -78,7 +78,7 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
     """
     builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
-    # what folds back into one plain convolution can scale its weight instead
+    # A norm that folds back into one plain convolution can scale its weight instead.
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
         module = anatomy.traced.linear(conv)

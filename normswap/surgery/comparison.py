@@ -89,8 +89,9 @@ def compare(
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
-    boxes = not exact and precise is not None and precise.error.relative_l2 == float("inf")  # others, or more of them
-    logits: list[Error] = [] if precise is None or boxes else [precise.error]
+    # An approximate result may find another number of boxes, and has no distance in float64 then.
+    output_shape_changed = not exact and precise is not None and precise.error.relative_l2 == float("inf")
+    logits: list[Error] = [] if precise is None or output_shape_changed else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
     proved, own_change = True, 0.0
@@ -348,7 +349,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     a, b = _numbers(a), _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
-        # What may not be chosen is -inf by intent, in both.
+        # Classes that are masked out are -inf on purpose, in both outputs.
         a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)

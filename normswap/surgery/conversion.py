@@ -200,7 +200,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    # What asks for BatchNorms takes those that there are, and leaves other norms as they are.
+    # A target that needs BatchNorms uses those in the network, and leaves other norms as they are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
     before = ["estimate"] if averaged else []
@@ -270,7 +270,7 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
         raise OptionError(f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options")
-    # A stream that was centred for an RMSNorm has the mean that rounding its weights left: no matter for float64.
+    # Rounding the weights of a stream that was centred for an RMSNorm leaves a small mean, which float64 would see.
     rounded = any(edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits)
     precise = None
     if not rounded:

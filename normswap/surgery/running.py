@@ -136,7 +136,7 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` without anybody who looks at torch's functions, which may take longer than it does."""
+    """`work` with torch's function modes off: a recorder that watches every call costs more than the call."""
 
     def alone(*args: object) -> None:
         with torch._C.DisableTorchFunction():

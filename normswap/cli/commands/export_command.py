@@ -30,7 +30,7 @@ KEYS = (
 EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
-# Of the images that calibration leaves, so many measure: what int8 costs is known to 0.3 points then.
+# So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3 points.
 _MEASURED = 2000
 
 
