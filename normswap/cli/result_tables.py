@@ -110,7 +110,8 @@ def described(body: Body) -> None:
     noted, sidecar = body["metadata"], body["sidecar"]
     if isinstance(figures := sidecar.get("checked"), dict):
         distance = f"relative L2 {small(figures['relative_l2'])}, allowed {small(figures['tolerance'])}"
-        sidecar = {**sidecar, "checked": distance, "same answer": same(figures), "top-1": top1(figures)}
+        checked = f"{distance}; {figures['count']} samples, {figures['inputs']}"
+        sidecar = {**sidecar, "checked": checked, "agreement": same(figures), "top-1": top1(figures)}
     missing = "`normswap export` did not write it: nothing says how images are prepared for it"
     facts(
         ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
