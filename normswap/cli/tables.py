@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,12 +100,15 @@ def next_step(*words: object) -> None:
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
     """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for all paths with it."""
-    paths: dict[str, list[str]] = {}
-    for line in lines:
-        path, _, said = line.partition(": ")
-        paths.setdefault(said, []).append(path)
-    several = {said: [*names[:3], *[f"{len(names) - 3} more"] * (len(names) > 3)] for said, names in paths.items()}
-    listed = [": ".join(filter(None, (", ".join(names), said))) for said, names in several.items()]
+    listed: list[str] = []
+    # A line without a path is a group by itself.
+    for _, group in groupby(lines, lambda line: line.partition(": ")[2] or line):
+        first, *others = group
+        path, colon, said = first.partition(": ")
+        paths = [path, *(other.partition(": ")[0] for other in others)]
+        if len(paths) > _FEW:
+            paths = [*paths[:3], f"{len(paths) - 3} more"]
+        listed.append(f"{', '.join(paths)}{colon}{said}")
     for text in listed[:most]:
         print(f"{label}: {text}")
     if len(listed) > most:

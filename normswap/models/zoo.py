@@ -91,11 +91,9 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
     """Raises SourceError for code of this machine that nobody has said may be imported."""
     if kind.foreign and not trusted:
-        raise SourceError(
-            f"{what} is Python code on this machine",
-            "to open the file, normswap would import it, which runs it",
-            f"Add {spelled('trust_factory', True)} to allow that, or name it as MODEL yourself",
-        )
+        why = "to open the file, normswap would import it, which runs it"
+        remedy = f"Add {spelled('trust_factory', True)} to allow that, or name it as MODEL yourself"
+        raise SourceError(f"{what} is Python code on this machine", why, remedy)
 
 
 def open_source(

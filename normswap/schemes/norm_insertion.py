@@ -136,11 +136,9 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
             keep(builder, path, modules[path])
     if not living and not lost:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
-        raise RefusedError(
-            "no statistics are known",
-            "the network has no BatchNorm, and was not converted from one that had",
-            f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}' measures some, on images",
-        )
+        why = "the network has no BatchNorm, and was not converted from one that had"
+        measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
+        raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
     for path in lost:
         _restore(builder, path, layer, args)
     return builder

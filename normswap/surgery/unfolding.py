@@ -42,11 +42,9 @@ def unfold(network: Network) -> Network:
         remedy = "`unfold` is for what `normswap convert` wrote"
         raise RefusedError("nothing to unfold", "the network was not converted: its norms are its own", remedy)
     if record.merged_paths:
-        raise RefusedError(
-            "cannot unfold",
-            "branches were merged into one convolution, which does not say what each of them was",
-            f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`",
-        )
+        why = "branches were merged into one convolution, which does not say what each of them was"
+        remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
+        raise RefusedError("cannot unfold", why, remedy)
     source = _skeleton(network)
     canonical = _canonical(network)
     state, tensors = source.module.state_dict(), _tensors(canonical)
