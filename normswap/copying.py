@@ -52,10 +52,12 @@ def duplicate(model: Module, memo: Memo) -> Module:
     return _copy(model, memo, _cloned, whole=True)
 
 
-def to_double(model: Module) -> Module:
-    """A float64 copy of `model`, cast while copying."""
-    memo: Memo = {}
+def to_double(model: Module, memo: Memo | None = None) -> Module:
+    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
+    memo = {} if memo is None else memo
     for module in tree(model).values():
+        if id(module) in memo:
+            continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point() and id(tensor) not in memo:
                 double = tensor.detach().double()
