@@ -57,7 +57,7 @@ def choose_rescaling(
         batches: calls with the user's images.
     """
     args = rescalable(step)
-    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
+    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: last(target.get_submodule(path)) for path in args}
     inputs: dict[str, NormInputs] = {}
     for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):

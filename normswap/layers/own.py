@@ -33,6 +33,10 @@ class OwnLayer(nn.Module):
     NORMALIZES: ClassVar[bool] = False
     SCALES_BRANCH: ClassVar[bool] = False
     ROLES: ClassVar[Mapping[str, str]] = {}
+    act: nn.Module | None
+
+    def activated(self, y: Tensor) -> Tensor:
+        return y if self.act is None else self.act(y)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""
@@ -60,10 +64,10 @@ def scales_branch(module: object) -> TypeGuard[BranchScale]:
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """(C,) in a shape that goes with x (N, C, ...)."""
+    """(C,) in a shape and dtype that go with x (N, C, ...): float32 would make all float32 under autocast."""
     return _shaped(value, x)
 
 
 @fx.wrap  # how many dimensions a value has is not known while a symbolic trace runs, which looks this name up here
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
-    return value.view(1, -1, *(1,) * (x.ndim - 2))
+    return value.view(1, -1, *(1,) * (x.ndim - 2)).to(x.dtype)

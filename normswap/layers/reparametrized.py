@@ -86,7 +86,7 @@ class InputBiased(OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, I, ...) to (N, O, ...)."""
-        output: Tensor = super().forward(x + self.in_bias)
+        output: Tensor = super().forward(x + self.in_bias.to(x))
         return output
 
     @staticmethod
@@ -119,9 +119,13 @@ class ShiftedLinear(InputBiased, nn.Linear):
 
 
 SHIFTED: dict[type[Linearity], type[InputBiased]] = {
-    nn.Conv1d: ShiftedConv1d, nn.Conv2d: ShiftedConv2d, nn.Conv3d: ShiftedConv3d,
-    timm_layers.Conv2dSame: ShiftedConv2dSame, nn.Linear: ShiftedLinear, timm_layers.Linear: ShiftedLinear,
-}  # fmt: skip
+    nn.Conv1d: ShiftedConv1d,
+    nn.Conv2d: ShiftedConv2d,
+    nn.Conv3d: ShiftedConv3d,
+    timm_layers.Conv2dSame: ShiftedConv2dSame,
+    nn.Linear: ShiftedLinear,
+    timm_layers.Linear: ShiftedLinear,
+}
 _KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 

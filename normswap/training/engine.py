@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
-from normswap.training.assembly import Stop, Task, from_first, stop_on_request
+from normswap.training.assembly import Task, from_first, stop_on_request
 from normswap.training.optimizing import clip_gradients
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
@@ -146,10 +147,8 @@ def finetune(
     finally:
         torch.set_rng_state(before)
     at = run.at
-    return Result(
-        folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
-        tuple(notes),
-    )  # fmt: skip
+    network, rows = run.network(task.raw).eval(), tuple(at.rows)
+    return Result(folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes))
 
 
 class TrainingRun:
@@ -186,7 +185,7 @@ class TrainingRun:
         if not continues:
             self._end_epoch(began=False)
 
-    def train(self, stop: Stop) -> bool:
+    def train(self, stop: threading.Event) -> bool:
         """Do all updates that are left; returns False if somebody asked to stop before the end."""
         task, at, every = self.task, self.at, self.recipe.train.checkpoint
         batches = task.images.batches(task.share, at.update, task.updates, pin=self.engine.device.type == "cuda")
@@ -199,7 +198,7 @@ class TrainingRun:
             due = ends or (every is not None and at.update % every == 0)
             if not due and at.update % self.every:
                 continue
-            finite, asked = self._agree(stop.asked)
+            finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):  # every process has the same weights
                 finite = all(bool(parameter.isfinite().all()) for parameter in task.raw.parameters())
             if not finite:
@@ -216,7 +215,6 @@ class TrainingRun:
         return at.update == task.updates
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
         task.scheduler.step_update(update)
@@ -257,11 +255,9 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
-        """The updates of the epoch so far."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
-        """Validate, write a row, the network and, if it is the best so far, the best one."""
         at, task, network = self.at, self.task, self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
         averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None

@@ -149,11 +149,13 @@ class TrainingImages:
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
-        images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
+        augmenting = transform(model, data.augment)
+        images = open_images(model, self.place, "train", augmenting, labelled=labelled)
         if not isinstance(images, LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
+        rows = drawn_rows(len(images), data.samples, seed)
         self.digest, self.notes = _digest(images), images.notes
-        self.images = Seeded(images, drawn_rows(len(images), data.samples, seed), seed)
+        self.images = Seeded(images, rows, seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
@@ -162,9 +164,14 @@ class TrainingImages:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
-            self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
-            generator=torch.Generator().manual_seed(0), worker_init_fn=ignore_sigterm,
-        )  # fmt: skip
+            self.images,
+            batch_sampler=order,
+            num_workers=self.data.workers,
+            collate_fn=collate,
+            pin_memory=pin,
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=ignore_sigterm,
+        )
         return iter(Loader(loader, self.place, None))
 
 
@@ -247,10 +254,18 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
     interpolation = model.get("interpolation", "bilinear")
     make: Any = transforms_imagenet_train  # whose annotations say that it takes no None, and it does
     primary, secondary, last = make(
-        img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
-        auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True,
-        mean=model["mean"], std=model["std"], interpolation=interpolation,
-    )  # fmt: skip
+        img_size=size,
+        scale=augment.scale,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter or None,
+        auto_augment=augment.auto_augment,
+        re_prob=augment.erase,
+        re_mode="pixel",
+        separate=True,
+        mean=model["mean"],
+        std=model["std"],
+        interpolation=interpolation,
+    )
     if augment.scale is None:
         whole: list[Callable[[Image.Image], Image.Image]] = [transforms.Resize(size, InterpolationMode(interpolation))]
         if augment.padding:
@@ -258,7 +273,6 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         primary.transforms[:1] = whole
     else:
         primary.transforms[0] = RandomResizedCrop(primary.transforms[0])
-    last.transforms[:2] = [Normalized(model["mean"], model["std"])]
     return transforms.Compose([primary, secondary, last])
 
 
@@ -277,22 +291,8 @@ class RandomResizedCrop:
             resized_by_pillow: Image.Image = crops(image)
             return resized_by_pillow
         top, left, height, width = crops.get_params(image, crops.scale, crops.ratio)
-        planes = _planes(image.crop((left, top, left + width, top + height)))
+        pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
+        # (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster.
+        planes = pixels.reshape(1, height, width, -1).movedim(-1, 1)
         resized = functional.interpolate(planes, crops.size, mode=mode, antialias=True)
         return Image.fromarray(resized[0].movedim(0, -1).squeeze(-1).numpy())
-
-
-class Normalized:
-    """An image as a float tensor (C, H, W), normalized: torchvision's ToTensor and Normalize, bit for bit."""
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean, self.std = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        planes = _planes(image)[0].to(torch.float32, memory_format=torch.contiguous_format)
-        return planes.div_(255).sub_(self.mean).div_(self.std)
-
-
-def _planes(image: Image.Image) -> Tensor:
-    """Return a copy of the pixels (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster."""
-    return torch.from_numpy(np.array(image)).reshape(1, image.height, image.width, -1).movedim(-1, 1)
