@@ -4,7 +4,7 @@
 
 A mutant is one change of one expression or statement of a function: an operator, a comparison, a number, a condition,
 a statement that is left out. It is written into a temporary copy of the checkout. There first run, without a mutant,
-the tests of its room and those of `--also`, and coverage.py notes which of them come by which line; then, with the
+the tests of its room and those of `ALSO`, and coverage.py notes which of them come by which line; then, with the
 mutant, those that come by its lines, up to the first that fails. A mutant whose tests take longer than `--limit` seconds
 counts as noticed. Some mutants change nothing that the program says or writes; the table lists every survivor, so that a
 person can tell.
@@ -162,7 +162,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a mutant")
-    parser.add_argument("--also", nargs="*", default=list(ALSO), help="tests beside those of the rooms")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     files = sorted(file for room in args.rooms for file in (ROOT / "normswap" / room).rglob("*.py"))
@@ -175,7 +174,7 @@ def main() -> None:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
         tests = [test for room in args.rooms for test in tests_of(room)]
-        data = tests_by_line(place, list(dict.fromkeys([*tests, *args.also])))
+        data = tests_by_line(place, list(dict.fromkeys([*tests, *ALSO])))
         for mutant in drawn(files, args.count, args.seed):
             seen = noticed(mutant, place, data, args.limit)
             survivors += not seen
