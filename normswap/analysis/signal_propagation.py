@@ -129,7 +129,6 @@ class _SignalSums:
 
 
 def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channels_last: bool) -> None:
-    """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
     missing = set(sums)
 
     def look(name: str, value: object) -> None:

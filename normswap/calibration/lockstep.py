@@ -176,7 +176,6 @@ class Lockstep:
 
 
 def _stored(values: Values, before: Values) -> Values:
-    """The values, large tensors in files; what was stored before stays where it is."""
     # Views of one memory stay there together, as a network may write into one and read the other.
     sharing = Counter(value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor))
     stored: Values = {}

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ai_edge_quantizer.quantizer import Quantizer
     from flatbuffers import Builder
 
-Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # of each tensor of the file, by name
+# The smallest and the largest number of each tensor of the file, by its name.
+Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"
 _METADATA = "normswap"
 # The schema asks that every buffer starts at a multiple of 16 bytes; the writer in Python leaves that out.
 _ALIGNED = 16
@@ -93,7 +94,6 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
-    """The same file, whose inputs and outputs have the signature's names and order, with the metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
@@ -121,7 +121,6 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
 
 def _aligned(buffer: BufferT, builder: Builder) -> int:
-    """Pack a buffer where the schema wants it to begin."""
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
     return int(type(buffer).Pack(buffer, builder))

@@ -70,9 +70,12 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
             )
             rounded = nncf.quantize(
-                model, nncf.Dataset([batch.numpy() for batch in how.images]), subset_size=len(how.images),
-                preset=nncf.QuantizationPreset.MIXED, advanced_parameters=advanced,
-            )  # fmt: skip
+                model,
+                nncf.Dataset([batch.numpy() for batch in how.images]),
+                subset_size=len(how.images),
+                preset=nncf.QuantizationPreset.MIXED,
+                advanced_parameters=advanced,
+            )
     finally:
         logger.setLevel(level)
     _save(rounded, contents, file)

@@ -61,7 +61,6 @@ class _Cast(nn.Module):
 
 
 def _with_bf16(network: Shipped) -> Shipped:
-    """A copy that holds the weights in bfloat16, and casts them."""
     twin = copy.deepcopy(network)
     for module in [module for module in twin.modules() if isinstance(module, LINEAR)]:
         module.weight.data = module.weight.data.bfloat16()
@@ -140,8 +139,9 @@ def load(file: Path) -> ExportedProgram:
 
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    return counted(str(node.target).removeprefix("aten.") for node in load(file).graph.nodes
-                   if node.op == "call_function")  # fmt: skip
+    return counted(
+        str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function"
+    )
 
 
 def metadata(file: Path) -> dict[str, str]:

@@ -68,7 +68,9 @@ class ExportRequest:
         encoder = _is_encoder(source)
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
-        output = "probabilities" if settings.softmax else "features" if encoder else "logits"
+        output = "features" if encoder else "logits"
+        if settings.softmax:
+            output = "probabilities"
         return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
 
     @property
@@ -99,8 +101,7 @@ class ExportRequest:
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
         """The request, and what the network gives, by name; where that is no answer the request is for all of it.
 
-        Raises:
-            OptionError: the network does not run, or something asks for one answer.
+        Raises OptionError: the network does not run, or something asks for one answer.
         """
         settings = self.settings
         try:
@@ -186,12 +187,10 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _is_encoder(source: nn.Module) -> bool:
-    """Whether the network says of itself that it has no classifier."""
     return getattr(source, "num_classes", None) == 0
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    """Every tensor of the example in, every one that the network gives out."""
     whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
@@ -199,11 +198,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Check that nothing is asked for that is only for images in and an answer out.
-
-    Raises:
-        OptionError: something is.
-    """
+    """Refuse options that are only for files that take images and give one answer (OptionError)."""
     special = ("input_size", "normalize", "softmax")
     asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
     if asked:

@@ -85,7 +85,6 @@ def _adds_nothing(node: fx.Node) -> bool:
 
 
 def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
-    """The terms of a sum, through sums in it that nothing else reads."""
     traced = builder.anatomy.traced
     for term in inputs(node):
         behind, end = barrier, term

@@ -59,8 +59,7 @@ def padded(layer: _ConvNd, x: Tensor) -> Tensor:
 def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """Give what the call of a convolution reads of x (N, I, ...), and how many zeros it puts around each side.
 
-    Raises:
-        TypeError: its forward calls no convolution.
+    Raises TypeError: its forward calls no convolution.
     """
     watch = _Watch()
     try:
@@ -124,7 +123,7 @@ def _near(y: object, expected: Tensor) -> bool:
 def pads(layer: _ConvNd) -> bool:
     """Whether a convolution that is believed pads its input, at one size or another."""
     if not is_own(layer):
-        return layer.padding != "valid" if isinstance(layer.padding, str) else any(layer.padding)
+        return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
     return any(wide for widths in _at_sizes(layer) for side in widths for wide in side)
 
 

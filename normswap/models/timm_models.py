@@ -89,7 +89,6 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
-    """Return the architecture without a tag; what the tag implied (classes, channels, a fixed size) is an argument."""
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}

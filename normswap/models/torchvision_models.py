@@ -88,7 +88,6 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
-    """Return the tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch says there what it fetches
             state: State = torch.hub.load_state_dict_from_url(

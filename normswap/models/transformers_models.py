@@ -104,10 +104,16 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     try:
         with quiet(), seeded():
             model, info = getattr(transformers, arch.name).from_pretrained(
-                file.parent, config=_config(arch), local_files_only=True, use_safetensors="safetensors" in file.name,
-                weights_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True,
+                file.parent,
+                config=_config(arch),
+                local_files_only=True,
+                use_safetensors="safetensors" in file.name,
+                weights_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
                 ignore_mismatched_sizes=True,
-            )  # fmt: skip
+            )
     except Exception as error:  # its own, and those of every reader below
         raise SourceError(f"{name} does not load", first_line(error), "Is the file whole?") from None
     other_shapes = [] if fresh else [key[0] for key in info["mismatched_keys"]]

@@ -50,8 +50,7 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
 def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
     """Move files to `folder`, the last one last; those of their names go to `old` before, the last one first.
 
-    Raises:
-        OSError: it cannot be done; the old files are back.
+    Raises OSError: it cannot be done; the old files are back.
     """
     old.mkdir()
     removed: list[str] = []
@@ -87,7 +86,9 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    return "" if value is None else str(value)
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:

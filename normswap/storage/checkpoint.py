@@ -181,18 +181,18 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}
+    versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
     header = {
         "version": VERSION,
         "source": record.source,
         "sha256": record.sha256,
-        "arch": asdict(record.arch) if record.arch else None,
+        "arch": record.arch and asdict(record.arch),
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
-        "report": None if report is None else report.to_dict(),
+        "report": report and report.to_dict(),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-        "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
-                     "python": platform.python_version()},
-    }  # fmt: skip
+        "versions": {**versions, "python": platform.python_version()},
+    }
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
@@ -208,7 +208,6 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write tensors; those that share memory are copied, as safetensors refuses them."""
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in addresses and tensor.numel():
@@ -233,6 +232,5 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the widest dtype: an export with bfloat16 weights computes in float32."""
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32

@@ -12,8 +12,7 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "nor
 def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
-    Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
+    Raises OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
     check_beside(place)
     if not place.exists():

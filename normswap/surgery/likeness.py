@@ -64,7 +64,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         if not bool(torch.isfinite(norms[path].running_var).all()):
             raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
     _undo_statistics(module, shifts)
-    precise = comparison.compare_double(network, lambda: _undo_statistics(copying.to_double(module), shifts))
+    precise = comparison.compare_double(network, lambda: _undo_statistics(skeleton.doubled().module, shifts))
     report = comparison.compare(network, module, precise=precise)
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
@@ -76,7 +76,6 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
 
 @torch.no_grad()
 def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
-    """Let gamma and beta undo the norms' statistics, in the precision of `module`, but for the shifts."""
     for path, shift in shifts.items():
         norm: Any = module.get_submodule(path)
         norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())

@@ -113,6 +113,10 @@ class Network:
             return after
         return replace(after, inputs=[call.like(module) for call in self.calls])
 
+    def doubled(self) -> Network:
+        """The network with a copy of its module, in float64."""
+        return self.after(copying.to_double(self.module))
+
     @property
     def dtype(self) -> torch.dtype:
         """That of its tensors."""
@@ -172,8 +176,7 @@ class Network:
     def calls(self) -> list[Example]:
         """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two.
 
-        Raises:
-            OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
+        Raises OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
         """
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
@@ -196,10 +199,8 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        make_images = partial(
-            synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress
-        )
-        return SyntheticImages(make_images)
+        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(make)
 
     @property
     def described(self) -> str:

@@ -105,7 +105,6 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
 
 
 def _without_broken_statistics(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The network, where statistics cannot be run a copy with mean 0 and variance 1 in their place; and their paths."""
     modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
     broken = [path for path, module in modules if network_input.has_broken_statistics(module)]
     if broken:

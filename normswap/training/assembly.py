@@ -117,16 +117,18 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
-        cpu=cpu, mixed_precision=recipe.train.precision, gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=trackers or None, project_dir=str(out / "trackers"),
-    )  # fmt: skip
+        cpu=cpu,
+        mixed_precision=recipe.train.precision,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        log_with=trackers or None,
+        project_dir=str(out / "trackers"),
+    )
 
 
 def trackers(asked: str) -> list[str]:
     """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there), `none`, or a comma list.
 
-    Raises:
-        OptionError: unknown, or not installed.
+    Raises OptionError: unknown, or not installed.
     """
     if asked == "auto":
         return [name for name in _TRACKERS[:1] if importlib.util.find_spec(name)]

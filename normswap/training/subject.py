@@ -61,8 +61,7 @@ class Subject:
     def teacher(self, distill: Distill) -> nn.Module:
         """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
 
-        Raises:
-            SourceError: it cannot be had, or is no longer what the network was made from.
+        Raises SourceError: it cannot be had, or is no longer what the network was made from.
         """
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)
@@ -98,9 +97,14 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
         images = None
         if how.calibrate:
             images = datasets.make_loader(
-                model, places(recipe.data)[0], split="train", samples=how.samples, seed=recipe.train.seed, workers=0,
+                model,
+                places(recipe.data)[0],
+                split="train",
+                samples=how.samples,
+                seed=recipe.train.seed,
+                workers=0,
                 labelled=False,
-            )  # fmt: skip
+            )
         result = conversion.convert(network, how.to, calibrate=images, **how.options)
         for note in result.notes:
             say(note)

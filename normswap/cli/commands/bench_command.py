@@ -34,7 +34,7 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
 def run(
     model: ModelOrFile,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", show_default=False, help="Exported from MODEL.")
+        list[str] | None, typer.Argument(metavar="FILE", show_default=False, help="Exported from MODEL.")
     ] = None,
     *,
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
@@ -71,7 +71,6 @@ def run(
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    """Return what is timed, the size (C, H, W) of its images, and what could not be timed."""
     from normswap.benchmarking.timing import Contender
     from normswap.models import network_input
 
@@ -150,10 +149,17 @@ def _print(model: str, body: Body) -> None:
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):
         rows = list(group)
         timed = [
-            (f"{row['form']}, {row['runtime']}", f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
-             f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}", f"{row['error']:.0e}")
-            for row in rows if row["status"] == "ok"
-        ]  # fmt: skip
+            (
+                f"{row['form']}, {row['runtime']}",
+                f"{row['ms']:.2f}",
+                f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
+                f"{row['images_per_s']:.1f}",
+                f"{row['speedup']:.2f}",
+                f"{row['error']:.0e}",
+            )
+            for row in rows
+            if row["status"] == "ok"
+        ]
         table(f"{model}, batch {batch} of {size(settings['size'])}", _COLUMNS, timed, right=_COLUMNS[1:])
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))

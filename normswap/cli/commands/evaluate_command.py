@@ -14,9 +14,7 @@ from normswap.cli.tables import facts, next_step, show
 from normswap.models import kinds
 from normswap.plan import Body
 
-KEYS = (
-    "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, agreement (share; null without --against)"
-)
+KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, agreement (null without --against)"
 EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
 
 

@@ -57,7 +57,7 @@ def run(
     agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
     body["enough"] = keeps_enough(min_kept, agreement)
     show(body, json, _print)
-    return 0 if body["passed"] and body["enough"] else 1
+    return int(not (body["passed"] and body["enough"]))
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -87,11 +87,10 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
-    return {
-        "directory": directory, "against": name, "passed": report.passed,
-        "source_unchanged": None if against else reverification.unchanged(source, result),
-        "report": summary.of_report(report), "data": data,
-    }  # fmt: skip
+    body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
+    if not against:
+        body["source_unchanged"] = reverification.unchanged(source, result)
+    return {**body, "report": summary.of_report(report), "data": data}
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -112,10 +111,8 @@ def _print(body: Body) -> None:
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
-        facts(
-            *compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
-            ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures)),
-        )  # fmt: skip
+        answers = ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures))
+        facts(*compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"), *answers)
     else:
         facts(*compared, ("result", verdict(body["report"])))
         if body["source_unchanged"] is False:
