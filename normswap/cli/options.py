@@ -40,8 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else
 def keeps_enough(share: float | None, agreement: float | None) -> bool:
     """Whether two networks agree on as large a share of images as was asked for."""
     if share is not None and agreement is None:
-        remedy = "Give --data IMAGES to a network that classifies, or leave it out"
-        raise OptionError(f"--min-kept {share:g}", "no agreement was measured", remedy)
+        raise OptionError(f"--min-kept {share:g}", "no agreement was measured", "Give --data IMAGES, or leave it out")
     return share is None or (agreement or 0.0) >= share
 
 

@@ -55,11 +55,7 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
 
 
 def _may_be_frozen(case: Case) -> bool:
-    """Whether the network works with its statistics as it would if they had been frozen while it was trained.
-
-    On images its answers vary from one to the other. Without images only the size of what the norms give is known:
-    statistics of other weights make it grow from layer to layer.
-    """
+    """Whether answers vary from image to image; without images, whether what norms give does not grow by layers."""
     if case.images is not None:
         return drift.tells_images_apart(case)
     model = copy.deepcopy(case.model)

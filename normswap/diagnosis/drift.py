@@ -153,9 +153,8 @@ def drifted(case: Case) -> Iterator[Finding | str]:
     for finding in findings:
         named = _with_cause(case, finding)
         # What has a name of its own, or begins with what the images make of the first norm, is no matter of training.
-        of_images = drifts[0].is_off or (named.name == "drifted-domain" and not case.of_other_weights)
-        may_be_frozen = named.name in ("wrong-statistics", "drifted-domain") and not of_images
-        if may_be_frozen and tells_images_apart(case, surely=not case.of_other_weights):
+        of_statistics = named.name in ("wrong-statistics", "drifted-domain") and not drifts[0].is_off
+        if of_statistics and case.of_other_weights and tells_images_apart(case):
             yield frozen_or_stale(case, named.evidence)
         else:
             yield named
@@ -171,32 +170,20 @@ def frozen_or_stale(case: Case, evidence: str) -> str:
     )
 
 
-def tells_images_apart(case: Case, *, surely: bool = False) -> bool:
-    """Whether answers vary from image to image about as much as with the statistics of these images.
-
-    Args:
-        surely: they must also tell as much of the image: the mutual information of image and class.
-    """
+def tells_images_apart(case: Case) -> bool:
+    """Whether answers vary from image to image about as much as with the statistics of these images."""
     assert case.images is not None
     renewed = copy.deepcopy(case.model)
     population.estimate_population(renewed, case.images.calls)
-    with torch.no_grad():
-        now, then = (
-            torch.cat([_outputs(model, call) for call in case.images.calls]) for model in (case.model, renewed)
-        )
-    varied = _variation(now) > _AS_VARIED * _variation(then) > 0
-    return varied and (not surely or _information(now) >= _information(then))
+    now, then = (_variation(model, case.images.calls) for model in (case.model, renewed))
+    return now > _AS_VARIED * then > 0
 
 
-def _variation(answers: Tensor) -> float:
+@torch.no_grad()
+def _variation(model: nn.Module, calls: tuple[Example, ...]) -> float:
     """The share of the size of answers (N, numbers) that differs from image to image; 0 without answers."""
+    answers = torch.cat([_outputs(model, call) for call in calls])
     return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))
-
-
-def _information(answers: Tensor) -> float:
-    """Mutual information of image and class, in nats, of logits (N, classes): entropy of the mean less mean entropy."""
-    shares = answers.softmax(1)
-    return float(torch.special.entr(shares.mean(0)).sum() - torch.special.entr(shares).sum(1).mean())
 
 
 def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:

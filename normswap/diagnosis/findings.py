@@ -160,10 +160,7 @@ class Case:
         return {} if self.traced is None else weight_moments.foretold(self.traced)
 
     def likeness(self, site: StoredNorm) -> float | None:
-        """Correlation of a norm's means with the foretold ones; None where they are too few, or not foretold.
-
-        Without the bias that stands in both: a convolution that absorbed a norm has its beta there, and little else.
-        """
+        """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""
         if site.mean is None or site.path not in self.foretold or site.starts_at_init:
             return None
         if len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):

@@ -157,10 +157,7 @@ def shared(case: Case) -> Iterator[Finding]:
 
 
 def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
-    """Whether one forward calls a norm behind several layers.
-
-    The two arms of a siamese network, and one head for all levels of a pyramid, call it behind one and the same.
-    """
+    """Whether one forward calls a norm behind several layers; two arms with one body call it behind the same."""
     if case.traced is None or case.traced.called(site.module) < 2:
         return False
     before = [case.traced.module(node) for call in case.calls(site) for node in inputs(call)]

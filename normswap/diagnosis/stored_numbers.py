@@ -115,9 +115,8 @@ def zero_variance(case: Case) -> Iterator[Finding]:
 def _reached(case: Case, site: StoredNorm) -> Tensor:
     """Which channels something reaches, (C,).
 
-    Nothing does where mean and variance are both 0, but for a bias (a ReLU before it never fires), where the norm
-    before and the weights foretell the variance 0, and where the weights have decayed to 0, as those of dead channels
-    do.
+    Nothing does where mean and variance are 0 but for a bias, where the norm before and the weights foretell the
+    variance 0, and where the weights have decayed to 0.
     """
     values = next(values for values in (site.var, site.gamma) if values is not None)
     reached = torch.ones_like(values, dtype=torch.bool)

@@ -73,7 +73,6 @@ def _named(text: str, signature: Signature) -> list[str]:
 
 
 def _missing(file: Path) -> str:
-    """Which layers of a graph ncnn lacks, in words; pnnx writes what it does not know under torch's name."""
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]

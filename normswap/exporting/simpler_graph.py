@@ -109,7 +109,6 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """The argument of which a node reads no more than shape and dtype, as a tensor of those."""
     place = _FORM.get(node.target)
     argument = None if place is None else node.args[place]
     if not isinstance(argument, fx.Node):

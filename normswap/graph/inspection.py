@@ -179,7 +179,6 @@ class _GraphReader(NodeReader):
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
     def _entry(self, fork: fx.Node, container: str) -> fx.Node | None:
-        """The norm of the block's own that feeds both arms of a pre-activation downsampling block."""
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):

@@ -304,7 +304,6 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether that is a part, and not the class of trains: folders are in it, or only parts are beside it."""
     if path.is_file():
         return True
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}

@@ -213,7 +213,6 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
 
 
 def _sides(size: object) -> tuple[int, int] | None:
-    """Read (height, width) of a size, as the processors write it: a number, two, or by name."""
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))

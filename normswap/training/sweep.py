@@ -259,7 +259,6 @@ class Sweep:
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
-        """Open the database; SQLite, where a read locks nothing, is told to lock, or two workers get the same trial."""
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":  # as SQLAlchemy's documentation has it
             from sqlalchemy import event

@@ -129,9 +129,9 @@ def _print(body: Body) -> None:
     good = "passed" if is_exact else "measured: it is not exact, and what it keeps stands above"
     good = good if body["enough"] else "FAILED: they agree on less than --min-kept asks"
     print(good if body["passed"] else "FAILED: they differ")
-    if not body["enough"]:
+    if not (body["passed"] and body["enough"]):
         return
-    if body["passed"] and figures:
+    if figures:
         next_step("bench", against, directory)
-    elif body["passed"]:
+    else:
         next_step("export", directory, "-o", f"{last_part(str(directory))}.onnx")
