@@ -14,9 +14,11 @@ from lived import distance, run, swapped
 from torch import Tensor, nn
 
 from normswap import shipped
-from normswap.errors import SourceError
+from normswap.analysis.signal_propagation import Point, signal
+from normswap.errors import RefusedError, SourceError
 from normswap.models import zoo
 from normswap.plan import Arch
+from normswap.surgery.network import Network
 
 shipped.register_networks()
 wide_resnet: Any = sys.modules["normswap.recipes.wide_resnet"]
@@ -132,6 +134,43 @@ def rescaling_of(block: Any, new: Any) -> float:
 
 def projection(block: Any) -> nn.Module:
     return block.downsample if isinstance(block.downsample, nn.Conv2d) else block.downsample[0]
+
+
+def points(model: nn.Module) -> list[Point]:
+    """The signal where padding takes nothing away: He's variances hold for convolutions whose inputs are all there."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+    return signal(Network(model, images(8)), batch_statistics=True)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(16, 8), (100, 2)])
+def test_without_norms_a_block_doubles_the_second_moment(depth: int, width: int) -> None:
+    """De & Smith 2020, section 2.1 and figure 2(a): 2^(l-1), He's weights; with alpha = 0 each block is its skip."""
+    model = network(depth=depth, width=width, norm=False, per_image=True)
+    grown = [point.variance + point.mean_sq for point in points(swapped(model, "skipinit", alpha=1))]
+    assert (grown[-1] / grown[0]) ** (1 / (len(grown) - 1)) == pytest.approx(2, rel=0.06)
+    result: Any = swapped(model, "skipinit", alpha=0)
+    assert torch.equal(result.stages[1][0].conv2.weight, model.stages[1][0].conv2.weight)  # type: ignore[index]
+    names = {name.rpartition(".")[2] for name, _ in result.named_parameters()}
+    assert names == {"weight", "alpha", "bias"}
+    assert [name for name, _ in result.named_parameters() if name.endswith("bias")] == ["fc.bias"]
+    resting = points(result)
+    assert {point.added_variance for point in resting} == {0.0}
+    assert resting[0].variance == resting[len(resting) // 3 - 1].variance
+
+
+@pytest.mark.parametrize("depth", [16, 100])
+def test_with_norms_the_branch_of_block_l_adds_one_part_of_l_plus_one(depth: int) -> None:
+    """De & Smith 2020, section 2.1: 1 / (l + 1) of the variance; a projection, of a norm's output, starts anew."""
+    shares = [point.added_variance / point.variance for point in points(network(depth=depth, width=2, per_image=True))]
+    assert shares == pytest.approx([1 / (place + 1) for place in range(1, len(shares) // 3 + 1)] * 3, rel=0.12)
+
+
+def test_a_factor_of_the_skip_that_leaves_half_precision_is_refused() -> None:
+    """33 identity skips of 1/sqrt(2) in a stage are 2^-16, which their branches would make up for."""
+    with pytest.raises(RefusedError, match="leaves half precision"):
+        swapped(network(depth=202), "residual-scale", rule="balduzzi")
 
 
 @torch.no_grad()
