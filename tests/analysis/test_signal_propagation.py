@@ -110,7 +110,7 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
 
 
 def expected_nf(seen: Anatomy, alpha: float) -> list[float]:
-    """The variance after each block if all branches have 1 (Brock et al. 2021, section 4).
+    """The variance after each block if all branches have 1 (the code of the ICLR 2022 blog post, "Multi-layer SPPs").
 
     1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block.
     """
@@ -145,7 +145,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
 
 
 def test_normalized_branches_add_one_each() -> None:
-    """De & Smith 2020, section 3: every branch adds 1; a projection starts anew, from 1."""
+    """De & Smith 2020, section 2.1: every branch adds 1; a projection starts anew, from 1."""
     model = fresh("resnet50")
     points = signal(Network(model, noise(8, 64)), batch_statistics=True)
     assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
