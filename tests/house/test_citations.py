@@ -1,8 +1,4 @@
-"""Every section, equation, table or figure that is cited of the works below is a row of a list, tests/lab/seeds.md.
-
-A row says what stands there, and was read against the work's text. Works whose texts were not read are cited without
-places.
-"""
+"""Every place of the works below that is cited is a row of tests/lab/seeds.md, which was read against their texts."""
 
 from __future__ import annotations
 
