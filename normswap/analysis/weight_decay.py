@@ -1,7 +1,6 @@
 """Which parameters decay: optimizer groups by the role of every parameter.
 
-The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
-Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). Its guidelines for residual networks:
+The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM TIST 2024, doi 10.1145/3643860):
 
 - Guideline 1: gamma_last, of the last norm of a residual branch, decays: small, the block is near the identity.
 - Guideline 2: gamma_down, of the norm on a projection skip, in pre-activation networks the first norm of the
@@ -12,8 +11,8 @@ Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860). 
 
 Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one before the first block a
 `gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. The scale per channel that stands where a norm stood
-decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020, arXiv:2002.10444,
-appendix G, by its code), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171).
+decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020, arXiv:2002.10444, appendix G: its
+code), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TypeAlias
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import fx, nn
@@ -36,10 +34,11 @@ from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
+from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
-Policy: TypeAlias = "str | Collection[str]"
+Policy = str | Collection[str]
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
@@ -118,7 +117,6 @@ def param_groups(
         layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i), by timm's own
             `param_groups_layer_decay`.
         scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
-        network: as in `roles`.
 
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
@@ -205,7 +203,11 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
                 gammas[path] = "gamma_last" if _ends_in(path, block, anatomy) else "gamma_other"
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
-    return gammas | {conv: gammas[norm] for conv, norm in _tuned(model) if norm in gammas}
+    # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.
+    steps = (provenance.of(model) or Provenance()).plan.steps
+    absorbed = [(edit.path, *read) for step in steps for edit in step.edits for read in edit.absorbed]
+    tuned = {conv: norm for conv, norm, absorption in absorbed if absorption.way is AbsorbMode.NORM}
+    return gammas | {conv: gammas[norm] for conv, norm in tuned.items() if norm in gammas}
 
 
 def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
@@ -232,11 +234,3 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
             home, _, name = path.rpartition(".")
             twin.get_submodule(home).register_module(name, nn.BatchNorm2d(mean.numel()))
     return twin
-
-
-def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Give (convolution, norm) wherever a convolution has absorbed the norm after it with a live gamma."""
-    record = provenance.of(model)
-    for step in record.plan.steps if record else ():
-        for edit in step.edits:
-            yield from ((edit.path, path) for path, absorption in edit.absorbed if absorption.way is AbsorbMode.NORM)

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from normswap.calibration.checked_batches import first_images, run
 from normswap.calibration.sampling import patches
 from normswap.calibration.sequential_fit import refit
-from normswap.folding.channel_factors import HELD, Channels, Reach, scale
+from normswap.folding.channel_factors import FIXED, Channels, Reach, scale
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.layers import reparametrized
@@ -117,7 +117,7 @@ def _quadratic(table: Tensor, u: Tensor) -> Tensor:
 
 
 def factors(losses: list[Loss], count: int) -> Tensor:
-    """The factor of each group, (count,), that of `HELD` 1."""
+    """The factor of each group, (count,), that of `FIXED` 1."""
     with torch.enable_grad():
         logs = torch.zeros(count, requires_grad=True)
         optimizer = torch.optim.Adam([logs], lr=RATE)
@@ -128,7 +128,7 @@ def factors(losses: list[Loss], count: int) -> Tensor:
             optimizer.step()
             with torch.no_grad():
                 logs.clamp_(-FARTHEST, FARTHEST)
-                logs[HELD] = 0
+                logs[FIXED] = 0
     return logs.detach().exp()
 
 

@@ -144,8 +144,9 @@ def load(file: Path) -> ExportedProgram:
 
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    return counted(str(node.target).removeprefix("aten.") for node in load(file).graph.nodes
-                   if node.op == "call_function")  # fmt: skip
+    return counted(
+        str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function"
+    )
 
 
 def metadata(file: Path) -> dict[str, str]:

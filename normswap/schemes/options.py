@@ -25,8 +25,8 @@ class Range:
     high_open: bool = True
 
     def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.low_open else value >= self.low
-        return above and (value < self.high if self.high_open else value <= self.high)
+        is_bound = (value == self.low and not self.low_open) or (value == self.high and not self.high_open)
+        return self.low < value < self.high or is_bound
 
     def __str__(self) -> str:
         return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
@@ -63,8 +63,7 @@ class Option:
     @property
     def placeholder(self) -> str:
         """The metavar of its value in help texts."""
-        words = (*self.choices, *([self.metavar] if self.metavar else []))
-        return "|".join(words) or self.kind.__name__.upper()
+        return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: object) -> None:
         """See that this may be its value; else an OptionError."""

@@ -36,11 +36,7 @@ LARGEST = 2.0**15
 
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Fold, then give block l its (a, b).
-
-    a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
-    times, which goes back through the identity skips to where the stage's stream is made.
-    """
+    """Fold, then give block l its (a, b)."""
     check_blocks(anatomy)
     depth = len(anatomy.blocks)
     factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]

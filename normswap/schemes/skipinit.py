@@ -200,7 +200,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     rms = math.sqrt(float(deviation.square().mean()))
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
-        builder.notes.append(f"{block.path}: its last gamma and beta are 0; f is alive, and `match` is alpha = 0")
+        builder.notes.append(f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn")
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
     if not math.isfinite(rms) or rms < 1e-12:

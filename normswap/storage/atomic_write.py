@@ -99,7 +99,9 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    return "" if value is None else str(value)
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
@@ -122,7 +124,6 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
 
 
 def _umask() -> int:
-    """Return the permissions that new files do without."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -153,8 +153,12 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(_now(path, depths)))]  # fmt: skip
+    still = [
+        path
+        for path in gone
+        if affine.is_batchnorm(source.get_submodule(path))
+        and affine.is_batchnorm(result.get_submodule(_now(path, depths)))
+    ]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
@@ -171,10 +175,9 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
-    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     try:
         with torch.no_grad():
-            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **edit.arguments)
             following = [
                 layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
             ]

@@ -19,11 +19,11 @@ TOO_FEW = "too few calibration images to hold out every fourth and measure on it
 
 
 class HeldOutSplit:
-    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
+    """The calls to fit to, which can be read again and again: every fourth image is in `held` and not in them.
 
-    Where a call cannot be parted, every fourth call goes there. Calls are as large as suits the device of the network
-    (`checked_batches.parts`). A copy of an image that is fitted to tells nothing of others: once all are read, `held`
-    has none, and `copies` is their number.
+    Of calls that cannot be split, every fourth one is held out. Calls have a size that suits the network's device
+    (`checked_batches.parts`). A held-out image that is also among the fitted ones says nothing about others: once all
+    calls are read, such copies are no longer in `held`, and `copies` is their number.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:

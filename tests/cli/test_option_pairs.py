@@ -50,7 +50,7 @@ OPTIONS = (
     Option(("--init", "keep"), "fixup"),
     Option(("--groups", "2"), "groupnorm", changes=True),
     Option(("--group-size", "4"), "groupnorm", changes=True),
-    Option(("--steady", "0"), "groupnorm", changes=True),
+    Option(("--relative-eps", "0"), "groupnorm", changes=True),
     Option(("--alpha", "match"), "skipinit"),
     Option(("--alpha", "inv-sqrt-depth"), "skipinit", changes=True),
     Option(("--dropout", "0.4"), "regularized-skipinit"),

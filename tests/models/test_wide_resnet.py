@@ -16,7 +16,7 @@ from lived import distance, run, step, swapped
 from torch import Tensor, nn
 
 from normswap import shipped
-from normswap.analysis.signal_propagation import Point, signal
+from normswap.analysis.signal_propagation import signal
 from normswap.errors import SourceError
 from normswap.models import zoo
 from normswap.plan import Arch
@@ -138,32 +138,23 @@ def projection(block: Any) -> nn.Module:
     return block.downsample if isinstance(block.downsample, nn.Conv2d) else block.downsample[0]
 
 
-def points(model: nn.Module) -> list[Point]:
-    """The signal where padding takes nothing away: He's variances hold for convolutions whose inputs are all there."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.padding_mode = "circular"
-    return signal(Network(model, images(8)), batch_statistics=True)
-
-
 @pytest.mark.parametrize(("depth", "width"), [(16, 8), (100, 2)])
-def test_without_norms_a_block_doubles_the_second_moment(depth: int, width: int) -> None:
-    """De & Smith 2020, section 2.1 and figure 2(a): 2^(l-1), He's weights; with alpha = 0 each block is its skip."""
-    model = network(depth=depth, width=width, norm=False, per_image=True)
-    grown = [point.variance + point.mean_sq for point in points(swapped(model, "skipinit", alpha=1))]
+def test_the_signal_at_initialization_is_the_papers(depth: int, width: int) -> None:
+    """De & Smith 2020, section 2.1: without norms 2^(l-1), with them 1 / (l + 1) of block l is the branch's share.
+
+    Without norms, as in Table 1, weights stay He's; the bordering zeros are left out, and alpha = 0 leaves the skip.
+    """
+    plain, normed = (network(depth=depth, width=width, norm=norm, per_image=True) for norm in (False, True))
+    one, zero = (swapped(plain, "skipinit", alpha=alpha) for alpha in (1, 0))
+    for module in [*one.modules(), *zero.modules(), *normed.modules()]:
+        module.padding_mode = "circular"  # type: ignore[assignment]
+    grown = [point.variance + point.mean_sq for point in signal(Network(one, images(8)))]
     assert mean(after / before for before, after in pairwise(grown)) == pytest.approx(2, rel=0.1)
-    result: Any = swapped(model, "skipinit", alpha=0)
-    assert torch.equal(result.stages[1][0].conv2.weight, model.stages[1][0].conv2.weight)  # type: ignore[index]
-    assert [name for name, _ in result.named_parameters() if name.endswith("bias")] == ["fc.bias"]
-    stage = points(result)[: len(grown) // 3]
+    stage = signal(Network(zero, images(8)))[: len(grown) // 3]
     assert stage[0].variance == stage[-1].variance
-
-
-@pytest.mark.parametrize("depth", [16, 100])
-def test_with_norms_the_branch_of_block_l_adds_one_part_of_l_plus_one(depth: int) -> None:
-    """De & Smith 2020, section 2.1: 1 / (l + 1) of the variance; a projection, of a norm's output, starts anew."""
-    shares = [point.added_variance / point.variance for point in points(network(depth=depth, width=2, per_image=True))]
-    assert shares == pytest.approx([1 / (place + 1) for place in range(1, len(shares) // 3 + 1)] * 3, rel=0.12)
+    assert [name for name, _ in zero.named_parameters() if name.endswith("bias")] == ["fc.bias"]
+    shares = [p.added_variance / p.variance for p in signal(Network(normed, images(8)), batch_statistics=True)]
+    assert shares == pytest.approx([1 / (place + 2) for place in range(len(stage))] * 3, rel=0.12)
 
 
 def test_a_factor_of_the_skip_that_leaves_half_precision_is_refused() -> None:

@@ -40,9 +40,7 @@ class OpeningByStructure(Opening):
 def run(
     model: Model,
     *,
-    policy: Annotated[
-        str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays; roles: weight,gamma_last")
-    ] = "kim2022",
+    policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays.")] = "kim2022",
     opening: OpeningByStructure,
     json: Json = False,
 ) -> int:
@@ -56,10 +54,12 @@ def run(
 
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
     body = {
-        "source": model, "policy": policy, "roles": _by_role(net, assignments),
+        "source": model,
+        "policy": policy,
+        "roles": _by_role(net, assignments),
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
-    }  # fmt: skip
+    }
     show(body, json, _print)
     return 0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,8 +49,7 @@ def run(
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
     ],
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
+        list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
     varied: Varied,
@@ -91,12 +91,10 @@ def run(
     files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
     if trials:
         files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
-    body = {
-        "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
-        "lines": [asdict(line) for line in lines], "trials": rows,
-        "notes": sweeps.notes(trials, lines, finished), "done": finished, "files": files,
-    }  # fmt: skip
-    show(body, json, _print)
+    asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
+    notes = sweeps.notes(trials, lines, finished)
+    body = {**asked, "lines": [asdict(line) for line in lines], "trials": rows, "notes": notes, "done": finished}
+    show({**body, "files": files}, json, functools.partial(_print, words or []))
     return 0
 
 
@@ -115,7 +113,7 @@ def trainer(
     return train
 
 
-def _print(body: Body) -> None:
+def _print(words: Sequence[str], body: Body) -> None:
     from normswap.training.sweep import Line
 
     lines = [Line(**line) for line in body["lines"]]
@@ -129,4 +127,4 @@ def _print(body: Body) -> None:
         print(f"written to {file}")
     for line in lines:
         if line.best:
-            next_step("finetune", "--recipe", body["recipe"], f"optim.lr={line.lr:g}")
+            next_step("finetune", *words, "--recipe", body["recipe"], f"optim.lr={line.lr:g}")
