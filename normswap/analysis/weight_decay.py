@@ -93,8 +93,7 @@ def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None 
     else:
         classes = ("weight",) if policy == "weights-only" else policy
         decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role in classes}
-    reason = f"so says {policy}"
-    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, reason) for path, role in named]
+    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, f"by {policy}") for path, role in named]
 
 
 def param_groups(

@@ -18,7 +18,7 @@ WORKS = {
 # Names of these works, and of any other that a place may belong to.
 NAMED = re.compile(r"blog post|\b[A-Z]\w+(?:, [A-Z]\w+)* (?:& [A-Z]\w+|et al)|Kim's|arXiv:\d+\.\d+")
 PLACED = re.compile(
-    r"(?i)\b(section|equation|table|figure|appendix|algorithm|guideline)s? (\d[\d.]*|[A-G]\b)(?: and (\d[\d.]*|[A-G]))?"
+    r"(?i)\b(section|equation|table|figure|appendix|algorithm|guideline)s? (\d[\d.]*|[A-G]\b)(?: and (\d[\d.]*))?"
 )
 
 
