@@ -30,8 +30,9 @@ def crossed(
     others: Iterable[Any],
     every: int,
     ids: Callable[[Any], str] = str,
+    mark: pytest.MarkDecorator = pytest.mark.long,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with the pairs of two tables, one in `every` of which is not long.
+    """Parametrize a test with the pairs of two tables, one in `every` of which is not long, or what the mark says.
 
     Args:
         names: of the two arguments, as pytest takes them.
@@ -40,7 +41,7 @@ def crossed(
     rows, columns = list(ones), list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
     pairs = [
-        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[pytest.mark.long] * bool((i + j) % every))
+        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[mark] * bool((i + j) % every))
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]

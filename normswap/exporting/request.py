@@ -203,11 +203,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Check that nothing is asked for that is only for images in and an answer out.
-
-    Raises:
-        OptionError: something is.
-    """
+    """Check that nothing is asked for that is only for images in and an answer out."""
     special = ("input_size", "normalize", "softmax")
     asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
     if asked:

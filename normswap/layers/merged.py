@@ -29,12 +29,7 @@ class Merged(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: _ConvNd,
-        *reads: nn.Module,
-        like: Tensor,
-        takes: Sequence[Absorption],
-        skips: int = 0,
+        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], skips: int = 0
     ) -> _ConvNd:
         """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
 

@@ -30,13 +30,7 @@ class GroupNorm(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: Any,
-        *,
-        like: Tensor,
-        groups: int,
-        eps: float | None = None,
-        lead: bool = False,
+        cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
     ) -> nn.Module:
         """The norm per sample that on an average sample computes what the BatchNorm does.
 

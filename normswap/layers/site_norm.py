@@ -63,7 +63,18 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None) -> SiteNorm:
+    def replacing(
+        cls,
+        old: Any,
+        *,
+        like: Tensor,
+        ghost: int = 0,
+        mean: Floats = None,
+        std: Floats = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        num_batches_tracked: int = 0,
+    ) -> SiteNorm:
         """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
 
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine at the path computes) is the norm with
@@ -73,8 +84,10 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         unmeasured = mean is None or std is None
         moments = torch.tensor((mean or (), std or ()), dtype=torch.float64)
         mean_before, var = affine.statistics(old) if unmeasured else (moments[0], moments[1].square())
-        eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if unmeasured else (1e-5, 0.1)
+        if unmeasured:
+            eps, momentum = affine.epsilon(old), getattr(old, "momentum", momentum)
         new: Any = cls(len(mean_before), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
+        new.num_batches_tracked.fill_(num_batches_tracked)
         if unmeasured and not affine.is_registered(old):
             _copy(old, new)
             return cast(SiteNorm, new)
@@ -170,7 +183,7 @@ class Tuned(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any) -> nn.Module:
-        moments = {name: how.pop(name) for name in ("mean", "std") if name in how}  # of the norm (`SiteNorm`)
+        moments = {name: how.pop(name) for name in ("mean", "std", "eps") if name in how}  # of the norm (`SiteNorm`)
         absorbed = [*zip(reads, takes, strict=True)]
         (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
         others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]

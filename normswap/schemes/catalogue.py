@@ -107,13 +107,7 @@ TARGETS: dict[str, Scheme] = {
         summary="The canonical form, for fast inference: convolutions with bias, activations and sums; nothing else.",
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
         options=(
-            Option(
-                "branches",
-                str,
-                "merge",
-                "`merge` summed branches, or `keep` them",
-                choices=("merge", "keep"),
-            ),
+            Option("branches", str, "merge", "`merge` summed branches, or `keep` them", choices=("merge", "keep")),
         ),
     ),
     "frozen-bn": Scheme(
@@ -128,15 +122,7 @@ TARGETS: dict[str, Scheme] = {
         **_PER_SAMPLE,
         options=(
             Option("groups", int, 1, "of channels, or the nearest divisor of their number", "N", range=Range(1)),
-            Option(
-                "group_size",
-                int,
-                0,
-                "instead: channels to a group",
-                "N",
-                range=Range(0),
-                instead_of="groups",
-            ),
+            Option("group_size", int, 0, "instead: channels to a group", "N", range=Range(0), instead_of="groups"),
             _STEADY,
         ),
     ),
@@ -182,13 +168,7 @@ TARGETS: dict[str, Scheme] = {
         "arXiv:2001.07094",
         on_branches=True,
         options=(
-            Option(
-                "rule",
-                str,
-                "rescale",
-                "for a and b",
-                choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
-            ),
+            Option("rule", str, "rescale", "for a and b", choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale")),
         ),
     ),
     "rmsnorm": Scheme(

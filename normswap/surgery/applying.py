@@ -145,11 +145,7 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = replaced = gone.
-
-    Raises:
-        PlanError: a BatchNorm that the plan replaces lives on.
-    """
+    """Check that what was planned is gone; a PlanError where a BatchNorm that the plan replaces lives on."""
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
@@ -167,6 +163,14 @@ def _now(path: str, depths: Mapping[str, int]) -> str:
     return ".".join([*inside, parts[-1]])
 
 
+def _keep_frozen(old: Held, new: Held) -> None:
+    """What does not learn in `old` does not learn in `new` either, under the same name."""
+    if isinstance(old, nn.Module) and isinstance(new, nn.Module):
+        for name, parameter in new.named_parameters(recurse=False):
+            if not getattr(getattr(old, name, None), "requires_grad", True):
+                parameter.requires_grad_(False)
+
+
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
@@ -175,6 +179,7 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     try:
         with torch.no_grad():
             new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            _keep_frozen(old, new)
             following = [
                 layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
             ]

@@ -120,11 +120,7 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Check that the network runs on an example.
-
-    Raises:
-        RefusedError: a norm does not take what reaches it.
-    """
+    """Check that the network runs on an example."""
     try:
         running.run(model, example)
     except (RuntimeError, ValueError) as error:

@@ -85,11 +85,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
     figures = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
     if figures is None:
         raise SourceError("no images to compare on")
-    return {
-        "agreement": figures.agreement,
-        "relative_l2": figures.relative_l2,
-        "count": figures.count,
-    }
+    return {"agreement": figures.agreement, "relative_l2": figures.relative_l2, "count": figures.count}
 
 
 def labels_are_missing(loader: Loader) -> bool:

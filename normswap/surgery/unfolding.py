@@ -63,11 +63,7 @@ def unfold(network: Network) -> Network:
 
 
 def _skeleton(network: Network) -> Network:
-    """The bare architecture, which knows what images its source took.
-
-    Raises:
-        RefusedError: nobody knows how to build it.
-    """
+    """The bare architecture, which knows what images its source took."""
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
@@ -90,11 +86,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars.
-
-    Raises:
-        RefusedError: another kind of norm sits where the source had a BatchNorm, or a scalar cannot be folded.
-    """
+    """The network without scalars."""
     builder, anatomy = fold_norms(network.anatomy), network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:

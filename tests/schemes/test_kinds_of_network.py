@@ -89,7 +89,7 @@ def test_every_fourth_image_is_held_out() -> None:
     for _ in range(2):  # as often as they are read
         seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
         held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
-        assert held == [3, 7, 13, 17, 21]
+        assert held == [3, 7, 11, 15, 19]
         assert sorted([*seen, *held]) == list(range(22))
     none = Example(("no images",))
     assert list(HeldOutSplit([none], torch.device("cpu"))) == [none]
@@ -118,8 +118,7 @@ def test_what_held_out_images_say() -> None:
     same = measured(one, two, [Example((x[:4],)), Example((x[4:],))])
     assert same is not None
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
-    l2 = [float((one(part) - two(part)).detach().norm() / one(part).detach().norm()) for part in (x[:4], x[4:])]
-    assert same.relative_l2 == pytest.approx(((4 * l2[0] ** 2 + 12 * l2[1] ** 2) / 16) ** 0.5)
+    assert same.relative_l2 == pytest.approx(float((one(x) - two(x)).detach().norm() / one(x).detach().norm()))
     features = measured(one, two, [Example((x,))], scores=False)
     assert features is not None
     assert features.agreement is None

@@ -48,8 +48,7 @@ def run(
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
     ],
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
+        list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
     varied: Varied,
