@@ -7,7 +7,6 @@ network that the command was given.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,13 +108,11 @@ def test_two_options_of_convert(
     pair: tuple[Option, Option],
     here: Path,
     capfd: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
 ) -> None:
     scheme = next((one.scheme for one in pair if one.scheme), "skipinit")
     words = [word for one in pair for word in one.words]
     result = made_or_refused(capfd, here, "convert", MODEL, "--to", scheme, *words, "-o", "out")
     if result is None:
-        record_property("refused", True)  # for tests/lab/pairs.py
         return
     (step,) = (step for step in result["steps"] if step["scheme"] == scheme)
     for one in pair:  # none is lost beside the other

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,7 +85,6 @@ def test_two_options_of_export(
     pair: tuple[Option, Option],
     here: Path,
     capfd: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
 ) -> None:
     words = [word for one in pair for word in one.words]
     if any(one.int8 for one in pair) and "--precision" not in words:
@@ -98,7 +96,6 @@ def test_two_options_of_export(
     file = here / f"out.{ENDINGS[form]}"
     told = made_or_refused(capfd, here, "export", MODEL, *words, "-o", file.name)
     if told is None:
-        record_property("refused", True)  # for tests/lab/pairs.py
         return
     precision = "int8" if quantized else next((w for w in ("fp16", "bf16") if w in words), "fp32")
     assert (told["format"], told["dtype"]) == (form, precision)

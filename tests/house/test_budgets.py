@@ -18,7 +18,7 @@ ROOMS = {
     "schemes": 2120, "surgery": 2285, "storage": 700, "analysis": 810, "diagnosis": 1280, "training": 2000,
     "exporting": 2850, "benchmarking": 150, "reporting": 620, "cli": 2700,
 }  # fmt: skip
-TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6100}
+TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6000}
 
 
 def lines(files: list[Path]) -> int:

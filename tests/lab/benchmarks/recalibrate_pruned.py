@@ -1,4 +1,4 @@
-"""Accuracy after pruning, averaging and rounding, before and after `recalibrate`; and by torch's and NNCF's own tools.
+"""Accuracy after pruning, averaging and rounding, before and after `recalibrate`; and by torch's own tool.
 
     PYTHONPATH=tests python tests/lab/benchmarks/recalibrate_pruned.py [--images N] > FILE.md
 
@@ -11,15 +11,13 @@ images.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import nncf
 import torch
 import torch.nn.functional as F
+from recalibrate import accuracy
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
@@ -34,7 +32,6 @@ from normswap.surgery.recalibration import recalibrate
 SHARES, BITS = (0.3, 0.5, 0.7), (6, 5, 4)
 DATA = SHARED / "data" / "cifar10"
 TRAIN, TEST = (str(unpacked(DATA / f"{part}.tar.xz")) for part in ("train", "test"))
-Change = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -97,26 +94,14 @@ def trained(model: nn.Module, seed: int) -> nn.Module:
     return other.eval()
 
 
-@torch.inference_mode()
 def top1(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
-    model.eval()
-    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
-    return 100 * hits / sum(len(y) for _, y in batches)
+    return accuracy(model.eval(), batches, lambda x: x)
 
 
 def by_torch(model: nn.Module, images: list[Tensor]) -> nn.Module:
     other = copy.deepcopy(model)
     update_bn(images, other)
     return other
-
-
-def by_nncf(model: nn.Module, images: list[Tensor], *, corrects: bool) -> nn.Module:
-    """In int8 by NNCF, with its fast bias correction or without."""
-    how = nncf.AdvancedQuantizationParameters(disable_bias_correction=not corrects)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return nncf.quantize(
-            copy.deepcopy(model), nncf.Dataset(images), subset_size=len(images), advanced_parameters=how
-        )
 
 
 def zeros(model: nn.Module) -> int:
@@ -160,21 +145,12 @@ def main() -> None:
         "| network | change | top-1 before | changed | recalibrated | means alone | torch's `update_bn` | zeros kept |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    int8 = []
     for name in ("resnet18_narrow", "resnetv2_18_narrow"):
         model = open_model(str(NETWORKS[name]))
         test = list(make_loader(model, TEST, batch_size=100, workers=1, samples=count))
         train = [x for x, _ in make_loader(model, TRAIN, batch_size=100, workers=1, samples=1000)]
         for change in changes(model, train):
             print(row(name, change, train, test), flush=True)
-        folded = normswap.convert(model, "folded").model
-        values = [folded, *(by_nncf(folded, train[:3], corrects=corrects) for corrects in (False, True))]
-        whole, bare, corrected = (top1(network, test) for network in values)
-        int8.append(
-            f"- `{name}`, `folded`: {whole:.1f}; in int8 by NNCF {bare:.1f}, with its bias correction {corrected:.1f}."
-        )
-    print()
-    print("\n".join(int8))
 
 
 if __name__ == "__main__":
