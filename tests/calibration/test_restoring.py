@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import MODEL, Capture, run_json
+from commands import MODEL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import update_bn
@@ -254,13 +254,3 @@ def test_what_is_hooked_in_is_not_overlooked() -> None:
     source = network()
     with pytest.raises(RefusedError, match="something else than its modules"):
         recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, input_size=(3, 9, 9))
-
-
-def test_the_command(capfd: Capture, tmp_path: Any) -> None:
-    folded = normswap.convert(open_model(MODEL), "folded")
-    normswap.save(folded, tmp_path / "folded")
-    normswap.save(pruned(folded.model), tmp_path / "sparse")
-    options = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
-    body = run_json(capfd, "recalibrate", str(tmp_path / "sparse"), "--against", str(tmp_path / "folded"), *options)
-    assert "32 images" in body["notes"][0]
-    assert normswap.load(tmp_path / "out") is not None

@@ -24,7 +24,6 @@ from normswap.cli import commands, gone
 from normswap.cli.app import load, main
 from normswap.cli.commands import schemes_command
 from normswap.cli.options import last_part, parse
-from normswap.plan import VERSION
 from normswap.storage import checkpoint
 from normswap.training import recipe_files
 
@@ -221,24 +220,6 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
 
 
-def test_a_plan_of_two_steps(here: Path) -> None:
-    assert main(["convert", MODEL, "--to", "folded", "--plan", "folded.json", "-o", "one"]) == 0
-    assert main(["convert", "one", "--to", "skipinit", "--plan", "skipinit.json", "-o", "two"]) == 0
-    plans = [json.loads(Path(name).read_text()) for name in ("folded.json", "skipinit.json")]
-    steps = [step for plan in plans for step in plan["steps"]]
-    Path("both.json").write_text(json.dumps({"version": VERSION, "steps": steps}))
-    assert main(["convert", MODEL, "--from-plan", "both.json", "-o", "both"]) == 0
-    two, both = (load_file(here / name / "model.safetensors") for name in ("two", "both"))
-    assert two.keys() == both.keys()
-    assert all(torch.equal(two[name], both[name]) for name in two)
-
-
-def test_unfold_gives_the_source_back(converted: Path, here: Path) -> None:
-    assert main(["convert", str(converted / "skipinit"), "--to", "unfold", "-o", "back"]) == 0
-    back, source = load_file(here / "back" / "model.safetensors"), load_file(demo_files.FOLDER / "model.safetensors")
-    assert back.keys() == source.keys()
-
-
 def test_force_replaces(here: Path) -> None:
     convert = ["convert", MODEL, "--to", "folded", "-o", "out"]
     assert main(convert) == 0
@@ -344,13 +325,6 @@ def test_verify_reopens_a_weights_file(capfd: Capture, here: Path) -> None:
     body = run_json(capfd, "verify", "out")
     assert body["passed"]
     assert body["source_unchanged"]
-
-
-def test_evaluate(capfd: Capture) -> None:
-    body = run_json(capfd, "evaluate", MODEL, "--data", IMAGES, "--samples", "100", "--workers", "0")
-    assert body["count"] == 100
-    assert 60 < body["top1"] <= body["top5"] <= 100
-    assert body["images_per_s"] > 0
 
 
 def test_schemes(capfd: Capture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lived import batchnorms, distance
+from lived import batchnorms, distance, run
 from scheme_rows import EXACT, ROWS, Row
 from six_networks import SIX, fits, images, measured, trained
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row, seed: int, e
         assert bool(((norm.running_mean - mean).abs() <= tolerance).all()), path
         assert bool(((norm.running_var - variance).abs() <= 1e-3 * (variance + 1e-4)).all()), path
     assert distance(in_training(source, x), in_training(back, x)) < 1e-3
+    assert distance(run(source, x), run(back, x)) < 1e-10
 
 
 @pytest.mark.parametrize(("name", "row"), [case for case in CASES if "resnet" in case[0]], ids=str)

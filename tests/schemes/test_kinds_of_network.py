@@ -81,20 +81,6 @@ def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
-def test_every_fourth_image_is_held_out() -> None:
-    images = torch.arange(22.0)[:, None].expand(-1, 3)
-    dealt = HeldOutSplit(
-        [Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])], torch.device("cpu")
-    )
-    for _ in range(2):  # as often as they are read
-        seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
-        held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
-        assert held == [3, 7, 11, 15, 19]
-        assert sorted([*seen, *held]) == list(range(22))
-    none = Example(("no images",))
-    assert list(HeldOutSplit([none], torch.device("cpu"))) == [none]
-
-
 def test_samples_are_held_out_whole() -> None:
     """Two arguments, or lists, are parted alike; what cannot be parted is held out call by call."""
     x = torch.arange(10.0)[:, None]

@@ -9,7 +9,7 @@ import pytest
 from crossed import crossed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lived import step
+from lived import distance, run, step
 from scheme_rows import ROWS, Row
 from six_networks import BRANCHLESS, SIX, fits, images, trained
 from torch import nn
@@ -83,6 +83,8 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row, data: Any) -> N
         done = normswap.convert(trained(name), row.scheme, inputs=images(2), **scope, **row.options)
         assert done.plan.steps[-1].edits == part.edits
         assert_outside_stays(trained(name), done.model, scope)
+        error = distance(run(trained(name), images(3, 7)), run(done.model, images(3, 7)))
+        assert error <= 1e-11 if row.exact else 0 < error < float("inf")
 
 
 @crossed("name, row", SIX, FITTED, every=4, mark=pytest.mark.slow)
