@@ -106,7 +106,7 @@ READER = {"IMAGES": "demo", "DATA": "demo", "MODEL": MODEL, "SCHEME": "affine", 
 QUICK = {
     "evaluate": FEW,
     "verify": ("--samples", "20", "--workers", "0"),
-    "bench": ("--batch", "1", "--repeats", "1"),
+    "bench": ("--batch-size", "1", "--seconds", "0.01"),
     "recalibrate": FEW,
     "spp": ("--samples", "8", "--workers", "0"),
 }

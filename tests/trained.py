@@ -100,6 +100,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--resume")
     parser.add_argument("--kill", type=int, default=0, help="SIGKILL process 1, or the only one, once, at this update")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--nap", type=float, default=0.0, help="seconds per update, so that it can be killed")
     given = parser.parse_args()
     parts = json.loads(given.parts)
@@ -120,7 +121,9 @@ def main() -> None:
 
         TrainingRun._update = dying  # type: ignore[method-assign]
     model = network(given.scheme, double=parts.pop("double", False))
-    train(model, recipe(given.images, **parts), Path(given.out), resume=given.resume, progress=watch)
+    train(
+        model, recipe(given.images, **parts), Path(given.out), resume=given.resume, progress=watch, device=given.device
+    )
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ def scales_branch(module: object) -> TypeGuard[BranchScale]:
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """(C,) in a shape that goes with x (N, C, ...)."""
+    """(C,) in a shape and dtype that go with x (N, C, ...): float32 would make all float32 under autocast."""
     return _shaped(value, x)
 
 
 @fx.wrap  # how many dimensions a value has is not known while a symbolic trace runs, which looks this name up here
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
-    return value.view(1, -1, *(1,) * (x.ndim - 2))
+    return value.view(1, -1, *(1,) * (x.ndim - 2)).to(x.dtype)

@@ -86,7 +86,7 @@ class InputBiased(OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, I, ...) to (N, O, ...)."""
-        output: Tensor = super().forward(x + self.in_bias)
+        output: Tensor = super().forward(x + self.in_bias.to(x))
         return output
 
     @staticmethod

@@ -39,7 +39,8 @@ class Scale(PlannedLayer, OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        return self.alpha * x if self.bias is None else self.alpha * x + self.bias
+        y = self.alpha.to(x) * x
+        return y if self.bias is None else y + self.bias.to(x)
 
     def extra_repr(self) -> str:
         return "bias=True" if self.bias is not None else ""
@@ -82,7 +83,7 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        x = x + self.bias
+        x = x + self.bias.to(x)
         return x if self.act is None else self.act(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:

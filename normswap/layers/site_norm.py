@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from timm.layers import FrozenBatchNormAct2d
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,8 +16,8 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.layers import affine
 from normswap.layers.folded import folded
-from normswap.layers.known_norms import BatchNorm
-from normswap.layers.own import GAMMA, OwnLayer, per_channel
+from normswap.layers.known_norms import KINDS, BatchNorm
+from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
@@ -121,12 +122,17 @@ class EmptyNorm(PlannedLayer):
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
-    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps."""
+    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps, in one kernel.
+
+    Under autocast torchvision's own gives float32, and all that follows computes in that.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
-        return x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+KINDS[FrozenBatchNorm] = KINDS[FrozenBatchNorm2d]
 
 
 class FrozenNorm(PlannedLayer):
@@ -139,8 +145,7 @@ class FrozenNorm(PlannedLayer):
         """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
         live = SiteNorm.replacing(old, like=like, **moments)
         count, eps = live.num_features, live.eps
-        kind = FrozenBatchNorm2d if isinstance(old, nn.BatchNorm2d) else FrozenBatchNorm
-        new: Any = kind(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
+        new: Any = FrozenBatchNorm(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
         new.to(live.weight)
         if live.act is not None:
             new.act = live.act
@@ -165,8 +170,7 @@ class EvalNorm(PlannedLayer, OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
-        x = x * per_channel(scale, x) + per_channel(self.bias - self.running_mean * scale, x)
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return x if self.act is None else self.act(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:

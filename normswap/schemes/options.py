@@ -78,6 +78,12 @@ class Option:
             allowed.append("a finite number" if self.range is None else f"in {self.range}")
         raise OptionError(f"{spelled(self.name, value)} is not {' or '.join(allowed)}")
 
+    def read(self, value: object) -> object:
+        """A value that may be its own, as a plan keeps it: 0, 0.0 and `0` are one number."""
+        if self.kind not in (float, object) or value in self.choices:
+            return value
+        return float(value)  # type: ignore[arg-type]
+
     def _is_number(self, value: object) -> bool:
         if isinstance(value, str) and self.kind is object:
             try:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -77,24 +76,14 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
     return value
 
 
-class Stop:
-    """Whether somebody has asked to stop, by SIGTERM as schedulers send it."""
-
-    asked = False
-
-
 @contextmanager
-def stop_on_request() -> Iterator[Stop]:
-    """Note a SIGTERM instead of dying of it. Only the main thread may; elsewhere nothing is ever asked."""
-    stop = Stop()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.asked = True
-
+def stop_on_request() -> Iterator[threading.Event]:
+    """Note a SIGTERM, as schedulers send it, instead of dying of it; only the main thread may."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         yield stop
     finally:

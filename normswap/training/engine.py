@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
-from normswap.training.assembly import Stop, Task, from_first, stop_on_request
+from normswap.training.assembly import Task, from_first, stop_on_request
 from normswap.training.optimizing import clip_gradients
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
@@ -186,7 +187,7 @@ class TrainingRun:
         if not continues:
             self._end_epoch(began=False)
 
-    def train(self, stop: Stop) -> bool:
+    def train(self, stop: threading.Event) -> bool:
         """Do all updates that are left; returns False if somebody asked to stop before the end."""
         task, at, every = self.task, self.at, self.recipe.train.checkpoint
         batches = task.images.batches(task.share, at.update, task.updates, pin=self.engine.device.type == "cuda")
@@ -199,7 +200,7 @@ class TrainingRun:
             due = ends or (every is not None and at.update % every == 0)
             if not due and at.update % self.every:
                 continue
-            finite, asked = self._agree(stop.asked)
+            finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):  # every process has the same weights
                 finite = all(bool(parameter.isfinite().all()) for parameter in task.raw.parameters())
             if not finite:

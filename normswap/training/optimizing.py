@@ -6,7 +6,7 @@ Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2: T^2 KL(teacher / 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,22 +90,43 @@ def clipped(model: nn.Module, clip: Clip, head: nn.Module | None) -> list[nn.Par
 
 
 def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: Clip) -> None:
-    """Clip gradients, in place, as timm does.
-
-    Adaptive clipping goes by the weights of each output, which are the second dimension of a transposed convolution's.
-    """
-    transposed: set[int] = set()
+    """Clip gradients, in place: adaptively, or as timm does."""
     if clip.mode == "agc":
-        transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
-    tensors: list[Tensor] = []
+        adaptive_clip_(model, parameters, clip.value)
+    else:
+        dispatch_clip_grad(parameters, clip.value, mode=clip.mode)
+
+
+@torch.no_grad()
+def adaptive_clip_(model: nn.Module, parameters: Iterable[nn.Parameter], share: float) -> None:
+    """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
+
+    Brock et al. 2021, arXiv:2102.06171, section 4. It gives what timm's `adaptive_clip_grad` gives, with a third of
+    the kernels; and the outputs of a transposed convolution are found in the second dimension of its weight.
+    """
+    transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
     for parameter in parameters:
-        if id(parameter) in transposed and parameter.grad is not None:
-            by_output = parameter.detach().transpose(0, 1)
-            by_output.grad = parameter.grad.transpose(0, 1)
-            tensors.append(by_output)
-        else:
-            tensors.append(parameter)
-    dispatch_clip_grad(tensors, clip.value, mode=clip.mode)
+        if parameter.grad is not None:
+            by_output = id(parameter) in transposed
+            weights.append(parameter.transpose(0, 1) if by_output else parameter)
+            gradients.append(parameter.grad.transpose(0, 1) if by_output else parameter.grad)
+    if gradients:
+        allowed = torch._foreach_mul(torch._foreach_clamp_min(_norms_by_output(weights), 1e-3), share)
+        norms = torch._foreach_clamp_min(_norms_by_output(gradients), 1e-6)
+        torch._foreach_mul_(gradients, torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0))
+
+
+def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
+    vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
+    of_vectors = iter(torch._foreach_norm(vectors) if vectors else ())
+    return [
+        next(of_vectors)
+        if tensor.ndim <= 1
+        else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+        for tensor in tensors
+    ]
 
 
 class Objective:

@@ -258,7 +258,6 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         primary.transforms[:1] = whole
     else:
         primary.transforms[0] = RandomResizedCrop(primary.transforms[0])
-    last.transforms[:2] = [Normalized(model["mean"], model["std"])]
     return transforms.Compose([primary, secondary, last])
 
 
@@ -277,22 +276,8 @@ class RandomResizedCrop:
             resized_by_pillow: Image.Image = crops(image)
             return resized_by_pillow
         top, left, height, width = crops.get_params(image, crops.scale, crops.ratio)
-        planes = _planes(image.crop((left, top, left + width, top + height)))
+        pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
+        # (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster.
+        planes = pixels.reshape(1, height, width, -1).movedim(-1, 1)
         resized = functional.interpolate(planes, crops.size, mode=mode, antialias=True)
         return Image.fromarray(resized[0].movedim(0, -1).squeeze(-1).numpy())
-
-
-class Normalized:
-    """An image as a float tensor (C, H, W), normalized: torchvision's ToTensor and Normalize, bit for bit."""
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean, self.std = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        planes = _planes(image)[0].to(torch.float32, memory_format=torch.contiguous_format)
-        return planes.div_(255).sub_(self.mean).div_(self.std)
-
-
-def _planes(image: Image.Image) -> Tensor:
-    """Return a copy of the pixels (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster."""
-    return torch.from_numpy(np.array(image)).reshape(1, image.height, image.width, -1).movedim(-1, 1)

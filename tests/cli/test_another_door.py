@@ -102,7 +102,9 @@ def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) ->
     checkpoint.save(done, Path("out"))
     proof = run_json(capfd, "verify", "out")
     report = normswap.verify(source, normswap.load("out"), exact=False)
-    assert [error["relative_l2"] for error in proof["logits"]][-1] == pytest.approx(report.logits[-1].relative_l2)
+    assert [error["relative_l2"] for error in proof["report"]["logits"]][-1] == pytest.approx(
+        report.logits[-1].relative_l2
+    )
 
 
 def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:

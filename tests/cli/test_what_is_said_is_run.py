@@ -13,7 +13,7 @@ from commands import FEW, MODEL, QUICK, READER, Capture, named_commands, run_jso
 from normswap.cli.app import main
 
 STARTS = (
-    ["demo"], ["inspect", MODEL], ["schemes"], ["advise", MODEL], ["decay", MODEL],
+    ["demo"], ["inspect", MODEL], ["schemes"],
     ["convert", MODEL, "--to", "folded", "-o", "first"],
     ["recalibrate", MODEL, "--data", "demo", *FEW, "-o", "fresh"],
     ["evaluate", MODEL, "--data", "demo", *FEW],
@@ -37,8 +37,8 @@ def test_the_next_commands_run_one_after_another(start: list[str], here: Path, c
 
 @pytest.mark.parametrize("options", [(), ("--private",), ("--deploy",), ("--batch-size", "4")])
 def test_advice_can_be_followed(options: tuple[str, ...], here: Path, capfd: Capture) -> None:
-    for i, advice in enumerate(run_json(capfd, "advise", MODEL, *options)["possible"]):
-        for words in named_commands(advice["command"]):
+    for i, advice in enumerate(run_json(capfd, "advise", MODEL, *options)["choose"]):
+        for words in named_commands(advice["command"] or ""):
             quick = ("--samples", "40") if "--calibrate" in words else ()
             result = run_json(capfd, *words, *quick, "-o", f"out{i}")
             assert result["steps"][-1]["report"]["passed"]

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import MODEL, QUICK, Capture, named_commands, run_json
+from commands import MODEL, QUICK, Capture, here, named_commands, run_json
 from test_doctor import FAULTS, opened
 
 import normswap
+
+__all__ = ["here"]  # a fixture
 
 
 @pytest.mark.parametrize("fault", FAULTS)

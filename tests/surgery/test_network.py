@@ -143,3 +143,11 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 def test_each_network_is_looked_at_once(name: str, looks: list[nn.Module], tmp_path: Path) -> None:
     WAYS[name](net(), tmp_path)
     assert once(looks)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_rounds_float64_is_not_taken_for_a_wrong_conversion() -> None:
+    # The root in CUDA's kernel of weight_norm is float32's, whatever the weights are.
+    report = normswap.convert(net().cuda(), "weightnorm", input_size=SIZE).report
+    assert report.passed
+    assert report.worst.relative_l2 < 1e-5

@@ -1,0 +1,367 @@
+"""What only a GPU can show, part by part; `run.sh` runs them. With `--dry`: on the CPU with tiny sizes."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import trained
+from safetensors.torch import load_file
+from timm.utils.agc import adaptive_clip_grad
+from torch import Tensor, nn
+
+import normswap
+from normswap.images.datasets import make_loader
+from normswap.models import zoo
+from normswap.schemes.catalogue import TARGETS
+from normswap.training.optimizing import clip_gradients
+from normswap.training.recipe import Clip
+
+DEMO = Path(normswap.__file__).parent / "demo_data"
+# Options with which a scheme keeps the function; the others keep it by default, or never.
+KEEPING: dict[str, dict[str, Any]] = {
+    "centered-weightnorm": {"mean": "keep"},
+    "fixup": {"init": "keep"},
+    "nf": {"mean": "keep"},
+}
+TRAINED = ("batchnorm", "skipinit", "nf", "groupnorm", "groupnorm --steady 0", "frozen-bn", "tune", "folded")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the parts run, and how large they are."""
+
+    device: str
+    network: str
+    side: int
+    batch: int
+    passes: int
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median seconds of a call, of `passes`, after three that warm up."""
+        taken = []
+        for _ in range(self.passes + 3):
+            self.wait()
+            start = time.perf_counter()
+            run()
+            self.wait()
+            taken.append(time.perf_counter() - start)
+        return sorted(taken[3:])[self.passes // 2]
+
+    def some(self, names: Sequence[str]) -> Sequence[str]:
+        """All of them on a GPU, a few in a dry run."""
+        return names if self.device == "cuda" else names[::6]
+
+    def described(self) -> str:
+        name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU (dry run)"
+        versions = f"PyTorch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}"
+        return f"{name}; {versions}; normswap {normswap.__version__}."
+
+
+GPU = Machine("cuda", "resnet50", side=224, batch=128, passes=15)
+DRY = Machine("cpu", "test_resnet", side=32, batch=4, passes=1)
+
+
+@contextmanager
+def tensor_float(*, allowed: bool) -> Iterator[None]:
+    """Whether products and convolutions may round float32 to 10 bits (TF32)."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def distance(answers: Tensor, expected: Tensor) -> float:
+    """Relative L2, in float64."""
+    return float((answers.double() - expected.double()).norm() / expected.double().norm())
+
+
+def same_class(answers: Tensor, expected: Tensor) -> float:
+    """Share of images with the same class, in percent."""
+    return 100 * float((answers.argmax(1) == expected.argmax(1)).double().mean())
+
+
+def layer_norms() -> nn.Module:
+    """A ViT whose LayerNorms have a scale and a shift that are not trivial."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, num_classes=10)
+    for layer in model.modules():
+        if isinstance(layer, nn.LayerNorm):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def schemes(machine: Machine) -> Iterator[str]:
+    """Every scheme, converted on the GPU with and without TF32, against the same conversion on the CPU."""
+    demo = zoo.open_source("demo").eval()
+    images = next(iter(make_loader(demo, str(DEMO / "images.tar"), batch_size=500, workers=0)))[0]
+    fitted_to, images = images[:100], images[100 : 200 if machine.device == "cpu" else 500]
+    networks = {"batchnorm": normswap.convert(demo, "skipinit").model, "rmsnorm": layer_norms()}
+    yield "# Every scheme, converted on the GPU"
+    yield ""
+    yield machine.described()
+    yield (
+        f"The demo's network (batchnorm: as skipinit; rmsnorm: a ViT of three blocks), {len(images)} images that no fit"
+        " used, float32. Each result is moved to the CPU and answers there, so that the conversion alone is compared."
+        " Relative L2 to the source's answers, and to those of the result that was converted on the CPU; share of"
+        " images with the source's class."
+    )
+    yield ""
+    yield "| scheme | L2 to the source: CPU | GPU | TF32 | L2 to the CPU's: GPU | TF32 | same class: CPU | GPU | TF32 |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name in machine.some(list(TARGETS)):
+        scheme, source = TARGETS[name], networks.get(name, demo)
+        options = dict(KEEPING.get(name, {}))
+        results = []
+        for device, rounds in ((None, False), (machine.device, False), (machine.device, True)):
+            with tensor_float(allowed=rounds):
+                model = copy.deepcopy(source).to(device or "cpu")
+                batches = None
+                if scheme.fit is not None and not KEEPING.get(name):
+                    batches = list(fitted_to.to(device or "cpu").split(50))
+                try:
+                    made = normswap.convert(model, name, calibrate=batches, **options).model
+                except normswap.NormswapError as error:
+                    results.append(error)
+                    continue
+            results.append(made.cpu().float().eval()(images))
+        yield row_of_scheme(name, results, source(images))
+
+
+def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
+    """A row of the table of schemes, or the first error."""
+    errors = [str(result) for result in results if isinstance(result, Exception)]
+    if errors:
+        return f"| {name} | {' '.join(errors[0].split())} |" + " |" * 7
+    on_cpu, off, on = results
+    distances = [distance(result, expected) for result in results]
+    between = [distance(off, on_cpu), distance(on, on_cpu)]
+    figures = [f"{value:.1e}" for value in (*distances, *between)]
+    figures += [f"{same_class(result, expected):.1f}" for result in results]
+    return f"| {name} | {' | '.join(figures)} |"
+
+
+def losses(result: Any) -> list[float]:
+    return [row["train_loss"] for row in result.rows[1:]]
+
+
+def training(machine: Machine) -> Iterator[str]:
+    """`finetune` by the same recipe on the CPU and the GPU, in float32 and bf16, with all that a recipe may ask for."""
+    yield "# finetune on the GPU"
+    yield ""
+    yield machine.described()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        images = trained.write_images(place / "images", per_class=8)
+        clipped = {"optim": {"clip": {}}, "distill": {}}
+        everything = {"ema": {"decay": 0.9}, "channels_last": True}
+        rows: dict[str, tuple[str, dict[str, Any]]] = {
+            "CPU, float32": ("cpu", {}),
+            "GPU, float32": (machine.device, {}),
+            "GPU, bf16": (machine.device, {"train": {"precision": "bf16"}}),
+            "CPU, float32, adaptive clipping, EMA, teacher": ("cpu", {"train": everything, **clipped}),
+            "GPU, float32, adaptive clipping, EMA, teacher": (machine.device, {"train": everything, **clipped}),
+            "GPU, bf16, adaptive clipping, EMA, teacher": (
+                machine.device,
+                {"train": {"precision": "bf16", **everything}, **clipped},
+            ),
+        }
+        yield "A tiny ResNet, converted to skipinit, 80 random images, 10 updates an epoch; mean loss of each epoch."
+        yield ""
+        yield "| run | first epoch | second | third | first, against the CPU's |"
+        yield "|---|---|---|---|---|"
+        base: dict[str, list[float]] = {}
+        for name, (device, changed) in rows.items():
+            common = {"train": {"epochs": 3}, "convert": {"to": "skipinit"}}
+            recipe = trained.recipe(images, **trained.merged(common, changed))
+            model = trained.network()
+            found = losses(trained.train(model, recipe, place / name.replace(" ", "-"), device=device))
+            first = base.setdefault("teacher" if "teacher" in name else "plain", found)
+            yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in found)} | {found[0] / first[0] - 1:+.1e} |"
+        yield ""
+        yield killed(machine, images, place)
+
+
+def killed(machine: Machine, images: Path, place: Path) -> str:
+    """A run that is killed at its seventh update and continued, beside one that was not."""
+    changed = json.dumps({"train": {"checkpoint": 3, "precision": "bf16"}})
+    whole, cut = place / "whole", place / "cut"
+    for out, more in ((whole, []), (cut, ["--kill", 7]), (cut, ["--resume", "auto"])):
+        command = trained.command(images, out, "skipinit", changed, "--device", machine.device, *more)
+        code = subprocess.run(command, check=False).returncode
+        if code != (-9 if "--kill" in more else 0):
+            return f"The run {out.name} {more} ended with {code}."
+    pairs = [load_file(out / "last" / "model.safetensors") for out in (whole, cut)]
+    worst = max(float((pairs[0][key].double() - pairs[1][key].double()).abs().max()) for key in pairs[0])
+    return f"Killed at update 7 and continued from update 6: weights differ by at most {worst:.1e} from an uncut run's."
+
+
+def lived_in(machine: Machine) -> nn.Module:
+    """The network, with statistics of its own."""
+    torch.manual_seed(0)
+    model = timm.create_model(machine.network, zero_init_last=False).to(machine.device).train()
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(32, 3, machine.side, machine.side, device=machine.device))
+    return model.eval()
+
+
+def calibration(machine: Machine) -> Iterator[str]:
+    """What fitting to 100 images costs, counted in forward passes of the same images."""
+    model, size = lived_in(machine), (3, machine.side, machine.side)
+    images = torch.randn(100 if machine.device == "cuda" else 8, *size, device=machine.device)
+    with torch.inference_mode():
+        forward = machine.seconds(lambda: model(images))
+    yield "# Fitting to images"
+    yield ""
+    yield machine.described()
+    yield f"{machine.network}, {len(images)} images of {machine.side} pixels, float32; a forward pass: {forward:.4f} s."
+    yield ""
+    yield "| scheme | not fitted, s | fitted, s | fitting, in forward passes |"
+    yield "|---|---|---|---|"
+    normswap.convert(model, "folded", input_size=size)  # whatever only the first conversion does
+    for name in machine.some(["nf", "dyt", "groupnorm"]):
+        taken = []
+        for options in (KEEPING.get(name, {}), {"calibrate": list(images.split(50))}):
+            machine.wait()
+            start = time.perf_counter()
+            normswap.convert(model, name, input_size=size, **options)
+            machine.wait()
+            taken.append(time.perf_counter() - start)
+        yield f"| {name} | {taken[0]:.2f} | {taken[1]:.2f} | {(taken[1] - taken[0]) / forward:.0f} |"
+
+
+def clipping(machine: Machine) -> Iterator[str]:
+    """Adaptive clipping: launches and time, ours and timm's over the same parameters."""
+    model = lived_in(machine).train()
+    model(torch.randn(8, 3, machine.side, machine.side, device=machine.device)).square().mean().backward()
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("fc.")]
+    clip = Clip()
+    ways: dict[str, Callable[[], object]] = {
+        "timm": lambda: adaptive_clip_grad(parameters, clip.value),
+        "normswap": lambda: clip_gradients(model, parameters, clip),
+        "clip_grad_norm_ (torch)": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+    }
+    yield "# Adaptive clipping"
+    yield ""
+    yield machine.described()
+    yield f"{machine.network}, {len(parameters)} parameters."
+    yield ""
+    yield "| way | kernels | ms |"
+    yield "|---|---|---|"
+    for name, run in ways.items():
+        run()
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if machine.device == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds) as profile:
+            run()
+            machine.wait()
+        launches = sum("LaunchKernel" in event.name for event in profile.events())
+        yield f"| {name} | {launches} | {1e3 * machine.seconds(run):.2f} |"
+
+
+def speed(machine: Machine) -> Iterator[str]:
+    """Images per second in training and inference, by scheme; the compiled ones last, which take longest to begin."""
+    source = lived_in(machine)
+    yield "# Speed of a converted network"
+    yield ""
+    yield machine.described()
+    yield (
+        f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, bf16 autocast, channels last,"
+        " SGD with momentum; median of passes in one process; training is forward, backward and update. Memory: the"
+        " peak of training."
+    )
+    yield ""
+    yield "| scheme | compiled | inference, images/s | to BatchNorm | training, images/s | to BatchNorm | GiB |"
+    yield "|---|---|---|---|---|---|---|"
+    base: dict[tuple[bool, bool], float] = {}
+    networks = {name: converted(source, name, machine) for name in TRAINED}
+    # Compiling takes a minute for each, on the CPU too.
+    compiled = ("batchnorm", "skipinit", "groupnorm", "folded") if machine.device == "cuda" else ()
+    rows = [*itertools.product(TRAINED, (False,)), *itertools.product(compiled, (True,))]
+    for name, is_compiled in rows:
+        figures = []
+        for trains in (False, True):
+            if trains and name == "folded":
+                figures += ["", ""]
+                continue
+            rate = images_per_second(networks[name], machine, trains=trains, compiled=is_compiled)
+            first = base.setdefault((is_compiled, trains), rate)
+            figures += [f"{rate:.0f}", f"{rate / first:.2f}"]
+        memory = torch.cuda.max_memory_allocated() / 2**30 if machine.device == "cuda" else 0.0
+        yield f"| {name} | {'yes' if is_compiled else ''} | {' | '.join(figures)} | {memory:.1f} |"
+
+
+def converted(source: nn.Module, name: str, machine: Machine) -> nn.Module:
+    """The source after a conversion that is spelled as on the command line."""
+    scheme, *option = name.split(" --steady ")
+    if scheme == "batchnorm":
+        return copy.deepcopy(source)
+    options = {**KEEPING.get(scheme, {}), **({"steady": float(option[0])} if option else {})}
+    return normswap.convert(source, scheme, input_size=(3, machine.side, machine.side), **options).model
+
+
+def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compiled: bool) -> float:
+    """Of one batch, again and again."""
+    model = copy.deepcopy(model).to(memory_format=torch.channels_last).train(trains)
+    images = torch.randn(machine.batch, 3, machine.side, machine.side, device=machine.device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.zeros(machine.batch, dtype=torch.long, device=machine.device)
+    run: Callable[..., Tensor] = torch.compile(model) if compiled else model
+    if machine.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def infer() -> None:
+        with torch.no_grad(), torch.autocast(machine.device, torch.bfloat16):
+            run(images)
+
+    if not trains:
+        return machine.batch / machine.seconds(infer)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4, momentum=0.9)
+
+    def update() -> None:
+        with torch.autocast(machine.device, torch.bfloat16):
+            loss = nn.functional.cross_entropy(run(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return machine.batch / machine.seconds(update)
+
+
+PARTS = {part.__name__: part for part in (schemes, training, calibration, clipping, speed)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=PARTS)
+    parser.add_argument("--dry", action="store_true", help="on the CPU with tiny sizes")
+    arguments = parser.parse_args()
+    with tensor_float(allowed=False):
+        for line in PARTS[arguments.name](DRY if arguments.dry else GPU):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The script for a GPU runs: on the CPU with tiny sizes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
+    run = subprocess.run([HERE / "run.sh", tmp_path, "--dry"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    for part in ("schemes", "training", "calibration", "clipping", "speed"):
+        rows = [line for line in (tmp_path / f"{part}.md").read_text().splitlines() if line.startswith("| ")]
+        assert len(rows) > 1, part
+        assert not any("nan" in row or "Error" in row for row in rows), part

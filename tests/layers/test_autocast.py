@@ -1,0 +1,45 @@
+"""Under autocast a converted network stays in half precision: a float32 number times a bf16 map gives a float32 map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import normswap
+from normswap.schemes.catalogue import TARGETS
+
+KEEPING: dict[str, dict[str, Any]] = {"nf": {"mean": "keep"}, "centered-weightnorm": {"mean": "keep"}}
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
+    with torch.no_grad():
+        model.train()(torch.randn(8, 3, 32, 32))
+    return model.eval()
+
+
+# RMSNorm takes the place of LayerNorms alone, and BatchNorm that of scalars.
+@pytest.mark.parametrize("scheme", sorted(set(TARGETS) - {"rmsnorm", "batchnorm"}))
+@pytest.mark.parametrize("train", [False, True])
+def test_no_layer_makes_float32_of_bf16(network: nn.Module, scheme: str, train: bool) -> None:
+    model = normswap.convert(network, scheme, input_size=(3, 64, 64), **KEEPING.get(scheme, {})).model.train(train)
+    widened = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and args[0].dtype == torch.bfloat16 and output.dtype != torch.bfloat16:
+            widened.append(type(module).__name__)
+
+    for module in model.modules():
+        module.register_forward_hook(look)
+    images = torch.randn(4, 3, 64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        answers = model(images)
+    assert (answers.dtype, widened) == (torch.bfloat16, [])
+    answers.float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} <= {torch.float32}
