@@ -74,14 +74,11 @@ def test_one_constant_factor_is_taken_off_the_branch() -> None:
     assert (point.branch_variance, point.added_variance) == pytest.approx((9 * of_branch, 2.25 * of_branch))
 
 
-def test_batches_are_taken_together_and_the_model_is_left_alone() -> None:
+def test_the_model_is_left_alone() -> None:
     model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
     x = noise(6, seed=1).double()
     before = copy.deepcopy(model.state_dict())
     model.train()
-    for one, other in zip(signal(Network(model, x)), signal(Network(model, [x[:2], x[2:]])), strict=True):
-        assert one.variance == pytest.approx(other.variance, rel=1e-9)
-        assert one.mean_sq == pytest.approx(other.mean_sq, rel=1e-9)
     signal(Network(model, x), batch_statistics=True)
     assert model.training
     assert model.bn1.training

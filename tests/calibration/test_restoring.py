@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import MODEL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import update_bn
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 import normswap
 from normswap import provenance
 from normswap.errors import RefusedError
-from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
 
@@ -139,15 +137,6 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     before, after = (model.get_parameter("0.weight") for model in (faint, done.model))
     assert torch.equal(before[0], after[0])
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
-
-
-def test_a_folded_network_goes_by_its_source_with_norms() -> None:
-    source = open_model(MODEL)
-    torch.manual_seed(0)
-    batches = [*torch.randn(32, *source.pretrained_cfg["input_size"]).split(16)]
-    sparse = pruned(normswap.convert(source, "folded").model)
-    done = recalibrate(sparse, batches, against=source)
-    assert distance(source, done.model, batches) < 0.5 * distance(source, sparse, batches)
 
 
 @torch.no_grad()

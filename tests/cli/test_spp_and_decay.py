@@ -44,12 +44,6 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
     assert run_json(capfd, *small, "--seed", "1") != first
 
 
-def test_force_replaces(here: Path) -> None:
-    (here / "a.png").write_bytes(b"old")
-    assert main(["spp", *SMALL, "--input-size", "3,32,32", "--samples", "2", "-o", "a.png", "--force"]) == 0
-    assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_decay_says_who_and_why(capfd: Capture) -> None:
     body = run_json(capfd, "decay", "resnet50")
     roles = {row["role"]: (row["decay"], row["tensors"]) for row in body["roles"]}

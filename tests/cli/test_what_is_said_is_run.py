@@ -37,7 +37,8 @@ def test_the_next_commands_run_one_after_another(start: list[str], here: Path, c
 
 @pytest.mark.parametrize("options", [(), ("--private",), ("--deploy",), ("--batch-size", "4")])
 def test_advice_can_be_followed(options: tuple[str, ...], here: Path, capfd: Capture) -> None:
-    for i, advice in enumerate(run_json(capfd, "advise", MODEL, *options)["choose"]):
+    body = run_json(capfd, "advise", MODEL, *options)
+    for i, advice in enumerate([body["choose"], *body["others"]]):
         for words in named_commands(advice["command"] or ""):
             quick = ("--samples", "40") if "--calibrate" in words else ()
             result = run_json(capfd, *words, *quick, "-o", f"out{i}")

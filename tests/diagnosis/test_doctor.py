@@ -19,10 +19,7 @@ import normswap
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Diagnosis
 from normswap.graph.inspection import inspect
-from normswap.images.accuracy import evaluate
-from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
-from normswap.surgery.recalibration import recalibrate
 
 ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
 
@@ -298,19 +295,6 @@ def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None
 def test_an_untrained_network_was_not_loaded() -> None:
     faults = diagnosed(timm.create_model("resnet18", channels=(8, 8, 8, 8)).eval()).faults
     assert [fault.name for fault in faults] == ["not-loaded"]
-
-
-@pytest.mark.slow
-def test_recalibration_mends_stale_statistics() -> None:
-    model = opened("demo")
-    images = make_loader(model, "demo", workers=0)
-    right = evaluate(model, images).top1
-    stale(model)
-    wrong = evaluate(model, images).top1
-    mended = recalibrate(model, images).model
-    assert wrong < right - 30
-    assert evaluate(mended, images).top1 > right - 5
-    assert diagnosed(mended).faults == ()
 
 
 def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_path: Any) -> None:

@@ -16,7 +16,10 @@ from torch import nn
 
 import normswap
 from normswap.errors import NormswapError, OptionError, RefusedError
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import selection
+from normswap.graph.inspection import inspect
+from normswap.surgery.network import Network
 
 SIZE = (3, 33, 33)
 STAGES = {"resnet18": "layer{}", "seresnet18": "layer{}", "resnetv2_18": "stages.{}.blocks"}
@@ -100,3 +103,24 @@ def test_patterns() -> None:
     no = [("layer3", "layer30"), ("layer3", "a.layer3"), ("bn1", "layer1.0.bn1"), ("layer3.*", "layer3")]
     assert all(selection.matches(*pair) for pair in yes)
     assert not any(selection.matches(*pair) for pair in no)
+
+
+def test_parts_of_a_chain_are_at_the_site_of_the_norm() -> None:
+    model, x, _ = lived("resnet18")
+    anatomy = inspect(normswap.convert(model, "folded", inputs=x).model, x)
+    for path in ("bn1", "layer1.0.bn2"):
+        assert {anatomy.original_path(f"{path}{end}") for end in ("", ".inner", ".then", ".inner.then")} == {path}
+    assert anatomy.original_path("inner") == ""
+
+
+def test_a_path_is_removed_when_the_plan_says_so() -> None:
+    model, x, _ = lived("resnet18")
+    builder = PlanBuilder(inspect(model, x))
+    builder.replace("bn1", "WeightNorm")
+    builder.remove("layer1.0.bn1")
+    assert [builder.removes(path) for path in ("bn1", "layer1.0.bn1", "layer1.0.bn2")] == [False, True, False]
+
+
+def test_what_was_never_known_is_none() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)).eval()
+    assert Network(net).anatomy.kept_moments("1") == (None, None)

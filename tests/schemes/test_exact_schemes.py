@@ -83,29 +83,6 @@ def test_frozen_norms_have_any_dimension(size: tuple[int, ...], sync: bool) -> N
     assert [*done.model[1].parameters()] == []  # type: ignore[index]
 
 
-@new
-def test_it_trains(scheme: str, options: dict[str, Any]) -> None:
-    """A few steps of SGD lower the loss; the trained network survives its state dict, and folds exactly."""
-    model, x, _ = source("resnet18")
-    result = to(model, scheme, **options).train()
-    x, y = x.repeat(2, 1, 1, 1) + 0.1 * torch.randn(6, 3, 33, 33, dtype=x.dtype), torch.arange(6)
-    optimizer = torch.optim.SGD(result.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(6):
-        loss = F.cross_entropy(result(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    reference = run(result, x)
-    fresh = to(model, scheme, **options)
-    fresh.load_state_dict(result.state_dict(), strict=True)
-    assert torch.equal(run(fresh, x), reference)
-    assert distance(reference, run(to(result, "folded"), x)) <= 1e-12
-    assert distance(reference, run(to(result, "skipinit"), x)) <= 1e-12
-
-
 @pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
 @pytest.mark.parametrize("arch", V1)
 def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
@@ -164,18 +141,6 @@ def test_without_a_module_on_the_sum_the_branches_hold_both_factors(rule: str) -
             parts = np.append(a * parts, b)
         expected += list(parts[1:] / parts[0])
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-@torch.no_grad()
-def test_ghost_batches_are_batches() -> None:
-    """In training, N samples at a time: the output on 2 + 2 + 3 is that of BatchNorm on each part."""
-    torch.manual_seed(0)
-    plain, x = nn.BatchNorm2d(4), torch.randn(7, 4, 5, 5)
-    ghost: Any = site_norm.SiteNorm.replacing(plain, like=torch.empty(0), ghost=2).train()
-    expected = torch.cat([plain.train()(part) for part in x.split([2, 2, 3])])
-    assert torch.allclose(ghost(x), expected, atol=1e-6)
-    assert torch.allclose(ghost.running_var, plain.running_var)
-    assert int(ghost.num_batches_tracked) == 3
 
 
 def test_frozen_is_frozen_and_tune_is_half() -> None:

@@ -15,6 +15,7 @@ from six_networks import SIX, fits, images, measured, trained
 from torch import Tensor, nn
 
 import normswap
+from normswap.surgery.network import Network
 
 DROPOUTS = (nn.Dropout, nn.Dropout2d)
 
@@ -64,6 +65,13 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row, seed: int, e
         norm.eps = epsilon or norm.eps
     measured(source, x)
     there = normswap.convert(source, row.scheme, inputs=x[:2], **row.options)
+    anatomy = Network(there.model, x[:2]).anatomy
+    for path in anatomy.provenance.original_paths:
+        mean, deviation = anatomy.kept_moments(path)
+        assert mean is not None
+        assert mean.equal(source.get_parameter(f"{path}.bias"))
+        assert deviation is not None
+        assert deviation.equal(source.get_parameter(f"{path}.weight").abs())
     back = normswap.convert(there, "batchnorm", inputs=x[:2]).model
     assert [path.removesuffix(".inner") for path in batchnorms(back)] == batchnorms(source)
     values = inputs_of_norms(back, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,38 +29,6 @@ def images() -> tuple[Tensor, Tensor]:
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
     pictures, labels = (torch.cat(part)[order] for part in zip(*loader, strict=True))
     return pictures, labels
-
-
-def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
-    with torch.inference_mode():
-        return 100 * float((model(pictures).argmax(1) == labels).double().mean())
-
-
-@pytest.mark.parametrize(
-    ("to", "poor", "good"),
-    [
-        pytest.param("groupnorm", {"steady": 0}, {"steady": 0.75}, marks=pytest.mark.slow),
-        pytest.param("centered-weightnorm", {"depthwise": "fit"}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tuple[Tensor, Tensor]) -> None:
-    """It loses much as it was done before, and little as it is done now; held-out images tell the two apart."""
-    (pictures, labels), model = images, zoo_networks.trained("depthwise")
-    data, test = list(pictures[:200].split(50)), (pictures[200:], labels[200:])
-    before = top1(model, *test)
-    done = [
-        conversion.convert(model, to, calibrate=data if to != "groupnorm" or way is good else None, **way)
-        for way in (poor, good)
-    ]
-    worse, better = (top1(one.model, *test) / before for one in done)
-    assert worse < 0.93
-    assert better > worse + 0.03
-    far, near = (l2(model, one.model, test[0]) for one in done)
-    assert near < 0.6 * far
-    told = done[1].report.kept
-    assert told is not None
-    assert told.count == 48  # a quarter of 50 is 12
-    assert told.relative_l2 == pytest.approx(near, rel=0.3)
 
 
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))

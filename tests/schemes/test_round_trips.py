@@ -9,32 +9,11 @@ import torch
 import torch.nn.functional as F
 from lived import batchnorms, distance, lived_in, run
 from narrow_networks import NORM_FREE, norm_free
-from narrow_networks import source as lived
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, net
-from torch import nn
 
 import normswap
 from normswap.layers.scalars import Scale
-
-
-@pytest.mark.parametrize(
-    ("before", "to"), [("folded", "groupnorm"), ("skipinit", "layernorm"), ("weightnorm", "instancenorm")]
-)
-@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
-def test_per_sample_norms_from_the_statistics_carried(arch: str, before: str, to: str) -> None:
-    """The norms are gone, their statistics are not: one conversion, as the user would say it, takes two steps."""
-    model, x, _ = lived(arch)
-    bare = normswap.convert(model, before, inputs=x).model
-    done = normswap.convert(bare, to, inputs=x)
-    assert [step.scheme for step in done.plan.steps] == [before, "batchnorm", to]
-    assert not done.report.exact
-    norms = [path for path, module in done.model.named_modules() if isinstance(module, nn.GroupNorm)]
-    assert [path.removesuffix(".then").removesuffix(".inner") for path in norms] == batchnorms(model)
-    assert batchnorms(done.model) == []
-    # as good as by hand, and not by chance: the same as back to batchnorm, then on
-    by_hand = normswap.convert(normswap.convert(bare, "batchnorm", inputs=x).model, to, inputs=x).model
-    assert torch.equal(run(by_hand, x), run(done.model, x))
 
 
 @pytest.mark.parametrize("arch", NORM_FREE)
