@@ -137,12 +137,8 @@ def noticed(mutant: Mutant, place: Path, also: Sequence[str], limit: float) -> b
         file.write_text(before, encoding="utf-8")
 
 
-def main(
-    title: str = "Mutants drawn at random",
-    about: str | None = __doc__,
-    draw: Callable[[Sequence[Path], int, int], Iterator[Mutant]] = drawn,
-) -> None:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", nargs="+", default=["folding", "layers", "surgery", "storage"])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -162,7 +158,7 @@ def main(
         for room in args.rooms:
             if fails(place, tests_of(Path("normswap") / room / "any.py"), args.limit):
                 raise SystemExit(f"the tests of {room} fail, or take longer than {args.limit:g} s, without a mutant")
-        for mutant in draw(files, args.count, args.seed):
+        for mutant in drawn(files, args.count, args.seed):
             seen = noticed(mutant, place, args.also, args.limit)
             survivors += not seen
             cells = [f"`{mutant.file}:{mutant.line}`", f"`{mutant.before}`", f"`{mutant.after}`",
@@ -171,7 +167,7 @@ def main(
             print(rows[-1], flush=True)
             head = f"{len(rows) - survivors} of {len(rows)} mutants were noticed (rooms {' '.join(args.rooms)}; seed {args.seed})."
             table = ["| where | it was | it became | outcome |", "|---|---|---|---|", *rows]
-            args.output.write_text("\n".join([f"# {title}", "", head, "", *table]) + "\n")
+            args.output.write_text("\n".join(["# Mutants drawn at random", "", head, "", *table]) + "\n")
 
 
 if __name__ == "__main__":
