@@ -10,7 +10,6 @@ import pytest
 import torch
 from lived import batchnorms, distance, lived_in, run
 from narrow_networks import source as lived
-from small import small
 from torch import Tensor, nn
 
 import normswap
@@ -161,9 +160,3 @@ def test_one_value_per_channel_is_too_few() -> None:
     alone = normswap.convert(flat, "batchnorm", ghost_batch=1, input_size=SIZE).model
     with pytest.raises(SourceError, match="1 sees one value per channel"):
         recalibrate(alone, shifted(dtype=torch.float32), input_size=SIZE)
-
-
-@pytest.mark.parametrize("word", ["recalibrate", "estimate", "_estimate"])
-def test_it_is_no_target(word: str) -> None:
-    with pytest.raises(OptionError, match="unknown scheme"):
-        normswap.convert(small(), word)
