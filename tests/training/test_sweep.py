@@ -356,6 +356,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     assert "mean and std of the best 3 of 3 runs" in printed
     line = next(line for line in printed.splitlines() if line.strip().startswith("0.5 "))
     assert line.split() == ["0.5", "90.10", "±", "0.10", "3", "3", "best"]
+    assert f"normswap finetune {' '.join(model)} --recipe {recipe} optim.lr=0.5" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

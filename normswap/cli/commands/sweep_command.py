@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,7 +96,7 @@ def run(
         "lines": [asdict(line) for line in lines], "trials": rows,
         "notes": sweeps.notes(trials, lines, finished), "done": finished, "files": files,
     }  # fmt: skip
-    show(body, json, _print)
+    show(body, json, functools.partial(_print, words or []))
     return 0
 
 
@@ -114,7 +115,7 @@ def trainer(
     return train
 
 
-def _print(body: Body) -> None:
+def _print(words: Sequence[str], body: Body) -> None:
     from normswap.training.sweep import Line
 
     lines = [Line(**line) for line in body["lines"]]
@@ -128,4 +129,4 @@ def _print(body: Body) -> None:
         print(f"written to {file}")
     for line in lines:
         if line.best:
-            next_step("finetune", "--recipe", body["recipe"], f"optim.lr={line.lr:g}")
+            next_step("finetune", *words, "--recipe", body["recipe"], f"optim.lr={line.lr:g}")
