@@ -24,6 +24,11 @@ def quick(rows: Iterable[Any], few: Iterable[Any]) -> list[Any]:
     return [pytest.param(row, marks=[pytest.mark.slow] * (row not in kept)) for row in rows]
 
 
+def halved(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """The cases of a table, every second of which is slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+
+
 def crossed(
     names: str,
     ones: Iterable[Any],

@@ -189,14 +189,6 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
 
 
-def test_force_replaces(here: Path) -> None:
-    convert = ["convert", MODEL, "--to", "folded", "-o", "out"]
-    assert main(convert) == 0
-    before = (here / "out" / "model.safetensors").stat().st_ino
-    assert main([*convert, "--force"]) == 0
-    assert (here / "out" / "model.safetensors").stat().st_ino != before
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -335,10 +327,6 @@ def test_untraceable_model(
 ) -> None:
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: Untraceable())
     refused(command, ("Untraceable", Path(__file__).name), here, capfd)
-
-
-def test_nothing_to_convert(converted: Path, here: Path, capfd: Capture) -> None:
-    refused(("convert", str(converted / "folded"), "--to", "folded"), ("nothing to convert",), here, capfd)
 
 
 @pytest.mark.parametrize("option", [("--arch", "resnet18"), ("--num-classes", "3"), ("--weights", "random")])

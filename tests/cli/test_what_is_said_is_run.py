@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import FEW, MODEL, QUICK, READER, Capture, named_commands, run_json
+from crossed import quick
 
 from normswap.cli.app import main
 
@@ -35,7 +36,7 @@ def test_the_next_commands_run_one_after_another(start: list[str], here: Path, c
     assert len(ran) > 1
 
 
-@pytest.mark.parametrize("options", [(), ("--private",), ("--deploy",), ("--batch-size", "4")])
+@pytest.mark.parametrize("options", quick([(), ("--private",), ("--deploy",), ("--batch-size", "4")], [("--deploy",)]))
 def test_advice_can_be_followed(options: tuple[str, ...], here: Path, capfd: Capture) -> None:
     body = run_json(capfd, "advise", MODEL, *options)
     for i, advice in enumerate([body["choose"], *body["others"]]):

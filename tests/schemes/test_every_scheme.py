@@ -71,14 +71,6 @@ def fingerprint(model: nn.Module) -> str:
 
 
 @everywhere
-def test_exact_or_measurably_different(arch: str, row: Row) -> None:
-    own = case(arch, row)
-    error = distance(own.reference, run(own.result, own.x))
-    assert error <= 1e-12 if row.exact else 1e-3 < error < float("inf")
-    assert schemes.exact(own.step) is row.exact
-
-
-@everywhere
 def test_a_symbolic_trace_is_the_network(arch: str, row: Row) -> None:
     """As `torch.fx` fuses, quantizes or cuts networks of torch's own layers."""
     own = case(arch, row)

@@ -107,19 +107,6 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     assert distance(reference, run(other, x)) <= 1e-12
 
 
-@pytest.mark.parametrize("scheme", ["skipinit", "regularized-skipinit", "fixup", "nf"])
-@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
-def test_fixed_factors_become_scalars_that_learn(arch: str, scheme: str) -> None:
-    model, x, reference = source(arch)
-    options = {"mean": "keep"} if scheme == "nf" else {}
-    result = to(to(model, "residual-scale", rule="hanin"), scheme, **options)
-    assert distance(reference, run(result, x)) <= 1e-12
-    assert not has_layers(result, scalars.FixedScale)
-    learn = {name for name, _ in result.named_parameters() if name.endswith("alpha")}
-    assert learn == {name for name, _ in to(model, scheme, **options).named_parameters() if name.endswith("alpha")}
-    assert len(learn) == 5
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_module_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
     """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to one factor."""
