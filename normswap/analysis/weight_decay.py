@@ -37,6 +37,7 @@ from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
+from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
@@ -203,7 +204,11 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
                 gammas[path] = "gamma_last" if _ends_in(path, block, anatomy) else "gamma_other"
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
-    return gammas | {conv: gammas[norm] for conv, norm in _tuned(model) if norm in gammas}
+    # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.
+    steps = (provenance.of(model) or Provenance()).plan.steps
+    absorbed = [(edit.path, *read) for step in steps for edit in step.edits for read in edit.absorbed]
+    tuned = {conv: norm for conv, norm, absorption in absorbed if absorption.way is AbsorbMode.NORM}
+    return gammas | {conv: gammas[norm] for conv, norm in tuned.items() if norm in gammas}
 
 
 def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
@@ -230,11 +235,3 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
             home, _, name = path.rpartition(".")
             twin.get_submodule(home).register_module(name, nn.BatchNorm2d(mean.numel()))
     return twin
-
-
-def _tuned(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Give (convolution, norm) wherever a convolution has absorbed the norm after it with a live gamma."""
-    record = provenance.of(model)
-    for step in record.plan.steps if record else ():
-        for edit in step.edits:
-            yield from ((edit.path, path) for path, absorption in edit.absorbed if absorption.way is AbsorbMode.NORM)

@@ -97,8 +97,9 @@ def measure(
     moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
     handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
+    examples = checked(model, batches)
     with evaluating(model), hooked(handles):
-        for number, example in enumerate(checked(model, batches), 1):
+        for number, example in enumerate(examples, 1):
             run(model, example)
             images += example.count
             if progress is not None:

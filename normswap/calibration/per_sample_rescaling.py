@@ -51,7 +51,7 @@ def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, example: 
         example: one call.
     """
     args = rescalable(step)
-    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
+    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: last(target.get_submodule(path)) for path in args}
     inputs: dict[str, NormInputs] = {}
     for path, batches in observed(target, norms, dead_leaves(target, example, norms), image_moments).items():

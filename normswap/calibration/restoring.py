@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -100,23 +100,18 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
         nodes = []
         for reference in references:
             same = reference.modules.get(str(node.target))
-            calls = [] if same is None else reference.calls.get(id(same), [])
+            calls = reference.calls.get(id(same), [])
             if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
                 nodes += calls
         if len(nodes) != len(references):
             continue
-        if not _is_plain(layer):
+        if type(layer._parameters.get("weight")) is not nn.Parameter:
             raise RefusedError(
                 f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
                 "moments cannot be set through them",
                 "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
             )
-        yield _Place(str(node.target), layer, (*nodes, node))
-
-
-def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
-    """Whether its weight is a tensor of its own, and not made of others."""
-    return type(layer._parameters.get("weight")) is nn.Parameter
+        yield _Place(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:

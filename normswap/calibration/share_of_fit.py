@@ -7,7 +7,7 @@ the answers to held-out images are nearest to the source's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -51,16 +51,9 @@ def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Seque
     losses: dict[float, float] = {}
     with undisturbed(source), evaluating(result):
         answers = [dict(named_tensors(example.like(source).call(source))) for example in held]
-        squares: dict[str, float] = {}
-        images = sum(example.count for example in held)
-        for name, value in (output for answer in answers for output in answer.items()):
-            if value.is_floating_point():
-                squares[name] = squares.get(name, 0.0) + float(value.double().square().sum()) / images
         for share in SHARES:
             _set(result, before, fitted, share)
-            losses[share] = sum(
-                _loss(answer, result, each, squares) for answer, each in zip(answers, held, strict=True)
-            )
+            losses[share] = sum(_loss(answer, result, each) for answer, each in zip(answers, held, strict=True))
     best = min(SHARES, key=losses.__getitem__)
     _set(result, before, fitted, best)
     return best
@@ -75,19 +68,19 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
         tensor.copy_(value)
 
 
-def _loss(expected: Values, result: nn.Module, example: Example, squares: Mapping[str, float]) -> float:
-    """The sum over the images; infinite where the answers cannot be compared. `squares`: an image's, on average."""
+def _loss(expected: Values, result: nn.Module, example: Example) -> float:
+    """Over the images, summed; infinite where the answers cannot be compared."""
     answers = dict(named_tensors(example.like(result).call(result)))
     if answers.keys() != expected.keys() or any(answers[name].shape != expected[name].shape for name in expected):
         return float("inf")
     floats = [name for name, value in expected.items() if value.is_floating_point()]
-    total = sum(float(divergence(expected[name], answers[name], squares[name])) for name in floats)
+    total = sum(float(divergence(expected[name], answers[name])) for name in floats)
     return total if total < float("inf") else float("inf")
 
 
-def divergence(expected: Tensor, answers: Tensor, squares: float) -> Tensor:
-    """The sum of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2 / squares; float64 ()."""
+def divergence(expected: Tensor, answers: Tensor) -> Tensor:
+    """The sum of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2; float64 ()."""
     expected, answers = expected.double(), answers.double()
     if expected.ndim == 2 and expected.shape[1] > 1:
         return F.kl_div(answers.log_softmax(1), expected.log_softmax(1), reduction="sum", log_target=True)
-    return (expected - answers).square().sum() / max(squares, 1e-30)
+    return (expected - answers).square().sum()

@@ -69,7 +69,7 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Check that everything has its name: one tensor that comes out under two gets one of them twice."""
+    """Refuse a file in which a tensor has another name: one that comes out under two names gets one of them twice."""
     described = spec.description
     names = [feature.name for side in (described.input, described.output) for feature in side]
     expected = [*signature.inputs, *signature.outputs]

@@ -17,8 +17,8 @@ from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
 
-FOLDED_BACK, FOLDED_FORWARD, LEFT_SHIFT = "folded back", "folded forward", "left a shift"
-LEFT_AFFINE = "left scale and shift"
+FOLDED_BACK, FOLDED_FORWARD = "folded into the layer before", "folded into the layer after"
+LEFT_SHIFT, LEFT_AFFINE = "folded but for a shift", "left as a scale and shift"
 KEEPS_STATISTICS = Outcome("keep their statistics", "keeps its statistics")
 NEVER_CALLED = Outcome("never called", "never called by forward")
 
@@ -35,7 +35,7 @@ def left_affine(reason: str) -> Outcome:
 
 def stays(reason: str, with_what: str = "") -> Outcome:
     """The outcome of a norm that stays as it is, and why."""
-    return Outcome("stay", f"stays{with_what}", reason)
+    return Outcome("stay as they are", f"stays{with_what}", reason)
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:

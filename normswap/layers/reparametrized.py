@@ -119,9 +119,13 @@ class ShiftedLinear(InputBiased, nn.Linear):
 
 
 SHIFTED: dict[type[Linearity], type[InputBiased]] = {
-    nn.Conv1d: ShiftedConv1d, nn.Conv2d: ShiftedConv2d, nn.Conv3d: ShiftedConv3d,
-    timm_layers.Conv2dSame: ShiftedConv2dSame, nn.Linear: ShiftedLinear, timm_layers.Linear: ShiftedLinear,
-}  # fmt: skip
+    nn.Conv1d: ShiftedConv1d,
+    nn.Conv2d: ShiftedConv2d,
+    nn.Conv3d: ShiftedConv3d,
+    timm_layers.Conv2dSame: ShiftedConv2dSame,
+    nn.Linear: ShiftedLinear,
+    timm_layers.Linear: ShiftedLinear,
+}
 _KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 

@@ -51,7 +51,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
         else:
             x = _BatchNorm.forward(self, input)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def ghost_sizes(self, count: int) -> list[int]:
         """How many of `count` samples share their statistics in training, in a row."""
@@ -171,7 +171,7 @@ class EvalNorm(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.weight.detach().double()

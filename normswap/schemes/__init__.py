@@ -94,9 +94,7 @@ def _unknown(name: str) -> OptionError:
 def chosen(name: str, options: Options) -> Chosen:
     """The scheme with all its options: its defaults, overruled by these (`check_given`)."""
     scheme = get(name)
-    check_given(name, scheme.options, options)
-    read = {option.name: option.read(options[option.name]) for option in scheme.options if option.name in options}
-    return Chosen(scheme, {**scheme.defaults, **options, **read})
+    return Chosen(scheme, {**options, **check_given(name, scheme.options, options)})
 
 
 def of(step: Step) -> Chosen:

@@ -27,7 +27,7 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
         lead = {"lead": True} if conv is None else {}
         builder.replace(path, DynamicTanh.__name__, alpha=float(bend), **lead)
         sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
-        builder.settle(path, Outcome("Dynamic Tanh", sentence))
+        builder.settle(path, Outcome("became Dynamic Tanh", sentence))
     return builder
 
 

@@ -79,7 +79,7 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
     """
     builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
-    # what folds back into one plain convolution can scale its weight instead
+    # A norm that folds back into one plain convolution can scale its weight instead.
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
         module = anatomy.traced.linear(conv)
@@ -137,11 +137,9 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
             keep(builder, path, modules[path])
     if not living and not lost:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
-        raise RefusedError(
-            "no statistics are known",
-            "the network has no BatchNorm, and was not converted from one that had",
-            f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}' measures some, on images",
-        )
+        why = "the network has no BatchNorm, and was not converted from one that had"
+        measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
+        raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
     for path in lost:
         _restore(builder, path, layer, {**args, **(_settings(anatomy, path) if layer == "SiteNorm" else {})})
     return builder

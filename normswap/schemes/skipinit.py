@@ -200,7 +200,8 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     rms = math.sqrt(float(deviation.square().mean()))
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
-        builder.notes.append(f"{block.path}: its last gamma and beta are 0; alpha = 0 keeps that, and f is alive")
+        note = "its last gamma and beta are 0, so alpha starts at 0; the branch can still learn"
+        builder.notes.append(f"{block.path}: {note}")
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
     if not math.isfinite(rms) or rms < 1e-12:

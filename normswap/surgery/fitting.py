@@ -48,8 +48,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 def _exact_options(chosen: Chosen) -> list[str]:
     """The options with which the scheme keeps the function."""
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
-    return [spelled(name, word) for name, word in exact]
+    return [spelled(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ TOO_FEW = "too few calibration images to hold out every fourth and measure on it
 
 
 class HeldOutSplit:
-    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
+    """The calls to fit to, which can be read again and again: every fourth image is in `held` and not in them.
 
-    Where a call cannot be parted, every fourth call goes there. Calls are as large as suits the device of the network
-    (`checked_batches.parts`). A copy of an image that is fitted to tells nothing of others: once all are read, `held`
-    has none, and `copies` is their number.
+    Of calls that cannot be split, every fourth one is held out. Calls have a size that suits the network's device
+    (`checked_batches.parts`). A held-out image that is also among the fitted ones says nothing about others: once all
+    calls are read, such copies are no longer in `held`, and `copies` is their number.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
@@ -90,19 +90,14 @@ def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, s
         (before, _), (after, _) = pair
         errors.append(comparison.worst("", example.images, before, after, exact=False))
         counts.append(example.count)
-        sizes.append(_square(before) or example.count)
+        floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
+        sizes.append(sum(float(value.square().sum()) for value in floats) or example.count)
     total = sum(counts)
     if not total:
         return None
-    squares = sum(size * error.relative_l2**2 for size, error in zip(sizes, errors, strict=True))
-    relative_l2 = (squares / sum(sizes)) ** 0.5
+    off = sum(size * error.relative_l2**2 for size, error in zip(sizes, errors, strict=True))
+    relative_l2 = (off / sum(sizes)) ** 0.5
     shares = [error.agreement for error in errors if scores and error.agreement is not None]
     if len(shares) < len(errors):
         return Kept(None, relative_l2, total)
     return Kept(sum(n * share for n, share in zip(counts, shares, strict=True)) / total, relative_l2, total)
-
-
-def _square(outputs: running.Outputs) -> float:
-    """The sum of the squares of all finite numbers."""
-    floats = (value.double() for value in outputs.values() if value.is_floating_point())
-    return sum(float(value.square().nan_to_num(0.0, 0.0, 0.0).sum()) for value in floats)

@@ -64,7 +64,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         if not bool(torch.isfinite(norms[path].running_var).all()):
             raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
     _undo_statistics(module, shifts)
-    precise = comparison.compare_double(network, lambda: _undo_statistics(copying.to_double(module), shifts))
+    precise = comparison.compare_double(network, lambda: _undo_statistics(skeleton.doubled().module, shifts))
     report = comparison.compare(network, module, precise=precise)
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
@@ -85,7 +85,6 @@ def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _built(network: Network, like: str) -> nn.Module:
-    """The architecture, with the input channels of the network and as many classes."""
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)

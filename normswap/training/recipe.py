@@ -17,7 +17,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # of torch's generators
+# The seeds that torch's generators take.
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Part(BaseModel):

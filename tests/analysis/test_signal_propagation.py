@@ -162,11 +162,6 @@ def test_transformers(name: str, args: dict[str, int]) -> None:
     assert all(0 < p.variance < 100 and p.added_variance > 0 for p in points)
 
 
-def test_a_network_without_residual_blocks_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no residual blocks"):
-        signal(Network(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), noise(1, 8)))
-
-
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = timm.create_model("resnet18", **NARROW["resnet18"])
     with pytest.raises(RefusedError, match="more than 1 value per channel"):

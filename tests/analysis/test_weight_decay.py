@@ -148,8 +148,8 @@ CONVERTED = [
     # every convolution is standardized, with a gain and the mean of its filters; the classifier is not
     ("resnet18", "nf", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8}),
     ("resnet18", "centered-weightnorm", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20}),
-    ("resnet18", "groupnorm", {"steady": 0}, TABLE["resnet18"]),
-    ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "groupnorm", {"relative_eps": 0}, TABLE["resnet18"]),
+    ("resnet18", "layernorm", {"relative_eps": 0}, TABLE["resnet18"]),
     ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
     # an alpha in every place; the convolutions before absorb means
     ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "tanh_alpha": 20}),

@@ -222,7 +222,7 @@ def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
 def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
     model, data = narrow(arch), images(40)
     x = images(8, seed=9)
-    options = {"steady": 0.5} if scheme == "groupnorm" else {}  # the more of it, the less there is to repair
+    options = {"relative_eps": 1} if scheme == "groupnorm" else {}  # the more of it, the less there is to repair
     results = [conversion.convert(model, scheme, inputs=x, calibrate=data, seed=3, **options) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
     step = results[0].plan.steps[-1]
@@ -369,7 +369,7 @@ def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 2, 1)).double().eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
-    done = conversion.convert(model, "groupnorm", inputs=x, steady=0)
+    done = conversion.convert(model, "groupnorm", inputs=x, relative_eps=0)
     y = model[0](x)
     mean, var = y.mean((1, 2, 3), keepdim=True), y.var((1, 2, 3), correction=0, keepdim=True)
     assert torch.allclose(done.model(x), model[3](model[2]((y - mean) / (var + 1e-5).sqrt())))
@@ -386,7 +386,7 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
-    edits = tuple(edit for edit in groupnorm.fitting_target(step).edits if edit.layer != "Steadied")
+    edits = tuple(edit for edit in groupnorm.fitting_target(step).edits if edit.layer != "Rescaled")
     broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
@@ -397,7 +397,7 @@ def test_transposed_convolutions_absorb_the_rescaling(groups: int) -> None:
     conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
     net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
     step, _ = conversion.plan_step(inspection.inspect(net), "layernorm")
-    assert {edit.layer for edit in step.edits} == {"GroupNorm", "Steadied"}
+    assert {edit.layer for edit in step.edits} == {"GroupNorm", "Rescaled"}
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert distance(run(net, x), run(applying.apply_step(net, groupnorm.fitting_target(step)), x)) < 1e-12
 
@@ -428,7 +428,7 @@ def test_who_can_absorbs_the_rescaling_and_the_function_stays(name: str) -> None
     x = torch.randn(4, C, 9, 9, dtype=torch.float64)
     model = lived_in(make(), x)
     step, _ = conversion.plan_step(inspection.inspect(model, x), "groupnorm", groups=2)
-    assert [edit.path for edit in step.edits if edit.layer == "Steadied"] == holders
+    assert [edit.path for edit in step.edits if edit.layer == "Rescaled"] == holders
     leads = {edit.path: "lead" in edit.args for edit in step.edits if edit.layer == "GroupNorm"}
     assert len(leads) == len(holders) + sum(leads.values())
     recentred = applying.apply_step(model, groupnorm.fitting_target(step))

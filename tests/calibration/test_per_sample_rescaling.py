@@ -1,4 +1,4 @@
-"""Norms with statistics per sample made steady: by eps, and by signs and factors; the cost, the descent, going back."""
+"""Norms with statistics per sample and a large eps: signs, factors of channels; the cost, the descent, going back."""
 
 from __future__ import annotations
 

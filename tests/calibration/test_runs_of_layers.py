@@ -22,7 +22,7 @@ def images_through_layers(monkeypatch: pytest.MonkeyPatch, parts: int) -> dict[s
     """By path, how many images went through each layer of the source and of the result."""
     images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     model = zoo_networks.trained("preact")
-    result = conversion.convert(model, "groupnorm", steady=0.0, inputs=images[:2]).model
+    result = conversion.convert(model, "groupnorm", relative_eps=0, inputs=images[:2]).model
     monkeypatch.setattr(checked_batches, "NUMBERS", images.numel() // parts)
     seen: Counter[nn.Module] = Counter()
     largest = 0

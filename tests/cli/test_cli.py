@@ -157,7 +157,7 @@ def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -
     assert main(["convert", MODEL, "--to", "skipinit"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "22 folded back" in out
+    assert "22 folded into the layer before" in out
     assert "layer4.1.bn2" in out
     assert "float64" in out
     assert "FAILED" not in out

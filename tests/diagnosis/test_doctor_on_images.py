@@ -120,11 +120,11 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "not normalized": (unnormalized, "preprocessing", "given as pixels in 0..1"),
     "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
     "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
-    "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
+    "one norm of other weights": (other_weights, "wrong-statistics", "the statistics are wrong"),
     "in -1..1": (about_zero, "preprocessing", "given with mean 0.5, std 0.5"),
     "means forgotten": (divided, "preprocessing", "given with mean 0, std 0.247"),
     "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
-    "night": (at_night, "drifted-domain", "other than those of the training"),
+    "night": (at_night, "drifted-domain", "trained on other images than these"),
     "eps": (small_variances, "eps", "with 0.001"),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -368,10 +369,11 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
     options = ["--data", data, "--samples", "5"] if data else []
     assert main(["export", "demo", "-o", str(file), *options]) == 0
     assert main(["inspect", str(file)]) == 0
-    exported, inspected = capsys.readouterr().out.split(f"file       {file}")
+    exported, inspected = re.split(rf"\nfile +{re.escape(str(file))} ", capsys.readouterr().out)
     assert ("on noise only; give --data" in exported) is (data is None)
-    assert ("noise_only True" in inspected) is (data is None)
-    assert ("count 5, " in inspected) is (data is not None)
+    inspected = " ".join(inspected.split())
+    assert ("; 16 samples, smooth noise" in inspected) is (data is None)
+    assert ("; 5 samples, given images" in inspected) is (data is not None)
     record = json.loads((tmp_path / "net.pt2.preprocess.json").read_text())["checked"]
     assert (record["noise_only"], record["count"]) == (data is None, 5 if data else 16)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,16 +28,6 @@ def patterns(arch: str, given: dict[str, list[str]]) -> dict[str, list[str]]:
     """`{3}` is the third stage."""
     stages = ["", *(STAGES[arch].format(i - ("v2" in arch)) for i in range(1, 5))]
     return {option: [one.format(*stages) for one in listed] for option, listed in given.items()}
-
-
-def test_load_and_unfold(tmp_path: Path) -> None:
-    model, x, reference = lived("resnetv2_18")
-    done = normswap.convert(model, "skipinit", inputs=x, **patterns("resnetv2_18", {"only": ["{3}"]}))
-    loaded = normswap.load(normswap.save(done, tmp_path / "out"))
-    assert torch.equal(run(loaded, x), run(done.model, x))
-    back = normswap.convert(loaded, "unfold", inputs=x).model
-    assert distance(reference, run(back, x)) <= 1e-12
-    assert batchnorms(back) == batchnorms(model)
 
 
 def test_half_a_normalizer_free_network() -> None:

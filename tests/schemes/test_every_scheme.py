@@ -171,16 +171,6 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
         assert any(name.startswith(f"{path}.") for path in edited), f"{name} is new"
 
 
-@everywhere
-def test_the_plan_counts(arch: str, row: Row) -> None:
-    """Planned = replaced = gone; every read is a module; verdicts name every norm."""
-    own = case(arch, row)
-    _, builder = step(own.source, row.scheme, **row.options)
-    assert set(builder.outcomes) == set(batchnorms(own.source))
-    assert len({edit.path for edit in own.step.edits}) == len(own.step.edits)
-    assert set(batchnorms(own.source)) <= {edit.path for edit in own.step.edits}
-
-
 @architectures
 def test_a_second_fold_refuses(arch: str) -> None:
     folded = case(arch, ROWS[0]).result

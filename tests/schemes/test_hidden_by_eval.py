@@ -95,6 +95,9 @@ def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     back = normswap.convert(there, "unfold", inputs=x).model
     buffers = dict(back.named_buffers())
     assert all(buffers[key].equal(value) for key, value in source.named_buffers())
+    if row.scheme in ("affine", "tune", "frozen-bn"):
+        norms = (path for path in batchnorms(source))
+        assert all(back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias")) for path in norms)
 
 
 ALL = [(name, row) for name in SIX for row in ROWS if fits(name, row.scheme)]

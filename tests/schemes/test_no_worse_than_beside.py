@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import normswap
 
 # Schemes of which every value may be fitted, and one that need not.
-APPROXIMATE = (Row("groupnorm"), Row("layernorm"), Row("groupnorm", {"groups": 2, "steady": 0.0}), Row("dyt"))
+APPROXIMATE = (Row("groupnorm"), Row("layernorm"), Row("groupnorm", {"groups": 2, "relative_eps": 0.0}), Row("dyt"))
 # What a fit on a hundred images may lose by chance on others, and what a norm may lose more behind other factors.
 CHANCE, ANOTHER_WAY = 1.1, 3.0
 

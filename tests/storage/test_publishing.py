@@ -64,7 +64,8 @@ def test_there_and_back(
 
 
 @pytest.mark.parametrize(
-    ("to", "options"), [("unfold", {}), ("groupnorm", {"groups": 32, "steady": 0}), ("groupnorm", {"steady": 0})]
+    ("to", "options"),
+    [("unfold", {}), ("groupnorm", {"groups": 32, "relative_eps": 0}), ("groupnorm", {"relative_eps": 0})],
 )
 def test_what_timm_builds_timm_loads(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path, to: str, options: dict[str, int]

@@ -9,7 +9,7 @@ import pytest
 from crossed import crossed, halved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lived import distance, run, step
+from lived import batchnorms, distance, run, step
 from scheme_rows import ROWS, Row
 from six_networks import BRANCHLESS, SIX, fits, images, trained
 from torch import nn
@@ -77,6 +77,8 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row, data: Any) -> N
     scope = data.draw(scopes(name))
     part, builder = step(selection.restrict(anatomy(name), **scope), row.scheme, **row.options)
     assert not builder.refusals
+    norms = {path for path in batchnorms(trained(name)) if takes_part(path, **scope)}
+    assert norms == builder.outcomes.keys()
     of_the_whole = {edit.path: edit for edit in whole(name, str(row)).edits if takes_part(edit.path, **scope)}
     assert {edit.path: edit for edit in part.edits} == of_the_whole
     if row in ROWS:

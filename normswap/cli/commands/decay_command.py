@@ -54,10 +54,12 @@ def run(
 
     assignments = roles(net, policy)
     body = {
-        "source": model, "policy": policy, "roles": _by_role(net, assignments),
+        "source": model,
+        "policy": policy,
+        "roles": _by_role(net, assignments),
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
-    }  # fmt: skip
+    }
     show(body, json, _print)
     return 0
 

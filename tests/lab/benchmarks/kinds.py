@@ -52,7 +52,7 @@ WAYS = (
     Way("groupnorm", {"group_size": 16}, ("none", "100")),
     Way("groupnorm", {"group_size": 4}, ("none", "100")),
     Way("nf", {}, ("100", "1000")),
-    Way("groupnorm", {"steady": 0.5}, ("none",)),
+    Way("groupnorm", {"relative_eps": 1}, ("none",)),
     Way("folded", {}, ("none",)),
     Way("frozen-bn", {}, ("none",)),
     Way("weightnorm", {}, ("none",)),
