@@ -21,13 +21,6 @@ from normswap.graph.inspection import inspect
 from normswap.surgery.network import Network
 
 SIZE = (3, 33, 33)
-STAGES = {"resnet18": "layer{}", "seresnet18": "layer{}", "resnetv2_18": "stages.{}.blocks"}
-
-
-def patterns(arch: str, given: dict[str, list[str]]) -> dict[str, list[str]]:
-    """`{3}` is the third stage."""
-    stages = ["", *(STAGES[arch].format(i - ("v2" in arch)) for i in range(1, 5))]
-    return {option: [one.format(*stages) for one in listed] for option, listed in given.items()}
 
 
 def test_half_a_normalizer_free_network() -> None:
