@@ -44,9 +44,9 @@ class Joined(nn.Module):
         self.drop = nn.Dropout2d(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = self.bn1(self.stem(x)).relu()
+        skip = self.drop(self.bn1(self.stem(x)).relu())
         up = self.bn3(self.up(self.bn2(self.down(skip)).relu())).relu()
-        return self.out(self.drop(self.bn4(torch.cat([skip, up], 1)))).mean((2, 3))
+        return self.out(self.bn4(torch.cat([skip, up], 1))).mean((2, 3))
 
 
 SIX: dict[str, Callable[[], nn.Module]] = {

@@ -89,7 +89,7 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row, data: Any) -> N
         assert error <= 1e-11 if row.exact else 0 < error < float("inf")
 
 
-@crossed("name, row", SIX, FITTED, every=4, mark=pytest.mark.slow)
+@crossed("name, row", SIX, FITTED, every=2, mark=pytest.mark.slow)
 @settings(max_examples=1)
 @given(data=st.data())
 def test_a_fit_changes_nothing_outside(name: str, row: Row, data: Any) -> None:
