@@ -8,7 +8,7 @@ computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -141,15 +141,16 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
         measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
         raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
     for path in lost:
-        _restore(builder, path, layer, {**args, **(_settings(anatomy, path) if layer == "SiteNorm" else {})})
+        _restore(builder, path, layer, {**args, **_settings(anatomy, path)})
     return builder
 
 
-def _settings(anatomy: Anatomy, path: str, names: Sequence[str] = ("momentum", "num_batches_tracked")) -> Body:
-    """What the record keeps of the settings of the norm that stood at `path`."""
-    norms = anatomy.provenance.norms
+def _settings(anatomy: Anatomy, path: str) -> Body:
+    """What the record keeps of the settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
+    norms, names = anatomy.provenance.norms, ("eps", "momentum", "num_batches_tracked")
     values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+    values = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"settings": values} if values else {}
 
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
@@ -167,8 +168,7 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         builder.settle(path, KEEPS_STATISTICS)
         return
     mean, std = moments(builder.anatomy, original, at_input=not removed)
-    eps = _settings(builder.anatomy, original, ["eps"])
-    builder.replace(path, layer, **args, **eps, mean=_rounded(mean), std=_rounded(std))
+    builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
     builder.settle(path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept"))
 
 
