@@ -1,7 +1,4 @@
-"""What reaches layers, on images of the user's or on images of dead leaves.
-
-Where there are no images, dead leaves (`natural_noise.leaves`) show how the channels of a network go together.
-"""
+"""What reaches layers, on images of the user's or on images of dead leaves (`natural_noise.leaves`)."""
 
 from __future__ import annotations
 
@@ -66,9 +63,7 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dead_leaves(
-    model: nn.Module, example: Example, norms: Mapping[str, nn.Module], count: int = COUNT
-) -> list[Example]:
+def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
     """Batches of dead leaves, as calls of the network; none where it takes no such images.
 
     The images get the standard deviation with which the first of the norms sees its running variance.

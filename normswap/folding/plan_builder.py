@@ -23,9 +23,9 @@ KEEPS_STATISTICS = Outcome("keep their statistics", "keeps its statistics")
 NEVER_CALLED = Outcome("never called", "never called by forward")
 
 
-def folded_back(*into: str, reason: str = "") -> Outcome:
+def folded_back(*into: str) -> Outcome:
     """The outcome of a norm that goes into the layers before it, named by their paths."""
-    return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}", reason)
+    return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
 def left_affine(reason: str) -> Outcome:

@@ -34,7 +34,7 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 def fit(task: FitTask) -> None:
     """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by layer."""
     target = task.after(fitting_target(task.step))
-    choose_factors(target, task.result, task.step, task.example, task.batches)
+    choose_factors(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
         refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 

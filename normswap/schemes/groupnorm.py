@@ -55,7 +55,7 @@ def fit(task: FitTask) -> None:
     if not rescalable(task.step) and task.batches is None:
         return
     target = task.after(fitting_target(task.step))
-    choose_rescaling(target, task.result, task.step, task.example)
+    choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
         refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 

@@ -119,7 +119,7 @@ def compare(
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and own_change > _COARSE:
         vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
-    passed = proved and _passes(logits, tolerance if exact else None)
+    passed = proved and _passes(logits, tolerance, exact=exact)
     foreign = anatomy is None or _has_foreign_layers(anatomy)
     if passed and exact and foreign and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
         logits.append(larger)
@@ -144,7 +144,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
         raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
-    if _passes(report.logits, report.tolerance if report.exact else None):
+    if _passes(report.logits, report.tolerance, exact=report.exact):
         remedy = "Give inputs that it has an answer to: `inputs=`"
         raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
     if not report.exact:
@@ -186,10 +186,10 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
     return error if error.relative_l2 > allowed else None
 
 
-def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:
+def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
     """Whether all errors are finite and, of a result that claims to be exact, at most what their precision allows."""
     finite = all(e.relative_l2 < float("inf") for e in errors)
-    return finite and (allowed is None or all(e.relative_l2 <= allowed[e.precision] for e in errors))
+    return finite and (not exact or all(e.relative_l2 <= allowed[e.precision] for e in errors))
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:

@@ -93,6 +93,7 @@ def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub
     ("mode", "repo", "says"),
     [
         ("read-only", "me/small", "a token that may write"),
+        ("no-token", "me/small", "a token that may write"),
         ("500", "me/small", "answers 500"),
         ("ok", "a b/c", "not a name on the hub"),
         ("ok", "a/b/c", "'a/b/c' is not a name on the hub. Write it as owner/name"),
