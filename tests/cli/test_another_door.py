@@ -16,11 +16,9 @@ import normswap
 from normswap.errors import flag
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
-from normswap.plan import Plan
 from normswap.provenance import Provenance
 from normswap.provenance import of as origin
 from normswap.storage import checkpoint
-from normswap.surgery import applying
 from normswap.surgery.recalibration import recalibrate
 
 FITTED = ("nf", "dyt", "groupnorm", "centered-weightnorm")
@@ -77,10 +75,6 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
         return
     run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
     assert_same(normswap.load("planned"), by_command)
-    if all(step.scheme not in ("groupnorm", "layernorm", "dyt") for step in done.plan.steps):
-        applied = applying.apply(source, Plan.from_json(Path("p.json").read_text()))
-        state = by_command.state_dict()
-        assert all(tensor.equal(state[name]) for name, tensor in applied.state_dict().items())
 
 
 def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:

@@ -216,11 +216,6 @@ def test_default_output_is_named_after_the_source(
     assert last_part(source) == name
 
 
-def test_a_title_is_not_wrapped_to_its_table(capfd: Capture, here: Path) -> None:
-    assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
-    assert "Distance from the source on N(0, 1) noise, seed 0\n\n" in capfd.readouterr().out
-
-
 def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
     assert main(["convert", MODEL, "--to", "groupnorm", "--calibrate", IMAGES, "--samples", "2", "-o", "out"]) == 0
     out = capfd.readouterr().out

@@ -56,10 +56,3 @@ def test_decay_says_who_and_why(capfd: Capture) -> None:
     assert main(["decay", *SMALL]) == 0
     assert "gamma_down" in (out := capfd.readouterr().out)
     assert out.endswith("next: normswap finetune resnet18 --recipe RECIPE --data IMAGES\n")
-
-
-def test_decay_of_a_converted_network(capfd: Capture) -> None:
-    assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
-    body = run_json(capfd, "decay", "after")
-    assert {row["role"] for row in body["roles"]} >= {"weight", "alpha"}
-    assert not any(row["decay"] for row in body["roles"] if row["role"] == "alpha")

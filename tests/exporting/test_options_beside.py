@@ -64,10 +64,3 @@ def test_an_option_costs_nothing(ending: str, precision: str, option: str, folde
     (error, other), (plain, differ) = (off(folder, ending, precision, each) for each in (option, "plain"))
     assert error <= ANOTHER_WAY * plain + 1e-6
     assert other <= differ + 0.05
-
-
-@SLOW
-@pytest.mark.parametrize("ending", ["onnx", "xml"])
-def test_more_bits_are_nearer(ending: str, folder: Path) -> None:
-    wide, half, eight = (off(folder, ending, precision, "plain")[0] for precision in ("fp32", "fp16", "int8"))
-    assert wide < half < eight
