@@ -163,6 +163,6 @@ def test_the_signal_is_numpys(shift: float, scale: float) -> None:
     with torch.no_grad():
         stem = model[0](x)
         branch = model[1].bn(model[1].conv(stem))  # type: ignore[union-attr, operator]
-    assert point.mean_sq == pytest.approx(float(np.mean(rows(stem + branch).mean(1) ** 2)), rel=1e-8)
-    assert point.variance == pytest.approx(float(np.mean(rows(stem + branch).var(1))), rel=1e-8)
-    assert point.branch_variance == pytest.approx(float(np.mean(rows(branch).var(1))), rel=1e-8)
+    assert point.mean_sq == pytest.approx(float(np.mean(rows(stem + branch).mean(1) ** 2)), rel=1e-6)
+    assert point.variance == pytest.approx(float(np.mean(rows(stem + branch).var(1))), rel=1e-6)
+    assert point.branch_variance == pytest.approx(float(np.mean(rows(branch).var(1))), rel=1e-6)
