@@ -102,4 +102,4 @@ def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.Captur
     report = body["steps"][-1]["report"]
     assert report["kept"]["count"] == 10
     assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"
-    assert "10 of the calibration images" in card.read_text()
+    assert "10 held-out images" in card.read_text()
