@@ -162,11 +162,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind.
-
-    Raises:
-        SourceError: the repository cannot be read.
-    """
+    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind."""
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
         return None
