@@ -66,8 +66,9 @@ class ChannelLine:
     def fitted(self) -> tuple[Tensor, Tensor]:
         """Slope and offset (C,); a channel that is constant gets the slope 0."""
         mean, variance = self.moments()
-        _, target, _, product = self.sums / self.count
-        slope = torch.where(variance > 1e-12, (product - mean * target) / variance.clamp_min(1e-12), 0.0)
+        _, target, square, product = self.sums / self.count
+        varies = variance > 1e-12 * square
+        slope = torch.where(varies, (product - mean * target) / torch.where(varies, variance, 1.0), 0.0)
         return slope, target - slope * mean
 
 

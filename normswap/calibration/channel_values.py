@@ -49,9 +49,9 @@ def observed(
 
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
     """Each image's means and mean squares per channel about the mean that the norm expects, (2, N, C) float64."""
-    centre, _ = _expected(norm)
-    mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-    return torch.stack([mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0)])
+    about = x - _expected(norm)[0].to(x.dtype)[:, None]
+    square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
+    return torch.stack([about.mean(2).double(), square])
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,9 @@ from normswap.models.modes import Progress, evaluating, undisturbed
 
 # The same operations one by one differ by far less than this share of the outputs.
 _ROUNDING = 1e-3
-# A channel that varies by less than this share of the wanted variance is left as wide as it is.
-_CONSTANT = 1e-10
+# A channel that varies by less than this share of the wanted variance, or should by less than this share of its mean,
+# is left as wide as it is.
+_CONSTANT, _EQUAL = 1e-10, 1e-12
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _set(layer: Linearity, current: ChannelMoments, targets: Sequence[ChannelMom
     factor = torch.ones_like(mean)
     if not means_only:
         deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
-        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > 0)
+        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > _EQUAL * mean.abs())
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
     if layer.bias is not None:

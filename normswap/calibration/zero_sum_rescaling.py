@@ -14,8 +14,8 @@ gradient descent on the sum of the losses, each as a share of its layer's varian
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,24 +40,27 @@ STEPS, RATE = 120, 0.05
 STIFF = 0.03
 # A factor's logarithm is no farther from 0.
 FARTHEST = 2.0
+# Whether a layer may be changed, by its path; whether one must have filters that sum to zero.
+Part: TypeAlias = Callable[[str], bool]
+Which: TypeAlias = Callable[[str, nn.Module], bool]
 
 
 def fit_zero_sum(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], *, seed: int, progress: Progress | None
+    target: nn.Module, result: nn.Module, batches: Iterable[object], only: Part, *, seed: int, progress: Progress | None
 ) -> None:
     """Rescale channels, then fit the filters of the result, in place, by regression on its own inputs.
 
     Args:
         target: the network with every filter's mean: it computes what the source does, in the result's units.
     """
-    factors = rescale(target, result, batches, _sums_to_zero)
+    factors = rescale(target, result, batches, _sums_to_zero, only)
 
     def zero_sum(path: str, module: nn.Module) -> Tensor | None:
         if not isinstance(module, reparametrized.CONVOLUTIONS) or not _sums_to_zero(path, module):
             return None
         return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
 
-    refit(target, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
+    refit(target, result, batches, zero_sum=zero_sum, only=only, seed=seed, progress=progress)
 
 
 def _sums_to_zero(path: str, module: nn.Module) -> bool:
@@ -65,7 +68,7 @@ def _sums_to_zero(path: str, module: nn.Module) -> bool:
 
 
 def rescale(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Callable[[str, nn.Module], bool]
+    target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Which, only: Part = lambda path: True
 ) -> dict[str, Tensor]:
     """Scale channels of target and result, in place; the target computes the same.
 
@@ -78,7 +81,9 @@ def rescale(
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
         return {}
-    channels = Channels(PlanBuilder(inspection.inspect(target, examples[0].first(2))))
+    anatomy = inspection.inspect(target, examples[0].first(2))
+    outside = frozenset(path for path in anatomy.traced.modules if not only(path))
+    channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
     losing = [reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))]
     try:
         best = factors(_losses(target, losing, examples), channels.count)

@@ -137,8 +137,7 @@ def _mend(case: Case, way: _Way) -> str:
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
     """How far the first norm's statistics are from those of its input, of all images and of each of some parts.
 
-    KL divergence between normal distributions per channel, in nats; the mean of the middle 80 % of the channels. None
-    where it keeps no statistics.
+    KL divergence of normal distributions, in nats, the mean of the middle 80 % of channels; None without statistics.
     """
     rows = []
     for batch in images.split(_BATCH):

@@ -46,15 +46,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """A network in float32, as coremltools writes it, in a temporary directory of its own.
-
-    Args:
-        network: that of the contents, or what was made of it.
-
-    Raises:
-        RefusedError: torch cannot trace the network, or coremltools cannot read it.
-        OSError: the disk is full.
-    """
+    """A network in float32, that of the contents or what was made of it, as coremltools writes it, in a directory."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():

@@ -37,7 +37,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
-    """The network, or what was made of it, as torch.export records it; raises RefusedError: it cannot."""
+    """The network, or what was made of it, as torch.export records it; a RefusedError where it cannot."""
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     for node in list(program.graph.nodes):

@@ -49,7 +49,7 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """The network in operators that more tools have; raises RefusedError: torch.export cannot express it."""
+    """The network in operators that more tools have; a RefusedError where torch.export cannot express it."""
     module = with_constants(contents)
     for node in list(module.graph.nodes):
         _as_slices(node)

@@ -120,7 +120,8 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            return channels if self._called(module) == 1 else None
+            part = self.builder.anatomy.takes_part(str(node.target))
+            return channels if part and self._called(module) == 1 else None
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
@@ -137,6 +138,8 @@ class Channels:
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
         if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             return False  # channels that are not the second dimension are not followed
+        if not self.builder.anatomy.takes_part(str(node.target)):
+            return False
         try:
             check_linear(self.builder, str(node.target), module)
         except NotFoldable:

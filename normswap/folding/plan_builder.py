@@ -109,8 +109,12 @@ class PlanBuilder:
         return self._axes
 
     def edits(self) -> tuple[Edit, ...]:
-        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *self.replacements.values())
         then = {path: (scalar,) for path, scalar in self.scalars.items()}
+        # What follows a layer that stays follows what the layer becomes.
+        followers = {path: edit for path, edit in self.replacements.items() if edit.keep and path in self.linears}
+        then |= {path: (Then(edit.layer, edit.args),) for path, edit in followers.items()}
+        replacements = (edit for path, edit in self.replacements.items() if path not in followers)
+        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *replacements)
         return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
 
     def is_identity(self, node: fx.Node) -> bool:

@@ -211,11 +211,15 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copies of what a record keeps of a norm that gives way: its tensors, and what its class says of its statistics.
 
-    Nothing of what is no affine norm.
+    Eps and momentum too; a momentum of None is NaN. Nothing of what is no affine norm.
     """
     if not is_affine_norm(module):
         return {}
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    for name in ("eps", "momentum"):
+        if hasattr(module, name):
+            value = getattr(module, name)
+            own[name] = torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
     if _registered_map(module) is not None and has_moments(module):
         (mean, var), (out_mean, out_std) = statistics(module), moments(module)
         own = {"running_mean": mean, "running_var": var, **own, "output_mean": out_mean, "output_std": out_std}

@@ -175,7 +175,6 @@ class RMSNorm(PlannedLayer):
             mine, source = getattr(new, name, None), getattr(old, name, None)
             if mine is not None and source is not None:
                 mine.copy_(source)
-                mine.requires_grad_(source.requires_grad)
         return new
 
 

@@ -58,11 +58,8 @@ def skeleton(arch: Arch) -> nn.Module:
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
 
-    The network is built as ever where a state dict does not hold each of its tensors once, or where building it needs
-    values.
-
-    Args:
-        network: finds the network in what `build` returns. A state dict is then loaded into it, strictly.
+    `network` finds it in what `build` returns. It is built as ever where a state dict does not hold each of its tensors
+    once, or where building it needs values. A state dict is then loaded into it, strictly.
     """
     try:
         with torch.device("meta"):

@@ -36,7 +36,7 @@ def fit(task: FitTask) -> None:
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 
 
 def fitting_target(step: Step) -> Step:

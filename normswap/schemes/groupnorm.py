@@ -57,7 +57,7 @@ def fit(task: FitTask) -> None:
     target = task.after(fitting_target(task.step))
     choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 
 
 def insert_per_sample_norms(

@@ -28,6 +28,7 @@ class FitTask:
         batches: calls of both networks, read as often as needed; None where the user gave no images.
         example: one call, for its form and the size of its images.
         after: after(step) is the source, which stays, after another step.
+        takes_part: whether the layer at a path of the result may be changed (`only`, `skip`).
         progress: called with the number of steps so far, and the total.
     """
 
@@ -37,6 +38,7 @@ class FitTask:
     batches: Iterable[Example] | None
     example: Example
     after: Callable[[Step], nn.Module]
+    takes_part: Callable[[str], bool]
     seed: int = 0
     progress: Progress | None = None
 

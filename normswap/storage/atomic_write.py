@@ -41,7 +41,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a place beside `file`, then put it in place; raises OutputError: it cannot be written."""
+    """Let `write` fill a place beside `file`, then put it in place; an OutputError where it cannot be written."""
     with writing(file) as aside:
         write(aside)
     return file
@@ -72,7 +72,7 @@ def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
 
 
 def text(file: Path, content: str) -> Path:
-    """Write text in UTF-8, whole or not at all; raises OutputError: it cannot be written."""
+    """Write text in UTF-8, whole or not at all; an OutputError where it cannot be written."""
     return whole(file, lambda aside: aside.write_text(content, encoding="utf-8"))
 
 

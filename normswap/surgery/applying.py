@@ -55,6 +55,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         new = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             new.train(old.training)
+            # What does not learn does not learn afterwards either, under the same name.
+            for name, parameter in new.named_parameters(recurse=False):
+                parameter.requires_grad &= getattr(getattr(old, name, None), "requires_grad", True)
         memo[key] = new
     result = duplicate(model, memo)
     for path, value in attributes:
@@ -97,7 +100,7 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 
 def find(model: nn.Module, path: str, who: str) -> Held:
-    """The module, parameter or (dropout rates) plain number at a dotted path; raises PlanError: there is none."""
+    """The module, parameter or plain number (a dropout rate) at a dotted path; a PlanError where there is none."""
     value: object = model
     for name in path.split("."):
         if not hasattr(value, name):
@@ -128,7 +131,7 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the layer that the edit names, or of one that follows it; raises PlanError: nobody knows it."""
+    """The class of the layer that the edit names, or of one that follows it, by name; an unknown one is a PlanError."""
     layers, name = planned_layers(), name or edit.layer
     if name not in layers:
         raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")
@@ -136,7 +139,7 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = replaced = gone; raises PlanError: a BatchNorm that the plan replaces lives on."""
+    """Check that what was planned is gone; a PlanError where a BatchNorm that the plan replaces lives on."""
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}

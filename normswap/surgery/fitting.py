@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
+from normswap.graph import selection
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen
@@ -99,7 +100,10 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert chosen.scheme.fit is not None
     after = functools.partial(applying.apply_step, network.module)
-    task = FitTask(network.module, result, step, batches, network.examples[0], after, network.seed, network.progress)
+    part = selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part
+    task = FitTask(
+        network.module, result, step, batches, network.examples[0], after, part, network.seed, network.progress
+    )
     notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)

@@ -100,8 +100,7 @@ def _classes(anatomy: Anatomy) -> int:
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
     """Copy the tensors by name, and let every norm's statistics be 0 and 1.
 
-    Returns:
-        By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
+    By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
     """
     traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
     shifts: dict[str, Tensor] = {}

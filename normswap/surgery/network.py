@@ -37,7 +37,7 @@ class HasModel(Protocol):
 
 
 def module_of(model: nn.Module | HasModel) -> nn.Module:
-    """The module itself, or the one that a result holds; raises SourceError: it is neither."""
+    """The module itself, or the one that a result holds; a SourceError where it is neither."""
     return network_input.require_module(model if isinstance(model, nn.Module) else getattr(model, "model", model))
 
 

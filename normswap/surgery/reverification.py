@@ -21,7 +21,7 @@ from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """The source that a converted network was made from; raises SourceError: it cannot be had again."""
+    """The source that a converted network was made from; a SourceError where it cannot be had again."""
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record is None or not record.source:

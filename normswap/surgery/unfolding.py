@@ -87,7 +87,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars; refused where another kind of norm sits, or a scalar cannot be folded."""
+    """The network without scalars."""
     builder, anatomy = fold_norms(network.anatomy), network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:

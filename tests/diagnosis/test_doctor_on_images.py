@@ -203,14 +203,6 @@ def test_few_images_raise_no_false_alarm() -> None:
         normswap.diagnose(model, images=[images(model)[0][:6]])
 
 
-def test_recalibration_mends_what_is_off() -> None:
-    model = trained()
-    batches = other_weights(model, images(model))
-    assert faults(normswap.diagnose(model, images=batches)) == ["wrong-statistics"]
-    mended = recalibrate(model, batches).model
-    assert faults(normswap.diagnose(mended, images=batches)) == []
-
-
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
     """Against sums written out: a first norm sees what its convolution makes of the images, in either mode."""
     model = trained()

@@ -147,14 +147,6 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     assert distance(run(model, images), formats.get("onnx").open(file)(images)) <= 1e-5
 
 
-def test_a_dynamic_batch(tmp_path: Path) -> None:  # ONNX: test_onnx_holds_what_a_caller_needs
-    model, x = network("resnetv2_18")
-    file = tmp_path / "net.pt2"
-    assert normswap.export(model, file, input_size=(3, 64, 64), dynamic_batch=True).dynamic_batch
-    runs = formats.get("pt2").open(file)
-    assert distance(run(model, x), torch.cat([runs(part) for part in x.split(3)])) <= 1e-5
-
-
 @pytest.mark.parametrize("form", sampled(FORMATS, every=2))
 def test_fp16(form: str, tmp_path: Path) -> None:
     model, x = network()

@@ -103,8 +103,6 @@ ADDITIONS = (
             "docs/schemes.md": ("<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n",
                 "<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n"
                 "| `--even` | `affine` | `0` | an example |\n"),
-            "tests/cli/test_option_pairs.py": (
-                "OPTIONS = (\n", "OPTIONS = (\n    Option((\"--even\", \"2\"), \"affine\"),\n"),
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=2)\n"
         "assert done.plan.steps[-1].options == {'even': 2}",

@@ -56,7 +56,7 @@ def test_what_an_option_may_be() -> None:
     assert schemes.chosen("dyt", {"bend": 4}).options["bend"] == 4
     assert schemes.chosen("groupnorm", {"groups": 4, "group_size": 0}).options["groups"] == 4  # 0: `groups` says it
     assert schemes.chosen("layernorm", {"relative_eps": 0}).options["relative_eps"] == 0
-    assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == "0.5"
+    assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == 0.5
 
 
 def test_only_what_differs_from_the_default_is_told() -> None:
