@@ -19,6 +19,7 @@ import normswap
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Diagnosis
 from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
 ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
