@@ -38,35 +38,6 @@ if TYPE_CHECKING:
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
-__all__ = [
-    "Anatomy",
-    "Arch",
-    "Conversion",
-    "Diagnosis",
-    "Exported",
-    "Finding",
-    "Network",
-    "NormswapError",
-    "Plan",
-    "Recipe",
-    "Report",
-    "Result",
-    "Scheme",
-    "__version__",
-    "convert",
-    "diagnose",
-    "export",
-    "finetune",
-    "inspect",
-    "load",
-    "load_recipe",
-    "param_groups",
-    "register_norm",
-    "register_scheme",
-    "save",
-    "verify",
-]
-
 _HOMES = {
     "Anatomy": "graph.inspection",
     "Arch": "plan",
@@ -94,6 +65,7 @@ _HOMES = {
     "save": "storage.checkpoint",
     "verify": "surgery.comparison",
 }
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,21 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-_ATOMS = {type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, torch.dtype,
-          torch.device}  # fmt: skip
-Memo: TypeAlias = dict[int, Any]  # by the identity of an object, its copy
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS = {*_NUMBERS, type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device}
+# The copy of each object, by the object's identity.
+Memo: TypeAlias = dict[int, Any]
 Module = TypeVar("Module", bound=nn.Module)
+
+
+def dotted(path: str, name: str) -> str:
+    """The path of what is called `name` in the module at `path`; the network's own path is empty."""
+    return f"{path}.{name}".removeprefix(".")
+
+
+def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
+    """A parameter's values in float64; `default` where the layer has none."""
+    return default if tensor is None else tensor.detach().double()
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
@@ -30,7 +41,7 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
         path, module = ahead.pop()
         modules[path] = module
         children = [(name, child) for name, child in module._modules.items() if child is not None]
-        ahead += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+        ahead += [(dotted(path, name), child) for name, child in reversed(children)]
     return modules
 
 

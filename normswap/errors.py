@@ -11,12 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _TYPED: ContextVar[bool] = ContextVar("typed", default=False)
-_FLAGS = {
-    "purpose": "for",
-    "arch_args": "arch-arg",
-    "dtype": "precision",
-    "size": "input-size",
-}  # the rest are called as in Python
+# On the command line these options have another name than in Python.
+_FLAGS = {"purpose": "for", "arch_args": "arch-arg", "dtype": "precision", "size": "input-size"}
 
 
 class NormswapError(Exception):
@@ -33,12 +29,14 @@ class NormswapError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = self.what + (f": {self.why}" if self.why else "")
-        return text + (f". {self.remedy}" if self.remedy else "")
+        text = ": ".join(filter(None, (self.what, self.why)))
+        return ". ".join(filter(None, (text, self.remedy)))
 
 
 def _python(value: object) -> str:
-    return "" if value is None else f'"{value}"' if isinstance(value, str) else repr(value)
+    if value is None:
+        return ""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 @contextmanager
@@ -84,7 +82,7 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError) and "\\n" in text:  # torch adds lines of its own, and a KeyError spells them out
         text = str(error.args[0])
     lines = text.strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(lines), type(error).__name__)
 
 
 class SourceError(NormswapError):

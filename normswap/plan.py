@@ -18,7 +18,8 @@ from normswap.errors import PlanError
 if TYPE_CHECKING:
     from pydantic import ConfigDict, TypeAdapter
 
-Body: TypeAlias = dict[str, Any]  # an object as JSON has it
+# An object as JSON has it.
+Body: TypeAlias = dict[str, Any]
 VERSION = 2
 # For pydantic, which reads the records from JSON: no unknown key, and no value of another type that could be cast.
 _AS_WRITTEN: ConfigDict = {"extra": "forbid", "strict": True}
@@ -127,6 +128,11 @@ class Edit:
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
+    def arguments(self) -> Body:
+        """The keyword arguments of the layer's `replacing`."""
+        return {**self.args, "takes": self.takes} if self.takes else self.args
+
+    @property
     def depth(self) -> int:
         """How many times `inner` stands between the path and what was there, or was placed there, first."""
         return self.keep + len(self.then)
@@ -137,7 +143,7 @@ class Outcome:
     """The outcome of a norm, as the rule that did it says.
 
     Args:
-        counted: in a few words, as norms are counted: `folded back`.
+        counted: in a few words, as norms are counted: `folded into the layer before`.
         sentence: `folds into layer1.0.conv1`.
         reason: why it stays, or what is special about it.
     """
@@ -149,7 +155,7 @@ class Outcome:
     reason: str = ""
 
     def __str__(self) -> str:
-        return self.sentence + (f": {self.reason}" if self.reason else "")
+        return ": ".join(filter(None, (self.sentence, self.reason)))
 
 
 @dataclass(frozen=True)
@@ -226,8 +232,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class _PlanFile:
-    """The object that `Plan.to_json` writes."""
-
     __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     version: int

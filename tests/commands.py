@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,25 @@ def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd
     for text in said:
         assert text in err
     assert files(here) == before
+
+
+FEW = ("--samples", "60", "--batch-size", "20", "--workers", "0")
+# What the reader puts in place of words in capitals; and what makes a command quick.
+READER = {"IMAGES": "demo", "DATA": "demo", "MODEL": MODEL, "SCHEME": "affine", "FILE.onnx": "FILE.pt2"}
+QUICK = {
+    "evaluate": FEW,
+    "verify": ("--samples", "20", "--workers", "0"),
+    "bench": ("--batch-size", "1", "--seconds", "0.01"),
+    "recalibrate": FEW,
+    "spp": ("--samples", "8", "--workers", "0"),
+}
+
+
+def named_commands(text: str) -> Iterator[list[str]]:
+    """Every `normswap ...` of a text, as words, with the reader's in place."""
+    for line in re.findall(r"normswap ((?:[^\s`;,()]+ ?)+)", text):
+        words = [READER.get(word, word) for word in shlex.split(line.rstrip(" .:"))]
+        yield [word.replace(".onnx", ".pt2") for word in words]
 
 
 def environment() -> dict[str, str]:

@@ -15,6 +15,9 @@ settings.load_profile("untimed")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ["COLUMNS"] = "100"
+# Tests serve a hub of their own on localhost, which a machine that is told to ask no hub would not ask.
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ.pop(name, None)
 
 SKIPS = {
     r"not there: .*|no shared .* here": "../shared is not part of the repository",

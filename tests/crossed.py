@@ -24,14 +24,20 @@ def quick(rows: Iterable[Any], few: Iterable[Any]) -> list[Any]:
     return [pytest.param(row, marks=[pytest.mark.slow] * (row not in kept)) for row in rows]
 
 
+def halved(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """The cases of a table, every second of which is slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+
+
 def crossed(
     names: str,
     ones: Iterable[Any],
     others: Iterable[Any],
     every: int,
     ids: Callable[[Any], str] = str,
+    mark: pytest.MarkDecorator = pytest.mark.long,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with the pairs of two tables, one in `every` of which is not long.
+    """Parametrize a test with the pairs of two tables, one in `every` of which is not long, or what the mark says.
 
     Args:
         names: of the two arguments, as pytest takes them.
@@ -40,7 +46,7 @@ def crossed(
     rows, columns = list(ones), list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
     pairs = [
-        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[pytest.mark.long] * bool((i + j) % every))
+        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[mark] * bool((i + j) % every))
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]

@@ -4,7 +4,7 @@
 
 Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "stall"
 (half a file comes, resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros);
-"read-only" (takes nothing).
+"read-only" and "no-token" (take nothing).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-MODES = ("ok", "404", "plain-404", "stall", "500", "garbage", "read-only")
+MODES = ("ok", "404", "plain-404", "stall", "500", "garbage", "read-only", "no-token")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,8 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
         given, here = self._given(), f"http://{self.headers['Host']}"
-        if self.mode in ("read-only", "500"):
-            return self._refuse(403 if self.mode == "read-only" else 500, "")
+        if self.mode in (refusals := {"no-token": 401, "read-only": 403, "500": 500}):
+            return self._refuse(refusals[self.mode], "")
         if self.path == "/api/validate-yaml":
             return self._say({"errors": [], "warnings": []})
         if self.path == "/api/repos/create":

@@ -37,7 +37,7 @@ ROWS = (
     Row("nf", {"mean": "keep"}),
     Row("centered-weightnorm", {"mean": "keep"}),
     Row("groupnorm", exact=False),
-    Row("groupnorm", {"groups": 2, "steady": 0}, exact=False),
+    Row("groupnorm", {"groups": 2, "relative_eps": 0}, exact=False),
     Row("layernorm", exact=False),
     Row("instancenorm", exact=False),
     Row("dyt", exact=False),

@@ -1,4 +1,4 @@
 """The views of a network, as data: signal propagation, decay groups, summaries, advice, and its plots.
 
-Imports: `storage` and what is above.
+Imports: `storage` and what is below.
 """

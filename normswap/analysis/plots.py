@@ -53,9 +53,14 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
         values = [getattr(point, quantity) for point in points]
         # Each network's markers are smaller than those before, so that equal curves are all seen.
         axes.plot(
-            [point.depth for point in points], values, label=name, color=COLOURS[i % len(COLOURS)],
-            marker="o", markersize=max(3, 11 - 3 * i), fillstyle="none",
-        )  # fmt: skip
+            [point.depth for point in points],
+            values,
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+            marker="o",
+            markersize=max(3, 11 - 3 * i),
+            fillstyle="none",
+        )
         drawn += [value for value in values if 0 < value < math.inf]
     high, low = max(drawn, default=1.0), max(min(drawn, default=1.0), _FLOOR)
     if high / low > _LOG_ABOVE:

@@ -29,7 +29,7 @@ def of_network(network: Network, source: str) -> Body:
     return {
         "source": source,
         "class": type(model).__name__,
-        "architecture": record.arch.name if record.arch else None,
+        "architecture": record.arch and record.arch.name,
         "parameters": parameters(model),
         "input_size": list(network.input_size),
         "plan": [step.scheme for step in record.plan.steps],
@@ -72,7 +72,7 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
-        "folding": str(folding.outcomes[norm.path]) if norm.path in folding.outcomes else None,
+        "folding": folding.outcomes.get(norm.path) and str(folding.outcomes[norm.path]),
         "refused": refused,
     }
 

@@ -66,8 +66,9 @@ class ChannelLine:
     def fitted(self) -> tuple[Tensor, Tensor]:
         """Slope and offset (C,); a channel that is constant gets the slope 0."""
         mean, variance = self.moments()
-        _, target, _, product = self.sums / self.count
-        slope = torch.where(variance > 1e-12, (product - mean * target) / variance.clamp_min(1e-12), 0.0)
+        _, target, square, product = self.sums / self.count
+        varies = variance > 1e-12 * square
+        slope = torch.where(varies, (product - mean * target) / torch.where(varies, variance, 1.0), 0.0)
         return slope, target - slope * mean
 
 
@@ -96,8 +97,9 @@ def measure(
     moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
     handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
+    examples = checked(model, batches)
     with evaluating(model), hooked(handles):
-        for number, example in enumerate(checked(model, batches), 1):
+        for number, example in enumerate(examples, 1):
             run(model, example)
             images += example.count
             if progress is not None:

@@ -1,7 +1,4 @@
-"""What reaches layers, on images of the user's or on images of dead leaves.
-
-Where there are no images, dead leaves (`natural_noise.leaves`) show how the channels of a network go together.
-"""
+"""What reaches layers, on images of the user's or on images of dead leaves (`natural_noise.leaves`)."""
 
 from __future__ import annotations
 
@@ -52,9 +49,9 @@ def observed(
 
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
     """Each image's means and mean squares per channel about the mean that the norm expects, (2, N, C) float64."""
-    centre, _ = _expected(norm)
-    mean, square = x.mean(2).double(), torch.linalg.vector_norm(x, dim=2).double().square() / x.shape[2]
-    return torch.stack([mean - centre, (square - 2 * centre * mean + centre.square()).clamp_min(0)])
+    about = x - _expected(norm)[0].to(x.dtype)[:, None]
+    square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
+    return torch.stack([about.mean(2).double(), square])
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -66,9 +63,7 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dead_leaves(
-    model: nn.Module, example: Example, norms: Mapping[str, nn.Module], count: int = COUNT
-) -> list[Example]:
+def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
     """Batches of dead leaves, as calls of the network; none where it takes no such images.
 
     The images get the standard deviation with which the first of the norms sees its running variance.

@@ -117,18 +117,21 @@ def _squared(x: Tensor) -> Tensor:
 
 @dataclass
 class Folds:
-    """Moments of the even and of the odd images; `biased`: see `Moments`."""
+    """Moments of the even and of the odd ones of so many images; `biased`: see `Moments`."""
 
     halves: list[Moments] = field(default_factory=list)
     biased: bool = True
+    images: int = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
         if not self.halves:
             self.halves = [Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased) for _ in range(2)]
         for i, half in enumerate(self.halves):
-            if x[i::2].numel():
-                half.add(x[i::2].transpose(0, 1), y[i::2].transpose(0, 1))
+            rows = slice((i - self.images) % 2, None, 2)
+            if x[rows].numel():
+                half.add(x[rows].transpose(0, 1), y[rows].transpose(0, 1))
+        self.images += len(x)
 
     def total(self) -> Moments:
         return self.halves[0] + self.halves[1]

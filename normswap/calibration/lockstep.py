@@ -200,7 +200,6 @@ def _mapped(value: Tensor) -> Tensor:
 
 
 def _loaded(values: Values, device: torch.device) -> Values:
-    """The values, on the device of the network."""
     loaded = dict(values)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.untyped_storage().filename is not None:

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 
-def white(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """N(0, 1), (N, C, H, W), or of signals (N, C, L) or clips."""
-    return torch.randn(count, *size, generator=torch.Generator().manual_seed(seed))
-
-
 def coloured(noise: Tensor) -> Tensor:
-    """White noise as natural images, up to a factor; differentiable."""
+    """White noise (N, C, H, W), or of signals or clips, as natural images, up to a factor; differentiable."""
     sides = noise.shape[2:]
     places = tuple(range(2, noise.ndim))
     along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
@@ -31,7 +26,7 @@ def coloured(noise: Tensor) -> Tensor:
 
 def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
     """Images of unit variance."""
-    images = coloured(white(count, size, seed))
+    images = coloured(torch.randn(count, *size, generator=torch.Generator().manual_seed(seed)))
     return images / images.std()
 
 

@@ -5,7 +5,7 @@ before the norm, as gamma and beta behind it make up for them. Channels that ris
 where their signs differ. Where channels are independent and a_c is what one deviation of channel c does to the output,
 scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its minimum. From
 there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent. How the channels' means go
-together is seen on dead leaves; 100 photographs instead gain nothing measurable (`tests/lab/ablation.md`).
+together is seen on dead leaves, and on the user's images beside them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration.channel_values import dead_leaves, image_moments, observed
+from normswap.calibration.checked_batches import first_images
 from normswap.layers import affine
 from normswap.layers.per_sample import before, group_moments, last, move, moved
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
 
+# So many of the user's images are looked at.
+MOST = 256
 # Random signs that the search for the best starts from.
 STARTS = 8
 # Steps and learning rate of the descent, and how far a scale's logarithm may go from where it started.
@@ -43,21 +46,26 @@ def rescalable(step: Step) -> dict[str, Body]:
 
 
 @torch.no_grad()
-def choose_rescaling(target: nn.Module, result: nn.Module, step: Step, example: Example) -> None:
+def choose_rescaling(
+    target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
+) -> None:
     """Give target and result, in place, the best rescaling before each norm; the target computes the same.
 
     Args:
         target: the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
         example: one call.
+        batches: calls with the user's images.
     """
     args = rescalable(step)
-    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Steadied"}
+    holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: last(target.get_submodule(path)) for path in args}
     inputs: dict[str, NormInputs] = {}
-    for path, batches in observed(target, norms, dead_leaves(target, example, norms), image_moments).items():
-        means, squares = torch.cat(batches, 1).cpu()
-        if bool(means.isfinite().all() and squares.isfinite().all()):
-            inputs[path] = NormInputs.of(means, squares, norms[path], args[path]["groups"], args[path]["eps"])
+    for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
+        for path, moments in observed(target, norms, images, image_moments).items():
+            means, squares = torch.cat(moments, 1).cpu()
+            if bool(means.isfinite().all() and squares.isfinite().all()):
+                values = NormInputs.of(means, squares, norms[path], args[path]["groups"], args[path]["eps"])
+                inputs[path] = inputs[path].beside(values) if path in inputs else values
     for path, scale in _scales(inputs).items():
         norm = norms[path]
         scale = scale.to(norm.weight.device)
@@ -136,6 +144,11 @@ class NormInputs:
         """The groups of all of them; each has as many images, and channels to a group."""
         tensors = zip(*((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs), strict=True)
         return cls(*(torch.cat(values) for values in tensors))
+
+    def beside(self, other: NormInputs) -> NormInputs:
+        """The same norm with the images of both."""
+        means, squares = torch.cat([self.means, other.means], 1), torch.cat([self.squares, other.squares], 1)
+        return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
         """Scales (C,), signed, that cost little; within a group they keep the mean variance."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,8 +29,9 @@ from normswap.models.modes import Progress, evaluating, undisturbed
 
 # The same operations one by one differ by far less than this share of the outputs.
 _ROUNDING = 1e-3
-# A channel that varies by less than this share of the wanted variance is left as wide as it is.
-_CONSTANT = 1e-10
+# A channel that varies by less than this share of the wanted variance, or should by less than this share of its mean,
+# is left as wide as it is.
+_CONSTANT, _EQUAL = 1e-10, 1e-12
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,18 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
         nodes = []
         for reference in references:
             same = reference.modules.get(str(node.target))
-            calls = [] if same is None else reference.calls.get(id(same), [])
+            calls = reference.calls.get(id(same), [])
             if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
                 nodes += calls
         if len(nodes) != len(references):
             continue
-        if not _is_plain(layer):
+        if type(layer._parameters.get("weight")) is not nn.Parameter:
             raise RefusedError(
                 f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
                 "moments cannot be set through them",
                 "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
             )
-        yield _Place(str(node.target), layer, (*nodes, node))
-
-
-def _is_plain(layer: nn.Module) -> TypeGuard[Linearity]:
-    """Whether its weight is a tensor of its own, and not made of others."""
-    return type(layer._parameters.get("weight")) is nn.Parameter
+        yield _Place(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
@@ -151,7 +147,7 @@ def _set(layer: Linearity, current: ChannelMoments, targets: Sequence[ChannelMom
     factor = torch.ones_like(mean)
     if not means_only:
         deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
-        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > 0)
+        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > _EQUAL * mean.abs())
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
     if layer.bias is not None:

@@ -64,7 +64,8 @@ def make(
     batches: list[Tensor] = []
     total = COUNT // BATCH
     for i in range(total):
-        white = natural_noise.white(BATCH, size, seed * total + i).to(like.device).requires_grad_()
+        generator = torch.Generator().manual_seed(seed * total + i)
+        white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
         level = 1 / natural_noise.coloured(white.detach()).std()
         optimizer = torch.optim.Adam([white], lr=RATE)
         with undisturbed(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:

@@ -30,7 +30,7 @@ NORMAL = 2**14
 
 @torch.no_grad()
 def choose_factors(
-    target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example] | None
+    target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
     """Give target and result, in place, the largest factors with which no channel is bent too much.
 
@@ -50,10 +50,8 @@ def choose_factors(
         places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
         return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
 
-    values: dict[str, Tensor] = {}
-    if batches is not None:
-        parts = observed(target, layers, first_images(target, batches, MOST), some_values)
-        values = {path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH}
+    parts = observed(target, layers, first_images(target, batches, MOST), some_values)
+    values = {path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH}
     if len(values) < len(layers):
         generator.manual_seed(0)
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)

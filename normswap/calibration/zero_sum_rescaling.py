@@ -14,8 +14,8 @@ gradient descent on the sum of the losses, each as a share of its layer's varian
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from normswap.calibration.checked_batches import first_images, run
 from normswap.calibration.sampling import patches
 from normswap.calibration.sequential_fit import refit
-from normswap.folding.channel_factors import HELD, Channels, Reach, scale
+from normswap.folding.channel_factors import FIXED, Channels, Reach, scale
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.layers import reparametrized
@@ -40,24 +40,27 @@ STEPS, RATE = 120, 0.05
 STIFF = 0.03
 # A factor's logarithm is no farther from 0.
 FARTHEST = 2.0
+# Whether a layer may be changed, by its path; whether one must have filters that sum to zero.
+Part: TypeAlias = Callable[[str], bool]
+Which: TypeAlias = Callable[[str, nn.Module], bool]
 
 
 def fit_zero_sum(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], *, seed: int, progress: Progress | None
+    target: nn.Module, result: nn.Module, batches: Iterable[object], only: Part, *, seed: int, progress: Progress | None
 ) -> None:
     """Rescale channels, then fit the filters of the result, in place, by regression on its own inputs.
 
     Args:
         target: the network with every filter's mean: it computes what the source does, in the result's units.
     """
-    factors = rescale(target, result, batches, _sums_to_zero)
+    factors = rescale(target, result, batches, _sums_to_zero, only)
 
     def zero_sum(path: str, module: nn.Module) -> Tensor | None:
         if not isinstance(module, reparametrized.CONVOLUTIONS) or not _sums_to_zero(path, module):
             return None
         return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
 
-    refit(target, result, batches, zero_sum=zero_sum, seed=seed, progress=progress)
+    refit(target, result, batches, zero_sum=zero_sum, only=only, seed=seed, progress=progress)
 
 
 def _sums_to_zero(path: str, module: nn.Module) -> bool:
@@ -65,7 +68,7 @@ def _sums_to_zero(path: str, module: nn.Module) -> bool:
 
 
 def rescale(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Callable[[str, nn.Module], bool]
+    target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Which, only: Part = lambda path: True
 ) -> dict[str, Tensor]:
     """Scale channels of target and result, in place; the target computes the same.
 
@@ -78,7 +81,9 @@ def rescale(
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
         return {}
-    channels = Channels(PlanBuilder(inspection.inspect(target, examples[0].first(2))))
+    anatomy = inspection.inspect(target, examples[0].first(2))
+    outside = frozenset(path for path in anatomy.traced.modules if not only(path))
+    channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
     losing = [reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))]
     try:
         best = factors(_losses(target, losing, examples), channels.count)
@@ -117,7 +122,7 @@ def _quadratic(table: Tensor, u: Tensor) -> Tensor:
 
 
 def factors(losses: list[Loss], count: int) -> Tensor:
-    """The factor of each group, (count,), that of `HELD` 1."""
+    """The factor of each group, (count,), that of `FIXED` 1."""
     with torch.enable_grad():
         logs = torch.zeros(count, requires_grad=True)
         optimizer = torch.optim.Adam([logs], lr=RATE)
@@ -128,7 +133,7 @@ def factors(losses: list[Loss], count: int) -> Tensor:
             optimizer.step()
             with torch.no_grad():
                 logs.clamp_(-FARTHEST, FARTHEST)
-                logs[HELD] = 0
+                logs[FIXED] = 0
     return logs.detach().exp()
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -20,8 +22,8 @@ from normswap.cli import commands, gone
 from normswap.cli.grouped_options import spread
 from normswap.errors import NormswapError, OptionError, command_line, quiet
 
-# typer's errors derive from click's, which newer versions of typer no longer import under that name.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException
+# typer's errors derive from click's ClickException, which newer versions of typer no longer import under that name.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 Clicks = Any
 """Objects of click's, which newer versions of typer hide."""
 # As a shell has it: 128 + SIGINT.
@@ -55,8 +57,10 @@ def load(name: str) -> Clicks:
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
     lines = [*(f"normswap {example}" for example in module.EXAMPLES), f"Keys of --json: {module.KEYS}"]
     epilog = "\n\n".join(lines).replace("[", r"\[")
+    # A terminal breaks the lines of a paragraph where it likes.
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
-    single.command(name, epilog=epilog)(spread(module.run))
+    single.command(name, epilog=epilog, help=paragraphs)(spread(module.run))
     return typer.main.get_command(single)
 
 
@@ -73,7 +77,7 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
-    # OpenMP's threads that wait spin; where another process wants the cores that costs several times the work.
+    # OpenMP's waiting threads spin, which costs several times the work where other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -88,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(gone.instead_of(arguments) or str(error))
     except OSError as error:
         _abandon_stdout()
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        return _fail(": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
-    return result if isinstance(result, int) else 0
+    return int(result or 0)
 
 
 def _abandon_stdout() -> None:

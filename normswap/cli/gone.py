@@ -27,6 +27,7 @@ REMOVED = (
     Removed("--asleep|--bare", "spp", "Name another network beside the first."),
     Removed("--mean *", "doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-mean R,G,B."),
     Removed("--std *", "convert|doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-std R,G,B."),
+    Removed("--steady *", "convert", "Use --relative-eps, a multiple of the mean variance: 9 makes a share of 0.9."),
     Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
     Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),
@@ -53,9 +54,7 @@ REMOVED = (
     Removed("curves", "curves", "`normswap sweep` draws its own figure; metrics.csv has the epochs of a run."),
     Removed("show|copy *", "recipes", "`normswap recipes NAME` prints one; `> FILE` behind it makes it yours."),
     Removed("--retake", "sweep", "The same command takes up a killed worker's run a minute later."),
-    Removed(
-        "--resume [!a]*", "finetune", "Use --resume auto; to continue another run, copy its folder and name it by -o."
-    ),
+    Removed("--resume [!a]*", "finetune", "Use --resume auto. Copy another run's folder, and name the copy by -o."),
     Removed("*.tar.gz|*.tgz|*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),
     Removed("anneal.means=*", "finetune|sweep", "convert.to=nf convert.calibrate=true fits the filters' means."),
     Removed("distill.kind=*", "finetune|sweep", "A teacher teaches by its logits."),

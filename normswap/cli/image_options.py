@@ -91,9 +91,15 @@ class Images:
         from normswap.models.preprocessing import assumption
 
         loader = make_loader(
-            model, str(self.data), batch_size=self.batch_size, workers=self.workers, samples=self.samples,
-            split=self.split, seed=seed, labelled=labelled,
-        )  # fmt: skip
+            model,
+            str(self.data),
+            batch_size=self.batch_size,
+            workers=self.workers,
+            samples=self.samples,
+            split=self.split,
+            seed=seed,
+            labelled=labelled,
+        )
         remark(loader.notes)
         if missing := assumption(model):
             remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])

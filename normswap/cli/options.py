@@ -97,10 +97,9 @@ class Opening:
         """The network of that name, on the device; `runs`: it may be an exported file, which runs itself."""
         args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides(self.input_size)
-        return open_model(
-            name, weights=self.weights, arch=self.arch, arch_args=args, num_classes=self.num_classes,
-            in_chans=self.in_chans, input_size=size, trust_factory=self.trust_factory, device=device, runs=runs,
-        )  # fmt: skip
+        asked: Asked = {"weights": self.weights, "arch": self.arch, "arch_args": args}
+        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans}
+        return open_model(name, input_size=size, trust_factory=self.trust_factory, device=device, runs=runs, **asked)
 
 
 def open_model(

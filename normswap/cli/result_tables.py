@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
 from normswap.plan import Body
 from normswap.schemes import changed, get
+from normswap.surgery.report import Kept
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 CHECKED_ON_NOISE = "on noise only; give --data IMAGES to check it on photographs"
@@ -58,7 +59,7 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         is_kept = all(error["within"] for error in body["logits"])
         return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
-        return f"kept: {held_out_sentence(body['kept'])}"
+        return f"kept: {Kept(*(body['kept'][name] for name in ('agreement', 'relative_l2', 'count')))}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
     remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
@@ -68,30 +69,21 @@ def verdict(body: Body, *, fits: bool = False) -> str:
 def proof(body: Body) -> None:
     """Print the measurements, one row per precision and input size; `verdict` says what they mean."""
     exact = body["exact"]
-    rows = [
-        (
-            error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"]),
-            f"{100 * error['agreement']:.4g} %" if exact and error["agreement"] is not None else None,
-            small(body["tolerance"].get(error["precision"])) if exact else None,
-            ("ok" if error["within"] else "FAILED") if exact else None,
-        )
-        for error in body["logits"]
-    ]  # fmt: skip
+    rows: list[list[object]] = []
+    for error in body["logits"]:
+        row = [error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"])]
+        if exact:
+            same = "" if error["agreement"] is None else f"{100 * error['agreement']:.4g} %"
+            outcome = "ok" if error["within"] else "FAILED"
+            row += [same, small(body["tolerance"].get(error["precision"])), outcome]
+        rows.append(row)
     title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
-    table(title.format(body["inputs"]), _COLUMNS, rows, right=_COLUMNS[2:6])
-    listing("vacuous", body["vacuous"], most=5)
-
-
-def held_out_sentence(kept: Body) -> str:
-    """The finding of held-out images on an approximate result."""
-    answers = "" if kept["agreement"] is None else f"the source's answer on {100 * kept['agreement']:.1f} %"
-    bound = "" if kept["least"] is None else f" (at least {100 * kept['least']:.0f} %)"
-    parts = filter(None, (answers + bound, f"relative L2 {small(kept['relative_l2'])}"))
-    return f"{', '.join(parts)}; {kept['count']} held-out calibration images"
+    table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
+    listing("warning", body["vacuous"], most=5)
 
 
 def same(figures: Body) -> str:
-    """How many of its answers are the network's."""
+    """How many answers of a file are those of its network."""
     if figures["agreement"] is None:
         return ""
     answers, unit = figures["answers"], figures["unit"]
@@ -116,12 +108,16 @@ def operators(nodes: Mapping[str, int] | None) -> str:
 def described(body: Body) -> None:
     """A file in a few lines, and what its sidecar says of what it takes and gives."""
     noted, sidecar = body["metadata"], body["sidecar"]
+    if isinstance(figures := sidecar.get("checked"), dict):
+        distance = f"relative L2 {small(figures['relative_l2'])}, allowed {small(figures['tolerance'])}"
+        checked = f"{distance}; {figures['count']} samples, {figures['inputs']}"
+        sidecar = {**sidecar, "checked": checked, "agreement": same(figures), "top-1": top1(figures)}
     missing = "`normswap export` did not write it: nothing says how images are prepared for it"
     facts(
         ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
         ("format", body["format"]),
         ("operators", operators(body["nodes"])),
-        ("made from", " ".join(noted[key] for key in ("architecture", "source") if noted.get(key))),
+        ("made from", " ".join(dict.fromkeys(noted[key] for key in ("architecture", "source") if noted.get(key)))),
         *((name, text(value)) for name, value in sidecar.items()),
         ("note", None if sidecar else missing),
     )

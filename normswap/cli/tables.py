@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -98,8 +99,16 @@ def next_step(*words: object) -> None:
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
-    """Lines that begin with the same word, not too many of them."""
-    listed = list(lines)
+    """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for all paths with it."""
+    listed: list[str] = []
+    # A line without a path is a group by itself.
+    for _, group in groupby(lines, lambda line: line.partition(": ")[2] or line):
+        first, *others = group
+        path, colon, said = first.partition(": ")
+        paths = [path, *(other.partition(": ")[0] for other in others)]
+        if len(paths) > _FEW:
+            paths = [*paths[:3], f"{len(paths) - 3} more"]
+        listed.append(f"{', '.join(paths)}{colon}{said}")
     for text in listed[:most]:
         print(f"{label}: {text}")
     if len(listed) > most:
@@ -165,4 +174,6 @@ def size(sides: Sequence[int]) -> str:
 
 def small(value: float | None) -> str:
     """An error: `2.1e-07`."""
-    return "" if value is None else f"{value:.1e}" if math.isfinite(value) else "inf"
+    if value is None:
+        return ""
+    return f"{value:.1e}" if math.isfinite(value) else "inf"

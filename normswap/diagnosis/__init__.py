@@ -1,4 +1,4 @@
 """The troubles of BatchNorms: found, named, and what mends them.
 
-Imports: `analysis` and what is above.
+Imports: `analysis` and what is below.
 """

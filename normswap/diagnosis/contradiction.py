@@ -36,13 +36,9 @@ def contradicted(case: Case) -> Iterator[Finding]:
         return
     exchanged = _exchanged(case, sites, foretold) if len(sites) <= 2 else None
     if exchanged:
-        evidence = (
-            f"the running means of {exchanged[0].path} and {exchanged[1].path} fit each other's place, not their own"
-        )
-        yield Finding(
-            "swapped-statistics", paths_of(exchanged), evidence, Certainty.LIKELY,
-            "eval mode shifts every channel by another's mean", case.recalibrate,
-        )  # fmt: skip
+        evidence = f"the running means of {exchanged[0].path} and {exchanged[1].path} fit each other's place"
+        cost = "eval mode shifts every channel by another's mean"
+        yield Finding("swapped-statistics", paths_of(exchanged), evidence, Certainty.LIKELY, cost, case.recalibrate)
         return
     distances = torch.cat([_distances(site, foretold[site.path]) for site in sites])
     evidence = (

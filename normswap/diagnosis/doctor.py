@@ -79,7 +79,5 @@ def diagnose(
 def body_of(diagnosis: Diagnosis, source: str) -> Body:
     """Return a diagnosis as a JSON-able record."""
     rows = [{**asdict(finding), "certainty": finding.certainty.name.lower()} for finding in diagnosis.faults]
-    return {
-        "source": source, "norms": diagnosis.norms, "findings": rows, "faults": len(diagnosis.faults),
-        "notes": list(diagnosis.notes),
-    }  # fmt: skip
+    body = {"source": source, "norms": diagnosis.norms, "findings": rows}
+    return {**body, "faults": len(rows), "notes": list(diagnosis.notes)}

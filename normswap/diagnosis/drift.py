@@ -112,8 +112,11 @@ def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[
     population.estimate_population(other, calls)
     norms = population.norms_of(other)
     pairs = {path: (norm.running_mean, norm.running_var) for path, norm in norms.items()}
-    return {path: (mean.double().cpu(), var.double().cpu()) for path, (mean, var) in pairs.items()
-            if mean is not None and var is not None}  # fmt: skip
+    return {
+        path: (mean.double().cpu(), var.double().cpu())
+        for path, (mean, var) in pairs.items()
+        if mean is not None and var is not None
+    }
 
 
 def drifted(case: Case) -> Iterator[Finding]:
@@ -150,15 +153,15 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
 
 
 def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Finding]:
-    """Norms that are each far off."""
     assert case.images is not None
     worst = max(hit, key=lambda drift: drift.mean + drift.log_var)
     # Other images are other from the first norm on; where the first ones fit, the images are not the cause.
     by_images = hit[0] is drifts[0] or drifts[0].has_other_details
-    why = "the images fit the stem: others' statistics, or other gammas and weights before these norms"
+    why = "the stem fits these images, so the statistics are wrong, or the gammas and weights before these norms"
     if by_images:
-        why = "these images are other than those of the training"
-    evidence = f"{share(len(hit), len(drifts), 'norms')} are off on {case.images.count} images, most at {worst}; {why}"
+        why = "the network was trained on other images than these"
+    norms = share(len(hit), len(drifts), "norms")
+    evidence = f"{norms} keep other statistics than {case.images.count} images have, most at {worst}; {why}"
     yield _of_statistics(case, hit, evidence, "eval mode normalizes by other statistics", by_images=by_images)
 
 

@@ -195,12 +195,11 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
 
 def _site(path: str, module: nn.Module) -> StoredNorm:
     mean, var = affine.statistics(module) if affine.has_moments(module) else (None, None)
-    gamma, beta = (getattr(module, name, None) for name in ("weight", "bias"))
+    gamma, beta = (_double(getattr(module, name, None)) for name in ("weight", "bias"))
     momentum = getattr(module, "momentum", None)
-    return StoredNorm(
-        path, module, mean, var, _double(gamma), _double(beta), affine.epsilon(module),
-        float(momentum) if isinstance(momentum, float | int) else None,
-    )  # fmt: skip
+    if momentum is not None:
+        momentum = float(momentum)
+    return StoredNorm(path, module, mean, var, gamma, beta, affine.epsilon(module), momentum)
 
 
 def _double(value: object) -> Tensor | None:

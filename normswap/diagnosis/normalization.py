@@ -7,6 +7,7 @@ otherwise become something else; of several ways the right one is nearest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +17,9 @@ from normswap.diagnosis.drift import measured
 from normswap.diagnosis.findings import Case, Certainty, Finding
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import flag
-from normswap.images.stem_statistics import at_first_norm
 from normswap.layers import affine
+from normswap.models import calling
+from normswap.models.modes import hooked, undisturbed
 from normswap.models.preprocessing import data_config
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -90,8 +92,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if not _fits_all(case, best.prepare(read)):
         return
     evidence = (
-        f"on these images the first norm sees what is {now[0]:.2g} nats from its statistics; with {best} "
-        f"{least[0]:.2g} ({case.images.count} images{told_as})"
+        f"the first norm's input on {case.images.count} images{told_as} is {now[0]:.2g} nats (KL divergence) from its "
+        f"statistics; with {best} it is {least[0]:.2g}"
     )
     cost = "every layer sees other values than in training"
     paths = tuple(site.path for site in case.sites[:1])
@@ -137,8 +139,7 @@ def _mend(case: Case, way: _Way) -> str:
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
     """How far the first norm's statistics are from those of its input, of all images and of each of some parts.
 
-    KL divergence between normal distributions per channel, in nats; the mean of the middle 80 % of the channels. None
-    where it keeps no statistics.
+    KL divergence of normal distributions, in nats, the mean of the middle 80 % of channels; None without statistics.
     """
     rows = []
     for batch in images.split(_BATCH):
@@ -162,3 +163,28 @@ def _divergence(sums: Tensor, mean: Tensor, var: Tensor) -> float:
     divergences = ((ratio - 1 - ratio.log() + (observed - mean).square() / (var + 1e-12)) / 2).sort().values
     cut = len(divergences) // 10
     return float(divergences[cut : len(divergences) - cut].mean())
+
+
+class _SeenError(Exception):
+    """Ends a forward at the first norm."""
+
+
+@torch.inference_mode()
+def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] | None:
+    """The first norm with statistics of its own, and what reaches it of images (N, C, H, W), as it is in eval mode.
+
+    None where there is none, or the network does not run on them.
+    """
+    reached: list[tuple[nn.Module, Tensor]] = []
+
+    def look(module: nn.Module, args: tuple[object, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            reached.append((module, args[0]))
+            raise _SeenError
+
+    norms = [module for module in model.modules() if affine.has_moments(module)]
+    hooks = hooked(norm.register_forward_pre_hook(look) for norm in norms)
+    # The end at the norm is suppressed, and whatever the network raises: others will say it.
+    with suppress(Exception), undisturbed(model), hooks:
+        calling.form(model).of(images).like(model).call(model)
+    return reached[0] if reached else None

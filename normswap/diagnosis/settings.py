@@ -61,10 +61,6 @@ def momentum(case: Case) -> Iterator[Finding]:
         yield Finding("momentum", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 
 
-def _keeps_none(_case: Case, site: StoredNorm) -> bool:
-    return site.mean is None
-
-
 def _in_training(case: Case, site: StoredNorm) -> bool:
     return not case.model.training and site.module.training and not affine.is_frozen(site.module)
 
@@ -76,30 +72,35 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
 
 
 untracked = rule(
-    "no-statistics", _keeps_none,
+    "no-statistics",
+    lambda case, site: site.mean is None,
     "{} keep no running statistics (track_running_stats=False)",
     "an image's answer depends on the batch that it comes in, also in eval mode",
     "build them with track_running_stats=True, then normswap recalibrate {} --data IMAGES",
-)  # fmt: skip
+)
 in_training = rule(
-    "training-mode", _in_training,
+    "training-mode",
+    _in_training,
     "{} are in training mode, the network is in eval mode",
     "answers depend on the batch, and each call changes the statistics",
     "model.eval()",
-)  # fmt: skip
+)
 thawed = rule(
-    "thawed", _only_statistics_learn,
+    "thawed",
+    _only_statistics_learn,
     "gamma and beta are frozen in {}, their statistics are not",
     "statistics move with every batch",
     "normswap convert {} --to frozen-bn (with --only PATH where others are to learn)",
-)  # fmt: skip
+)
 
 
 def unfit_eps(case: Case) -> Iterator[Finding]:
     """Another usual eps with which what reaches the norms fits their statistics clearly better."""
     sites = [site for site in case.sites if site.mean is not None and site.var is not None]
     present = {site.eps for site in sites}
-    if case.images is None or len(present) != 1 or not any(_matters(site) for site in sites):
+    # An eps is seen in the outputs only where a variance is small.
+    is_seen = any(bool((site.var < 100 * max(_USUAL)).any()) for site in sites if site.var is not None)
+    if case.images is None or len(present) != 1 or not is_seen:
         return
     try:
         now = _distance(case, sites, None)
@@ -117,11 +118,6 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
     )
     cost = f"channels with a variance near {max(eps, sites[0].eps):g} are scaled wrongly"
     yield Finding("eps", paths_of(sites), evidence, Certainty.LIKELY, cost, set_eps(eps, sites, case))
-
-
-def _matters(site: StoredNorm) -> bool:
-    """Whether some variance is small enough for an eps to be seen."""
-    return site.var is not None and bool((site.var < 100 * max(_USUAL)).any())
 
 
 def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:

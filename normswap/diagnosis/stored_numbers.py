@@ -29,23 +29,25 @@ def _holds_broken(*names: str) -> Callable[[Case, StoredNorm], bool]:
     return hits
 
 
-def _has_negative_variance(_case: Case, site: StoredNorm) -> bool:
-    return site.var is not None and bool((site.var < 0).any())
-
-
 broken_statistics = rule(
-    "not-finite", _holds_broken("mean", "var"), "mean or var holds NaN or infinity in {}",
+    "not-finite",
+    _holds_broken("mean", "var"),
+    "mean or var holds NaN or infinity in {}",
     "every answer is NaN or constant",
-)  # fmt: skip
+)
 broken_parameters = rule(
-    "not-finite", _holds_broken("gamma", "beta"), "gamma or beta holds NaN or infinity in {}",
-    "every answer is NaN or constant", "load the weights again, from a checkpoint before they broke",
-)  # fmt: skip
+    "not-finite",
+    _holds_broken("gamma", "beta"),
+    "gamma or beta holds NaN or infinity in {}",
+    "every answer is NaN or constant",
+    "load the weights again, from a checkpoint before they broke",
+)
 negative_variance = rule(
-    "negative-variance", _has_negative_variance,
+    "negative-variance",
+    lambda case, site: site.var is not None and bool((site.var < 0).any()),
     "variances are negative in {}: statistics were mixed up, or subtracted from one another",
     "the square root is NaN, or of the wrong number",
-)  # fmt: skip
+)
 
 
 def never_updated(case: Case) -> Iterator[Finding]:

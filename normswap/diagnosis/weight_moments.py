@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.copying import doubled
 from normswap.graph.tracing import Traced, apply, inputs, is_add, listed
 from normswap.layers import affine
 from normswap.layers.activations import is_activation, is_activation_call, is_identity, keeps_forward
@@ -36,7 +37,8 @@ def foretold(traced: Traced) -> dict[str, Pair]:
             if len(before) == 1 and before[0] in moments and len(traced.calls[id(module)]) == 1:
                 read[str(node.target)] = moments[before[0]]
             mean, deviation = affine.moments(module)
-            moments[node] = _activated(affine.activation(module), (mean, deviation.square()))
+            act, pair = affine.activation(module), (mean, deviation.square())
+            moments[node] = (act and _applied(act, pair)) or pair
             continue
         after = _after(traced, node, moments)
         if after is not None:
@@ -66,10 +68,6 @@ def _after(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair 
     return None
 
 
-def _activated(act: nn.Module | None, pair: Pair) -> Pair:
-    return pair if act is None else _applied(act, pair) or pair
-
-
 def _applied(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
     """Mean and variance of an activation's output, by 64 quantiles of a normal input."""
     mean, var = pair
@@ -91,7 +89,7 @@ def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair |
     mean, var = (moment.reshape(groups, -1, 1) for moment in pair)
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     mean = (rows.sum(3) @ mean).flatten()
-    bias = 0 if module.bias is None else module.bias.detach().double()
+    bias = doubled(module.bias, torch.zeros((), dtype=torch.float64))
     return mean + bias, (rows.square().sum(3) @ var).flatten()
 
 

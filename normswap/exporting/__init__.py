@@ -1,1 +1,1 @@
-"""Ship: the folded network as one file, run in its own runtime before it gets its name. Imports: `analysis` and up."""
+"""Ship: the folded network as one file, run in its own runtime before it is named. Imports: `analysis` and below."""

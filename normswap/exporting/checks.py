@@ -27,7 +27,7 @@ from normswap.surgery import comparison, running
 _STRAYING = 4
 # Samples that rounding is measured on.
 _ROUNDED = 16
-# What int8 costs is told, and the user's to judge; zeros are off by 1.
+# int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
 # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
@@ -82,10 +82,10 @@ class Reference:
     Args:
         source: the network, in float32.
         signature: what goes in and comes out.
-        softmax: of the scores, which are the source's answer, probabilities come out.
+        softmax: the file answers with probabilities, the softmax of the source's scores.
         raw: from images as `source` takes them to images as the file does.
-        rounded: called as the file is: the network with its numbers rounded to the precision of the file.
-        scores: whether its answers say of a class; the largest of an encoder's features is no answer.
+        rounded: the network with its numbers rounded to the file's precision, called as the file is.
+        scores: whether the answers are scores of classes; an encoder's features are not.
     """
 
     source: nn.Module
@@ -153,9 +153,18 @@ def check(
         sums if len(every) == 1 else _AnswerSums(),
     )
     figures = Figures(
-        sums.distance.relative, sums.largest / (sums.top or 1.0), shown.agreement, sums.count, allowed, described,
-        shown.argued, shown.unit, shown.hits("source"), shown.hits("file"), name if len(every) > 1 else "",
-    )  # fmt: skip
+        sums.distance.relative,
+        sums.largest / (sums.top or 1.0),
+        shown.agreement,
+        sums.count,
+        allowed,
+        described,
+        shown.argued,
+        shown.unit,
+        shown.hits("source"),
+        shown.hits("file"),
+        name if len(every) > 1 else "",
+    )
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
@@ -170,7 +179,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
     """The relative L2 that a file of this precision may be off by.
 
     Args:
-        first: what the source's straying is measured on; name, sums: of the output that differs most.
+        first: the batch that the source's own rounding is measured on; name, sums: the output that differs most.
     """
     if dtype == "int8":
         return _INT8

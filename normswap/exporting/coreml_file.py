@@ -46,15 +46,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """A network in float32, as coremltools writes it, in a temporary directory of its own.
-
-    Args:
-        network: that of the contents, or what was made of it.
-
-    Raises:
-        RefusedError: torch cannot trace the network, or coremltools cannot read it.
-        OSError: the disk is full.
-    """
+    """A network in float32, that of the contents or what was made of it, as coremltools writes it, in a directory."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():
@@ -77,11 +69,7 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Check that everything has its name: one tensor that comes out under two gets one of them twice.
-
-    Raises:
-        RefusedError: something has another.
-    """
+    """Refuse a file in which a tensor has another name: one that comes out under two names gets one of them twice."""
     described = spec.description
     names = [feature.name for side in (described.input, described.output) for feature in side]
     expected = [*signature.inputs, *signature.outputs]

@@ -36,7 +36,6 @@ def _traced(contents: FileContents) -> ExportedProgram:
 
 
 def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
-    """The file's content."""
     with silent():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower

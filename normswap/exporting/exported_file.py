@@ -61,15 +61,14 @@ class ExportedFile:
 
     @property
     def precision(self) -> str | None:
-        """Of its weights, if it says so."""
+        """The precision of its weights, where the file says it."""
         return self.metadata.get("dtype")
 
     def described(self) -> Body:
         """The file as plain records, read without running it."""
-        return {
-            "source": str(self.file), "format": self.form.name, "bytes": self.form.size(self.file),
-            "nodes": self.form.functions.nodes(self.file), "metadata": dict(self.metadata), "sidecar": self.body,
-        }  # fmt: skip
+        form, nodes = self.form, self.form.functions.nodes(self.file)
+        figures = {"format": form.name, "bytes": form.size(self.file), "nodes": nodes}
+        return {"source": str(self.file), **figures, "metadata": dict(self.metadata), "sidecar": self.body}
 
     def network(self) -> nn.Module:
         """The file as a network, that carries how images are prepared for it and what its answers mean.
@@ -124,10 +123,13 @@ class ExportedFile:
         """
         batch, size = self.shape
         settings = FileSettings(
-            format=self.form.name, dtype=self.precision or "fp32", dynamic_batch=batch is None,
-            input_size=size, normalize=self.body["normalize"] is None,
+            format=self.form.name,
+            dtype=self.precision or "fp32",
+            dynamic_batch=batch is None,
+            input_size=size,
+            normalize=self.body["normalize"] is None,
             softmax=self.body.get("output", {}).get("name") == "probabilities",
-        )  # fmt: skip
+        )
         return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:

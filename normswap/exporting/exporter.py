@@ -157,9 +157,21 @@ def export(
         nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
     return Exported(
-        file, parts, beside, form.name, dtype, request.size, contents.dynamic, figures, nodes, form.size(file), notes,
-        time.perf_counter() - start, quantized, noise_only,
-    )  # fmt: skip
+        file,
+        parts,
+        beside,
+        form.name,
+        dtype,
+        request.size,
+        contents.dynamic,
+        figures,
+        nodes,
+        form.size(file),
+        notes,
+        time.perf_counter() - start,
+        quantized,
+        noise_only,
+    )
 
 
 def folded(request: ExportRequest) -> Shipped:
@@ -203,12 +215,11 @@ def fold_for_export(model: nn.Module, size: tuple[int, ...], inputs: Inputs = No
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    """The record that is written beside the file."""
     settings, signature = request.settings, request.signature
     dynamic = settings.dynamic_batch
     images = sidecar.body(
         request.source, request.size, signature.outputs[0], normalize=settings.normalize, dynamic=dynamic
-    )  # fmt: skip
+    )
     precision = {"weights": settings.dtype, "arithmetic": _ARITHMETIC[settings.dtype]}
     if not request.inputs:
         return {**images, "precision": precision}

@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for
 
 # From the tensors that a file takes to the one that it gives, or several.
 Runs: TypeAlias = "Callable[..., Any]"
-# Of a file that another system has to run.
+# What is said of a file that this system cannot run.
 NOT_RUN = "not run here"
 _HALF_WEIGHTS = "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
 
@@ -61,13 +61,13 @@ class Format:
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
         needs: packages; extra: of normswap, which brings them.
-        dtypes: that it is written in.
+        dtypes: those that it can be written in.
         notes: what a user should know of a dtype in it.
         any_count: any number of images may go in at a time.
         any_input: other tensors than float32 may go in.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first.
-        system: the `sys.platform` that alone has its runtime.
+        system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Format:
 
     @property
     def functions(self) -> ModuleType:
-        """Its module."""
+        """The module with its functions."""
         return importlib.import_module(f"normswap.exporting.{self.module}")
 
     def files(self, file: Path) -> tuple[Path, ...]:
@@ -158,43 +158,99 @@ _FORMATS = {
     form.name: form
     for form in (
         Format(
-            "onnx", "onnx_file", ".onnx", "ONNX", "ONNX Runtime",
-            needs=("onnx", "onnxscript", "onnxruntime"), dtypes=DTYPES,
-            quantizer="onnxruntime.quantization", quantizer_needs=("onnxruntime", "onnx"),
+            "onnx",
+            "onnx_file",
+            ".onnx",
+            "ONNX",
+            "ONNX Runtime",
+            needs=("onnx", "onnxscript", "onnxruntime"),
+            dtypes=DTYPES,
+            quantizer="onnxruntime.quantization",
+            quantizer_needs=("onnxruntime", "onnx"),
         ),
         Format(
-            "openvino", "openvino_file", ".xml", "OpenVINO", "OpenVINO",
-            needs=("openvino", "onnx", "onnxscript"), part=".bin", dtypes=("fp32", "fp16", "int8"),
-            notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")}, quantizer="NNCF", quantizer_needs=("nncf", "openvino"),
+            "openvino",
+            "openvino_file",
+            ".xml",
+            "OpenVINO",
+            "OpenVINO",
+            needs=("openvino", "onnx", "onnxscript"),
+            part=".bin",
+            dtypes=("fp32", "fp16", "int8"),
+            notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")},
+            quantizer="NNCF",
+            quantizer_needs=("nncf", "openvino"),
         ),
         Format(
-            "pt2", "pt2", ".pt2", "torch.export", "torch.export.load",
-            dtypes=DTYPES, notes=_PT2_NOTES, quantizer="torchao", quantizer_needs=("torchao",),
+            "pt2",
+            "pt2",
+            ".pt2",
+            "torch.export",
+            "torch.export.load",
+            dtypes=DTYPES,
+            notes=_PT2_NOTES,
+            quantizer="torchao",
+            quantizer_needs=("torchao",),
         ),
         Format(
-            "ncnn", "ncnn_file", ".param", "pnnx", "ncnn",
-            needs=("ncnn", "pnnx"), extra="ncnn", part=".bin", notes={"fp16": _HALF_WEIGHTS.format("ncnn")},
-            any_count=False, any_input=False,
+            "ncnn",
+            "ncnn_file",
+            ".param",
+            "pnnx",
+            "ncnn",
+            needs=("ncnn", "pnnx"),
+            extra="ncnn",
+            part=".bin",
+            notes={"fp16": _HALF_WEIGHTS.format("ncnn")},
+            any_count=False,
+            any_input=False,
         ),
         Format(
-            "executorch", "executorch_file", ".pte", "ExecuTorch", "ExecuTorch",
-            needs=("executorch",), extra="executorch", dtypes=("fp32", "int8"), any_count=False,
-            quantizer="ExecuTorch", quantizer_needs=("executorch", "torchao"), quantizer_extra="executorch",
+            "executorch",
+            "executorch_file",
+            ".pte",
+            "ExecuTorch",
+            "ExecuTorch",
+            needs=("executorch",),
+            extra="executorch",
+            dtypes=("fp32", "int8"),
+            any_count=False,
+            quantizer="ExecuTorch",
+            quantizer_needs=("executorch", "torchao"),
+            quantizer_extra="executorch",
             weight_bits=(WHOLE_BITS,),
         ),
         Format(
-            "litert", "litert_file", ".tflite", "LiteRT", "LiteRT",
-            needs=("litert_torch", "ai_edge_litert"), extra="litert", dtypes=("fp32", "fp16", "int8"),
-            notes={"fp16": _HALF_WEIGHTS.format("LiteRT")}, any_count=False, any_input=False,
-            quantizer="ai-edge-quantizer", quantizer_needs=("ai_edge_quantizer",), quantizer_extra="litert",
+            "litert",
+            "litert_file",
+            ".tflite",
+            "LiteRT",
+            "LiteRT",
+            needs=("litert_torch", "ai_edge_litert"),
+            extra="litert",
+            dtypes=("fp32", "fp16", "int8"),
+            notes={"fp16": _HALF_WEIGHTS.format("LiteRT")},
+            any_count=False,
+            any_input=False,
+            quantizer="ai-edge-quantizer",
+            quantizer_needs=("ai_edge_quantizer",),
+            quantizer_extra="litert",
             weight_bits=(WHOLE_BITS,),
         ),
         Format(
-            "coreml", "coreml_file", ".mlpackage", "Core ML", "Core ML",
-            needs=("coremltools",), extra="coreml", any_count=False, any_input=False, system="darwin",
+            "coreml",
+            "coreml_file",
+            ".mlpackage",
+            "Core ML",
+            "Core ML",
+            needs=("coremltools",),
+            extra="coreml",
+            any_count=False,
+            any_input=False,
+            system="darwin",
         ),
     )
-}  # fmt: skip
+}
 
 
 def names() -> list[str]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ai_edge_quantizer.quantizer import Quantizer
     from flatbuffers import Builder
 
-Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"  # of each tensor of the file, by name
+# The smallest and the largest number of each tensor of the file, by its name.
+Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"
 _METADATA = "normswap"
 # The schema asks that every buffer starts at a multiple of 16 bytes; the writer in Python leaves that out.
 _ALIGNED = 16
@@ -41,7 +42,6 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(contents: FileContents) -> bytes:
-    """The file that litert-torch makes of a network in float32."""
     with silent():
         import litert_torch
 

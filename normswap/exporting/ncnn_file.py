@@ -42,11 +42,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, half: bool) -> None:
-    """Let pnnx write the graph, its weights beside it.
-
-    Raises:
-        RefusedError: torch cannot trace the network, pnnx cannot read it, or ncnn lacks a layer.
-    """
+    """Let pnnx write the graph, its weights beside it."""
     import pnnx
 
     traced, folder = place.with_name("network.pt"), place.parent

@@ -53,15 +53,20 @@ def graph(contents: FileContents) -> onnx.ModelProto:
         raise RefusedError(f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2")
     network = contents.network
     program = torch.onnx.export(
-        network, contents.example, dynamo=True, verbose=False, dynamic_shapes=contents.dynamic_shapes,
-        input_names=[*network.signature.inputs], output_names=[*network.signature.outputs],
-    )  # fmt: skip
+        network,
+        contents.example,
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes=contents.dynamic_shapes,
+        input_names=[*network.signature.inputs],
+        output_names=[*network.signature.outputs],
+    )
     assert program is not None
     model = program.model_proto
-    for item in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output,
-                 *model.graph.initializer, model.graph):  # fmt: skip
+    whole = model.graph
+    for item in (whole, *whole.node, *whole.value_info, *whole.input, *whole.output, *whole.initializer):
         del item.metadata_props[:]
-    for node in model.graph.node:
+    for node in whole.node:
         node.doc_string = ""
     return model
 
@@ -158,18 +163,22 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             quantize_static(
-                model, file, _CalibrationReader(how), quant_format=QuantFormat.QDQ,
-                per_channel=True, reduce_range=how.weight_bits == SAFE_BITS,
-                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                calibrate_method=CalibrationMethod.MinMax, extra_options=_UNROUNDED,
-            )  # fmt: skip
+                model,
+                file,
+                _CalibrationReader(how),
+                quant_format=QuantFormat.QDQ,
+                per_channel=True,
+                reduce_range=how.weight_bits == SAFE_BITS,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                calibrate_method=CalibrationMethod.MinMax,
+                extra_options=_UNROUNDED,
+            )
     finally:
         root.setLevel(level)
 
 
 class _CalibrationReader:
-    """Images, as onnxruntime asks for them."""
-
     def __init__(self, how: Quantization) -> None:
         self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
 

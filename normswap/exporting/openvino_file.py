@@ -31,7 +31,6 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _model(contents: FileContents) -> ov.Model:
-    """An OpenVINO model, in float32."""
     import onnx
     import openvino as ov
 
@@ -42,7 +41,6 @@ def _model(contents: FileContents) -> ov.Model:
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
-    """Write the XML and what lies beside it."""
     import openvino as ov
 
     for key, value in contents.metadata.items():
@@ -72,9 +70,12 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
             )
             rounded = nncf.quantize(
-                model, nncf.Dataset([batch.numpy() for batch in how.images]), subset_size=len(how.images),
-                preset=nncf.QuantizationPreset.MIXED, advanced_parameters=advanced,
-            )  # fmt: skip
+                model,
+                nncf.Dataset([batch.numpy() for batch in how.images]),
+                subset_size=len(how.images),
+                preset=nncf.QuantizationPreset.MIXED,
+                advanced_parameters=advanced,
+            )
     finally:
         logger.setLevel(level)
     _save(rounded, contents, file)

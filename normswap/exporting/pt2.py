@@ -37,11 +37,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
-    """The network, or what was made of it, as torch.export records it.
-
-    Raises:
-        RefusedError: it cannot.
-    """
+    """The network, or what was made of it, as torch.export records it; a RefusedError where it cannot."""
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
     for node in list(program.graph.nodes):
@@ -144,8 +140,9 @@ def load(file: Path) -> ExportedProgram:
 
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
-    return counted(str(node.target).removeprefix("aten.") for node in load(file).graph.nodes
-                   if node.op == "call_function")  # fmt: skip
+    return counted(
+        str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function"
+    )
 
 
 def metadata(file: Path) -> dict[str, str]:

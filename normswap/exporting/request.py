@@ -72,7 +72,9 @@ class ExportRequest:
         encoder = _is_encoder(source)
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
-        output = "probabilities" if settings.softmax else "features" if encoder else "logits"
+        output = "features" if encoder else "logits"
+        if settings.softmax:
+            output = "probabilities"
         return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
 
     @property
@@ -195,7 +197,6 @@ def _is_encoder(source: nn.Module) -> bool:
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    """Every tensor of the example in, every one that the network gives out."""
     whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
@@ -203,11 +204,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Check that nothing is asked for that is only for images in and an answer out.
-
-    Raises:
-        OptionError: something is.
-    """
+    """Refuse options that are only for files that take images and give one answer (OptionError)."""
     special = ("input_size", "normalize", "softmax")
     asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
     if asked:

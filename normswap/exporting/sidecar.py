@@ -41,9 +41,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
         normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
     """
     stated = config(model)
-    record = provenance.of(model)
-    pretrained_cfg = dict(record.pretrained_cfg) if record else {}
-    names = pretrained_cfg.get("label_names")
+    names = (provenance.of(model) or provenance.Provenance()).pretrained_cfg.get("label_names")
     labels = list(names.values()) if isinstance(names, Mapping) else names
     crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
@@ -53,7 +51,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
             "layout": "NCHW",
             "batch": None if dynamic else 1,
             "size": list(size),
-            "channels": "RGB" if size[0] == 3 else "L" if size[0] == 1 else None,
+            "channels": {1: "L", 3: "RGB"}.get(size[0]),
             "range": [0.0, 1.0],
         },
         "resize": {"to": [math.floor(side / stated["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds

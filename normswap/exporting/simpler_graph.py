@@ -23,10 +23,10 @@ from normswap.exporting.exported_module import FileContents
 T = TypeVar("T")
 A = TypeVar("A", bound=Argument)
 _ATEN = torch.ops.aten
-_FORM: dict[object, int] = {  # operators that read of one argument, the first or the second, its shape and dtype alone
-    _ATEN.type_as.default: 1, _ATEN.new_full.default: 0, _ATEN.new_zeros.default: 0, _ATEN.new_ones.default: 0,
-    _ATEN.zeros_like.default: 0, _ATEN.ones_like.default: 0, _ATEN.full_like.default: 0,
-}  # fmt: skip
+_NEW = (_ATEN.new_full.default, _ATEN.new_zeros.default, _ATEN.new_ones.default)
+_LIKE = (_ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default)
+# Operators that read only shape and dtype of one argument, the first or the second.
+_FORM: dict[object, int] = {**dict.fromkeys((*_NEW, *_LIKE), 0), _ATEN.type_as.default: 1}
 _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
@@ -49,11 +49,7 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """The network in operators that more tools have.
-
-    Raises:
-        RefusedError: torch.export cannot express it.
-    """
+    """The network in operators that more tools have; a RefusedError where torch.export cannot express it."""
     module = with_constants(contents)
     for node in list(module.graph.nodes):
         _as_slices(node)
@@ -103,16 +99,13 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
             continue
         form = _form(node)
         read = [argument for argument in node.all_input_nodes if argument not in form]
-        if _writes(node) and any(argument in constants for argument in read):
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if writes and any(argument in constants for argument in read):
             return {}
         if all(argument in constants for argument in read):
             values: dict[fx.Node, Argument] = {**form, **constants}
             constants[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
     return constants
-
-
-def _writes(node: fx.Node) -> bool:
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:

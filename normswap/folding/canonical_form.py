@@ -35,7 +35,8 @@ from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
-Part = tuple[int, int] | None  # of the norm's channels: from, up to; None: all
+# The norm's channels from the first number up to the second; None: all of them.
+Part = tuple[int, int] | None
 
 
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:

@@ -31,7 +31,7 @@ from normswap.layers.reparametrized import CONVOLUTIONS
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
 # The group of all channels whose factor is 1.
-HELD = 0
+FIXED = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Channels:
 
     def __init__(self, builder: PlanBuilder) -> None:
         self.builder, self.traced = builder, builder.anatomy.traced
-        self.parent = [HELD]
+        self.parent = [FIXED]
         self.of: dict[fx.Node, list[int]] = {}
         visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
         roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
@@ -82,13 +82,13 @@ class Channels:
             width: int = module.weight.shape[1] * getattr(module, "groups", 1)
             reads = self.of.get(sources[0])
             if reads is None or len(reads) != width:
-                self._hold(arms)
-                reads = [HELD] * width
+                self._fix(arms)
+                reads = [FIXED] * width
             self.of[node] = self._new(module.weight.shape[0])
             return reads
         passed = self._passed(node, sources, arms)
         if passed is None:
-            self._hold(arms)
+            self._fix(arms)
             return None
         self.of[node] = passed
         return passed if _shifts(module) else None
@@ -110,7 +110,7 @@ class Channels:
         if is_mul(node):
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
-                self._hold([channels for source, channels in zip(sources, arms, strict=True) if source is not main])
+                self._fix([channels for source, channels in zip(sources, arms, strict=True) if source is not main])
                 return self.of.get(main)
         return None
 
@@ -120,7 +120,8 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            return channels if self._called(module) == 1 else None
+            part = self.builder.anatomy.takes_part(str(node.target))
+            return channels if part and self._called(module) == 1 else None
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
@@ -137,6 +138,8 @@ class Channels:
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
         if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             return False  # channels that are not the second dimension are not followed
+        if not self.builder.anatomy.takes_part(str(node.target)):
+            return False
         try:
             check_linear(self.builder, str(node.target), module)
         except NotFoldable:
@@ -152,10 +155,10 @@ class Channels:
         self.parent += range(first, first + count)
         return [*range(first, first + count)]
 
-    def _hold(self, several: Sequence[list[int] | None]) -> None:
-        for channels in several:
+    def _fix(self, arms: Sequence[list[int] | None]) -> None:
+        for channels in arms:
             for channel in channels or ():
-                self._join(channel, HELD)
+                self._join(channel, FIXED)
 
     def _join(self, a: int, b: int) -> None:
         a, b = self._root(a), self._root(b)

@@ -15,10 +15,8 @@ from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _PASSING = (nn.Identity, nn.Flatten, Vacant)
-_VIEWS = (
-    "view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "getitem", "chunk",
-    "split", "narrow", "detach", "expand", "view_as",
-)  # fmt: skip
+_LAYOUTS = ("view", "view_as", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "expand")
+_VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detach")
 
 
 def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:

@@ -17,15 +17,15 @@ from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
 
-FOLDED_BACK, FOLDED_FORWARD, LEFT_SHIFT = "folded back", "folded forward", "left a shift"
-LEFT_AFFINE = "left scale and shift"
+FOLDED_BACK, FOLDED_FORWARD = "folded into the layer before", "folded into the layer after"
+LEFT_SHIFT, LEFT_AFFINE = "folded but for a shift", "left as a scale and shift"
 KEEPS_STATISTICS = Outcome("keep their statistics", "keeps its statistics")
 NEVER_CALLED = Outcome("never called", "never called by forward")
 
 
-def folded_back(*into: str, reason: str = "") -> Outcome:
+def folded_back(*into: str) -> Outcome:
     """The outcome of a norm that goes into the layers before it, named by their paths."""
-    return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}", reason)
+    return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
 def left_affine(reason: str) -> Outcome:
@@ -35,7 +35,7 @@ def left_affine(reason: str) -> Outcome:
 
 def stays(reason: str, with_what: str = "") -> Outcome:
     """The outcome of a norm that stays as it is, and why."""
-    return Outcome("stay", f"stays{with_what}", reason)
+    return Outcome("stay as they are", f"stays{with_what}", reason)
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
@@ -109,8 +109,12 @@ class PlanBuilder:
         return self._axes
 
     def edits(self) -> tuple[Edit, ...]:
-        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *self.replacements.values())
         then = {path: (scalar,) for path, scalar in self.scalars.items()}
+        # What follows a layer that stays follows what the layer becomes.
+        followers = {path: edit for path, edit in self.replacements.items() if edit.keep and path in self.linears}
+        then |= {path: (Then(edit.layer, edit.args),) for path, edit in followers.items()}
+        replacements = (edit for path, edit in self.replacements.items() if path not in followers)
+        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *replacements)
         return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
 
     def is_identity(self, node: fx.Node) -> bool:

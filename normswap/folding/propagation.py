@@ -16,19 +16,15 @@ from normswap.graph.tracing import inputs, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
 
-_LINEAR_CLASSES = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    timm_layers.Conv2dSame, timm_layers.Linear,
-)  # fmt: skip
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LINEAR_CLASSES = (*_CONVOLUTIONS, nn.Linear, timm_layers.Conv2dSame, timm_layers.Linear)
 _LINEAR_FORWARDS = {kind.forward for kind in _LINEAR_CLASSES}
-_POOLS = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, timm_layers.BlurPool2d,
-)  # fmt: skip
-_SCALAR_FUNCTIONS = (
-    *HOMOGENEOUS_FUNCTIONS, torch.mean, torch.flatten, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d,
-    "mean", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze", "amax",
-)  # fmt: skip
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool2d)
+_MEAN_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+_POOLS = (*_MAX_POOLS, *_MEAN_POOLS, timm_layers.BlurPool2d)
+_POOL_FUNCTIONS = (torch.mean, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d, "mean", "amax")
+_LAYOUTS = (torch.flatten, "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")
+_SCALAR_FUNCTIONS = (*HOMOGENEOUS_FUNCTIONS, *_POOL_FUNCTIONS, *_LAYOUTS)
 
 
 class NotFoldable(Exception):  # noqa: N818 - a reason, no error

@@ -23,13 +23,14 @@ from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mu
 from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
-_STEPS = (
-    operator.getitem, torch.cat, torch.stack, torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose,
-    torch.unbind, torch.chunk, torch.split, torch.narrow, torch.mean, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d,
-    F.interpolate, "view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "clone", "expand",
-    "unsqueeze", "squeeze", "unbind", "chunk", "split", "narrow", "select", "roll", "mean", "repeat", "reshape_as",
-    "view_as", "expand_as", "swapaxes", "movedim", "to", "float",
-)  # fmt: skip
+# Steps after which every element of the channels' values can still be told by its number.
+_JOINS = (torch.cat, torch.stack, torch.unbind, torch.chunk, torch.split, torch.narrow, operator.getitem)
+_LAYOUTS = (torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose)
+_AVERAGES = (torch.mean, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d, F.interpolate)
+_SHAPE_METHODS = ("view", "reshape", "flatten", "unflatten", "reshape_as", "view_as", "unsqueeze", "squeeze", "expand")
+_ORDER_METHODS = ("permute", "transpose", "swapaxes", "movedim", "roll", "repeat", "expand_as", "contiguous", "clone")
+_OTHER_METHODS = ("unbind", "chunk", "split", "narrow", "select", "mean", "to", "float")
+_STEPS = (*_JOINS, *_LAYOUTS, *_AVERAGES, *_SHAPE_METHODS, *_ORDER_METHODS, *_OTHER_METHODS)
 _STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
 _IsIdentity = Callable[[fx.Node], bool]
 

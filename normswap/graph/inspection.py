@@ -100,7 +100,7 @@ class _GraphReader(NodeReader):
             return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
         if weights[skip] and self._enlarged(branch, set(arms[branch])):
             return None  # levels of a pyramid are merged (Lin et al. 2017, figure 3)
-        container = total.meta["inside"][-1] if total.meta["inside"] else ""
+        container = next(reversed(total.meta["inside"]), "")
         sums[container] += 1
         path = container if sums[container] == 1 else f"{container}+{sums[container]}"
         on_branch, on_skip = arms[branch], arms[skip]
@@ -277,7 +277,7 @@ class _GraphReader(NodeReader):
             if isinstance(self.traced.module(node), nn.Dropout):
                 return str(node.target)
             if node.target is F.dropout:
-                owner = node.meta["inside"][-1] if node.meta["inside"] else ""
+                owner = next(reversed(node.meta["inside"]), "")
                 attribute = f"{owner}.drop_rate" if owner else "drop_rate"
                 return attribute if hasattr(self.traced.modules[owner], "drop_rate") else None
             sources = inputs(node)

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from normswap.copying import tree
+from normswap.copying import dotted, tree
 from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
@@ -31,11 +31,11 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
 _MARK = "_normswap_mark"
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
-_MAKERS = _CASTS | frozenset((
-    "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye",
-    "rand", "randn", "zeros_like", "ones_like", "full_like", "empty_like", "from_numpy", "new_tensor",
-    "scalar_tensor", "meshgrid", "softmax", "log_softmax", "cumsum", "sum", "mean", "hann_window", "logspace",
-))  # fmt: skip
+_CONSTANTS = ("tensor", "as_tensor", "new_tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "eye")
+_RANGES = ("arange", "linspace", "logspace", "meshgrid", "hann_window", "rand", "randn", "from_numpy")
+_ALIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
+_REDUCTIONS = ("softmax", "log_softmax", "cumsum", "sum", "mean")
+_MAKERS = frozenset((*_CASTS, *_CONSTANTS, *_RANGES, *_ALIKE, *_REDUCTIONS))
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
             self.paths.setdefault(id(module), path)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    self.named.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                    self.named.setdefault(id(tensor), dotted(path, name))
         self.around: list[str] = []
         self.failed = ""
         self.outputs: dict[fx.Node, list[str]] = {}
@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
             place = (positional[0] if positional else None, func.__name__)
             kind, target, positional, named = "call_function", spelling.left, place, {}
             if func.__name__ in _LOOKS:
-                self.branches.append(self.around[-1] if self.around else "")
+                self.branches.append(next(reversed(self.around), ""))
         node = self._add(kind, target, positional, named, result)
         return self._made(node, result, tensors, overwritten)
 
@@ -183,11 +183,13 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
         mark = self._mark(tensor)
-        return mark is None or mark.node is not None or (
-            mark.version != version(tensor) and memory(tensor) in self._writes)  # fmt: skip
+        return (
+            mark is None
+            or mark.node is not None
+            or (mark.version != version(tensor) and memory(tensor) in self._writes)
+        )
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
-        """The node whose value `tensor` is now."""
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:
@@ -222,7 +224,7 @@ class Recorder(TorchFunctionMode):
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
-            self.untracked[name] = self.around[-1] if self.around else ""
+            self.untracked[name] = next(reversed(self.around), "")
         return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:
@@ -235,8 +237,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):
-            return type(value)(map(self._mapped, value)) if type(value) in (tuple, list) else tuple(
-                map(self._mapped, value))  # fmt: skip
+            entries = map(self._mapped, value)
+            return list(entries) if type(value) is list else tuple(entries)
         return value
 
     # modules

@@ -210,18 +210,18 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     """Tensors that turned up from nowhere must be the same on another input of the same size."""
-    second = record_once(model, example.map(lambda t: 0.9 * t.flip(-1) if t.is_floating_point() else t))
+    second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
     for name, path in first.untracked.items():
         a, b = first.constants[name], second.constants.get(name)
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
-                f"a tensor in the forward of {path or type(model).__name__} depends on the input, unseen",
-                "it comes from a scripted function or an operator that passes by PyTorch's functions",
+                f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes cannot be followed",
+                "it calls NumPy, a scripted function or a custom operator",
+                "Use torch operations there",
             )
 
 
 def _same(first: Traced, second: Traced) -> bool:
-    """Whether both have the same nodes, one by one."""
     if len(first.nodes) != len(second.nodes):
         return False
     return all(
@@ -281,7 +281,7 @@ def record_once(
         if len(dtypes) > 1:
             why = f"the network and its input are of {' and '.join(dtypes)}: {why}"
             remedy = "Cast them to one: model.float(), x.float()"
-        raise TraceError(f"{where}, at {recorder.failed}" if recorder.failed else where, why, remedy) from error
+        raise TraceError(", at ".join(filter(None, (where, recorder.failed))), why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
     calls: dict[int, list[fx.Node]] = {}

@@ -11,29 +11,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
-Function: TypeAlias = Callable[..., object]  # torch's own
+# A function of torch's own.
+Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
-_PLAIN = frozenset((
-    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "ndimension", "is_contiguous",
-    "is_floating_point", "is_complex", "is_signed", "get_device", "type", "__len__", "__hash__", "_is_view",
-    "has_names", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "is_same_size", "is_tensor",
-    "is_set_to", "result_type", "can_cast", "retain_grad", "register_hook", "is_distributed",
-))  # fmt: skip
+# What a forward does after these questions may depend on the size of a tensor.
+_ASK_SIZE = ("size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size")
+_SPLIT = ("unbind", "split", "tensor_split", "__iter__")
+_SIZES = frozenset((*_ASK_SIZE, *_SPLIT, "shape", "nbytes", "names"))
+# These read no value of a tensor, either: its type, where it is, and what it is.
+_ASK_TYPE = ("type", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "result_type", "can_cast")
+_ASK_PLACE = ("get_device", "is_pinned", "is_shared", "is_set_to", "_is_view", "is_distributed", "element_size")
+_ASK_OTHER = ("dim", "ndimension", "__hash__", "has_names", "is_inference", "is_tensor", "retain_grad", "register_hook")
+_PLAIN = frozenset((*_ASK_SIZE, *_ASK_TYPE, *_ASK_PLACE, *_ASK_OTHER))
 # These properties of a tensor give its values; all others give its shape, dtype or the like.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-_SIZES = frozenset((
-    "size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size", "shape",
-    "nbytes", "names", "unbind", "split", "tensor_split", "__iter__",
-))  # fmt: skip
-_OPERATORS = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "matmul": operator.matmul,
-    "truediv": operator.truediv, "true_divide": operator.truediv, "add_": operator.iadd, "sub_": operator.isub,
-    "mul_": operator.imul, "div_": operator.itruediv, "iadd": operator.iadd, "imul": operator.imul,
-    "getitem": operator.getitem, "neg": operator.neg,
-}  # fmt: skip
-_SWAPPED = {"rsub": operator.sub, "rdiv": operator.truediv, "rtruediv": operator.truediv, "radd": operator.add,
-            "rmul": operator.mul}  # fmt: skip
+_OPERATORS = {name: getattr(operator, name) for name in ("add", "sub", "mul", "matmul", "truediv", "getitem", "neg")}
+_OPERATORS |= {"div": operator.truediv, "true_divide": operator.truediv, "iadd": operator.iadd, "imul": operator.imul}
+_OPERATORS |= {"add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv}
+_SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div", "truediv")}
 
 
 def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:

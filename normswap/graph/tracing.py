@@ -18,8 +18,8 @@ from normswap.models.calling import Example
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
-_LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like,
-         "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")  # fmt: skip
+_LIKE_FUNCTIONS = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+_LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 
 
 @dataclass

@@ -139,10 +139,8 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
     return sorted(order)
 
 
-def split_for_calibration(
-    loader: Loader, first: int | None, *, most: int | None = None, seed: int = 0
-) -> tuple[Loader, Loader]:
-    """Draw `first` images by `seed` to set numbers by, and `most` others, or all, to measure on.
+def split_for_calibration(loader: Loader, first: int | None, *, most: int | None = None) -> tuple[Loader, Loader]:
+    """Draw `first` images to set numbers by, and `most` others, or all, to measure on.
 
     Without a number half of them, at most 512, are the first part. Raises OptionError where a part has none.
     """
@@ -152,7 +150,7 @@ def split_for_calibration(
         what = f"{loader.origin} has {'an unknown number of' if loader.count is None else total} images"
         why = f"{count or 'some'} to calibrate on leave none to measure on"
         raise OptionError(what, why, f"Give more of them, or lower {spelled('samples')}")
-    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist()
     return loader.only(sorted(drawn[:count])), loader.only(sorted(drawn[count:][:most]))
 
 

@@ -7,15 +7,8 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import nn
 
-_IDENTITIES = (
-    nn.Identity,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    timm_layers.DropPath,
-    timm_layers.DropBlock2d,
-)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d)
+_IDENTITIES = (nn.Identity, *_DROPOUTS)
 _RELUS = (nn.ReLU, nn.LeakyReLU)
 # What a graph calls them: functions, and names of methods.
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")

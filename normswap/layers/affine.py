@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from normswap.copying import doubled
 from normswap.errors import RefusedError
 from normswap.layers import channel_norm, known_norms
 from normswap.layers.activations import keeps_forward
@@ -140,7 +141,7 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     if norm.weight is not None:
         scale = scale * norm.weight.detach().double()
     shift = -mean * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
+    return scale, shift + doubled(norm.bias, torch.zeros_like(shift))
 
 
 def statistics(norm: nn.Module) -> Pair:
@@ -180,7 +181,7 @@ def activation(module: nn.Module) -> nn.Module | None:
     layers = [layer for layer in layers if not keeps_forward(layer, (nn.Identity,))]
     if len(layers) > 1:
         return nn.Sequential(*layers)
-    return layers[0] if layers else None
+    return next(iter(layers), None)
 
 
 def copied_activation(module: nn.Module) -> nn.Module | None:
@@ -204,27 +205,24 @@ def moments(module: nn.Module) -> Pair:
 def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Pair:
     """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy 2015, section 3)."""
     zeros = torch.zeros_like(running_mean, dtype=torch.float64)
-    mean = zeros if beta is None else beta.detach().double()
-    return mean, zeros + 1 if gamma is None else gamma.detach().double().abs()
+    return doubled(beta, zeros), doubled(gamma, zeros + 1).abs()
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copies of what a record keeps of a norm that gives way: its tensors, and what its class says of its statistics.
 
-    Nothing of what is no affine norm.
+    Eps and momentum too; a momentum of None is NaN. Nothing of what is no affine norm.
     """
     if not is_affine_norm(module):
         return {}
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    for name in ("eps", "momentum"):
+        if hasattr(module, name):
+            value = getattr(module, name)
+            own[name] = torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
     if _registered_map(module) is not None and has_moments(module):
         (mean, var), (out_mean, out_std) = statistics(module), moments(module)
-        own = {
-            "running_mean": mean,
-            "running_var": var,
-            **own,
-            "output_mean": out_mean,
-            "output_std": out_std,
-        }
+        own = {"running_mean": mean, "running_var": var, **own, "output_mean": out_mean, "output_std": out_std}
     return {name: tensor.detach().clone() for name, tensor in own.items()}
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, nn
 
+from normswap.copying import doubled
 from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
 from normswap.layers.own import OwnLayer
 from normswap.layers.planned_layer import PlannedLayer
@@ -142,8 +143,7 @@ def read(norm: Any) -> tuple[Tensor, Tensor]:
     """gamma and beta, each of shape (C,), float64; ones and zeros where a LayerNorm or RMSNorm has none."""
     beta = getattr(norm, "bias", None)
     ones = torch.ones(norm.normalized_shape, dtype=torch.float64)
-    gamma = ones if norm.weight is None else norm.weight.detach().double()
-    return gamma, torch.zeros_like(gamma) if beta is None else beta.detach().double()
+    return doubled(norm.weight, ones), doubled(beta, torch.zeros_like(ones))
 
 
 class BareNorm(PlannedLayer):
@@ -175,14 +175,14 @@ class RMSNorm(PlannedLayer):
             mine, source = getattr(new, name, None), getattr(old, name, None)
             if mine is not None and source is not None:
                 mine.copy_(source)
-                mine.requires_grad_(source.requires_grad)
         return new
 
 
 class Centred(PlannedLayer):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
-    TENSORS = True  # stands in the place of a parameter
+    # It stands in the place of a parameter.
+    TENSORS = True
 
     @classmethod
     def replacing(cls, old: nn.Parameter, *, like: Tensor, dim: int) -> nn.Parameter:

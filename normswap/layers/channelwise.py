@@ -28,7 +28,7 @@ class ChannelAffine(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = x * per_channel(self.weight, x) + per_channel(self.bias, x)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         return self.weight.detach().double(), self.bias.detach().double()
@@ -70,7 +70,7 @@ class ChannelBias(PlannedLayer, OwnLayer):
         """Map (N, C, ...) to (N, C, ...)."""
         x = x if self.sign is None else x * per_channel(self.sign, x)
         x = x + per_channel(self.bias, x)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         bias = self.bias.detach().double()

@@ -38,7 +38,7 @@ class DynamicTanh(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = self.normalized(x) * per_channel(self.weight, x) + per_channel(self.bias, x)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def normalized(self, x: Tensor) -> Tensor:
         return torch.tanh(self.alpha.to(x) * x)

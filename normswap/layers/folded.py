@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import copying
+from normswap.copying import doubled
 from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
 from normswap.layers.planned_layer import Linearity, PlannedLayer
@@ -43,7 +44,7 @@ def folded(
     if bake:
         old = reparametrized.plain(old)  # in float64
     weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
-    bias = weight.new_zeros(weight.shape[0] * weight.shape[1]) if old.bias is None else old.bias.detach().double()
+    bias = doubled(old.bias, weight.new_zeros(weight.shape[0] * weight.shape[1]))
     if in_gain != 1:
         weight *= in_gain
     for module, absorption in zip(reads, takes, strict=True):

@@ -33,7 +33,8 @@ from normswap.errors import OptionError
 from normswap.layers.own import OwnLayer
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-Read: TypeAlias = Callable[[Any], Pair]  # of a module of the class that it is registered for
+# It takes a module of the class that it is registered for.
+Read: TypeAlias = Callable[[Any], Pair]
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 

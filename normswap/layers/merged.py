@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from normswap.copying import doubled
 from normswap.layers import affine
 from normswap.layers.own import OwnLayer
 from normswap.layers.planned_layer import PlannedLayer
@@ -29,12 +30,7 @@ class Merged(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: _ConvNd,
-        *reads: nn.Module,
-        like: Tensor,
-        takes: Sequence[Absorption],
-        skips: int = 0,
+        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], skips: int = 0
     ) -> _ConvNd:
         """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
 
@@ -43,7 +39,7 @@ class Merged(PlannedLayer):
                 (s - 1) x each, is one more tap.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
-        bias = weight.new_zeros(len(weight)) if old.bias is None else old.bias.detach().double()
+        bias = doubled(old.bias, weight.new_zeros(len(weight)))
         for read, absorption in zip(reads, takes, strict=True):
             if absorption.way is AbsorbMode.SUM:
                 bias = bias + _add(weight, old, read)
@@ -65,12 +61,13 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
         scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
         _add_scale(weight, main, scale)
         return shift
-    places = [[side.index(offset) for offset in fewer]
-              for side, fewer in zip(offsets(main), offsets(other), strict=True)]  # fmt: skip
+    places = [
+        [side.index(offset) for offset in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)
+    ]
     kernel = other.weight.detach().double()
     for here, there in zip(product(*places), product(*map(range, other.kernel_size)), strict=True):
         _tap(weight, here).add_(_tap(kernel, there))
-    return weight.new_zeros(len(weight)) if other.bias is None else other.bias.detach().double()
+    return doubled(other.bias, weight.new_zeros(len(weight)))
 
 
 def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:

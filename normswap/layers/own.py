@@ -33,6 +33,10 @@ class OwnLayer(nn.Module):
     NORMALIZES: ClassVar[bool] = False
     SCALES_BRANCH: ClassVar[bool] = False
     ROLES: ClassVar[Mapping[str, str]] = {}
+    act: nn.Module | None
+
+    def activated(self, y: Tensor) -> Tensor:
+        return y if self.act is None else self.act(y)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""

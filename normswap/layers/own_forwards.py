@@ -124,7 +124,7 @@ def _near(y: object, expected: Tensor) -> bool:
 def pads(layer: _ConvNd) -> bool:
     """Whether a convolution that is believed pads its input, at one size or another."""
     if not is_own(layer):
-        return layer.padding != "valid" if isinstance(layer.padding, str) else any(layer.padding)
+        return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
     return any(wide for widths in _at_sizes(layer) for side in widths for wide in side)
 
 

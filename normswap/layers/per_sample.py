@@ -30,20 +30,14 @@ class GroupNorm(PlannedLayer):
 
     @classmethod
     def replacing(
-        cls,
-        old: Any,
-        *,
-        like: Tensor,
-        groups: int,
-        eps: float | None = None,
-        lead: bool = False,
+        cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
     ) -> nn.Module:
         """The norm per sample that on an average sample computes what the BatchNorm does.
 
         Args:
             groups: a divisor of the number of channels.
             eps: by default the BatchNorm's; with another, all groups are brought to one variance before the norm.
-            lead: a `ChannelAffine` in front of the norm does that; else the convolution before, a `Steadied`.
+            lead: a `ChannelAffine` in front of the norm does that; else the convolution before, a `Rescaled`.
         """
         mean, var = affine.statistics(old)
         scale, shift = affine.read(old)
@@ -70,7 +64,7 @@ class GroupNorm(PlannedLayer):
         return led(scale_in, offset, new) if lead else new
 
 
-class Steadied(PlannedLayer):
+class Rescaled(PlannedLayer):
     """The convolution before a per-sample norm; all groups of its output channels have one mean variance."""
 
     @classmethod
@@ -79,7 +73,7 @@ class Steadied(PlannedLayer):
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm behind a `Steadied` convolution, or a lead, moved along: together they compute the same."""
+    """The BatchNorm behind a `Rescaled` convolution, or a lead, moved along: together they compute the same."""
 
     @classmethod
     def replacing(

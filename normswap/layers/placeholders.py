@@ -23,7 +23,7 @@ class Vacant(PlannedLayer, OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> Vacant:

@@ -13,7 +13,8 @@ from torch import nn
 from normswap.errors import PlanError
 
 Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
-Held: TypeAlias = nn.Module | nn.Parameter | float | None  # what can be at a path: the last, a number or none of it
+# What can be at a path; a dropout rate is a number, or None.
+Held: TypeAlias = nn.Module | nn.Parameter | float | None
 
 
 class PlannedLayer:

@@ -1,8 +1,8 @@
 """Linear layers whose weight is made anew at each step, and the plain layer that each of them is in eval mode.
 
-Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021, arXiv:2101.08692,
-eq. 4), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input bias
-(`ShiftedConv2d` ...). Their weight depends on parameters alone, so in eval mode it is a constant, which can be baked.
+Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021,
+arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input
+bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval mode it is a constant, which can be baked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
 
 
 class InputBiased(OwnLayer):
-    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019, section 3."""
+    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019."""
 
     ROLES = {"in_bias": "scalar_bias"}
     in_bias: nn.Parameter
@@ -119,9 +119,13 @@ class ShiftedLinear(InputBiased, nn.Linear):
 
 
 SHIFTED: dict[type[Linearity], type[InputBiased]] = {
-    nn.Conv1d: ShiftedConv1d, nn.Conv2d: ShiftedConv2d, nn.Conv3d: ShiftedConv3d,
-    timm_layers.Conv2dSame: ShiftedConv2dSame, nn.Linear: ShiftedLinear, timm_layers.Linear: ShiftedLinear,
-}  # fmt: skip
+    nn.Conv1d: ShiftedConv1d,
+    nn.Conv2d: ShiftedConv2d,
+    nn.Conv3d: ShiftedConv3d,
+    timm_layers.Conv2dSame: ShiftedConv2dSame,
+    nn.Linear: ShiftedLinear,
+    timm_layers.Linear: ShiftedLinear,
+}
 _KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import doubled
 from normswap.layers import affine, reparametrized
 from normswap.layers.folded import folded
 from normswap.layers.own import OwnLayer
@@ -15,10 +16,10 @@ from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
 class Scale(PlannedLayer, OwnLayer):
-    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 4.
+    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 2.2.
 
-    The optional scalar bias is the one that regularized SkipInit adds after the residual sum, before the ReLU
-    (appendix F); addition commutes, so it stands here.
+    The optional scalar bias is appendix F's, which stands after the residual sum and before the ReLU of a v1 network;
+    addition commutes, so it stands here.
     """
 
     AFFINE = SCALES_BRANCH = True
@@ -46,8 +47,8 @@ class Scale(PlannedLayer, OwnLayer):
         return "bias=True" if self.bias is not None else ""
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        shift = torch.zeros_like(self.alpha) if self.bias is None else self.bias
-        return self.alpha.detach().double(), shift.detach().double()
+        scale = self.alpha.detach().double()
+        return scale, doubled(self.bias, torch.zeros_like(scale))
 
     @classmethod
     def replacing(
@@ -84,7 +85,7 @@ class ScalarBias(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = x + self.bias.to(x)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         return torch.ones_like(self.bias).double(), self.bias.detach().double()

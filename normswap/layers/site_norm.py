@@ -21,9 +21,11 @@ from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
-from normswap.plan import AbsorbMode, Absorption
+from normswap.plan import AbsorbMode, Absorption, Body
 
 Floats: TypeAlias = Sequence[float] | None
+# Eps, momentum and the number of batches of a norm that stood there before, as far as they are known.
+Record: TypeAlias = Body | None
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -51,7 +53,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
         else:
             x = _BatchNorm.forward(self, input)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def ghost_sizes(self, count: int) -> list[int]:
         """How many of `count` samples share their statistics in training, in a row."""
@@ -64,7 +66,9 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
 
     @classmethod
-    def replacing(cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None) -> SiteNorm:
+    def replacing(
+        cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None, settings: Record = None
+    ) -> SiteNorm:
         """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
 
         y = s x + t (the identity, or what a ChannelBias or ChannelAffine at the path computes) is the norm with
@@ -74,8 +78,12 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         unmeasured = mean is None or std is None
         moments = torch.tensor((mean or (), std or ()), dtype=torch.float64)
         mean_before, var = affine.statistics(old) if unmeasured else (moments[0], moments[1].square())
-        eps, momentum = (affine.epsilon(old), getattr(old, "momentum", 0.1)) if unmeasured else (1e-5, 0.1)
+        values = {"eps": 1e-5, "momentum": 0.1, "num_batches_tracked": 0, **(settings or {})}
+        eps, momentum = values["eps"], values["momentum"]
+        if unmeasured:
+            eps, momentum = affine.epsilon(old), getattr(old, "momentum", momentum)
         new: Any = cls(len(mean_before), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
+        new.num_batches_tracked.fill_(values["num_batches_tracked"])
         if unmeasured and not affine.is_registered(old):
             _copy(old, new)
             return cast(SiteNorm, new)
@@ -158,7 +166,7 @@ class EvalNorm(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        return x if self.act is None else self.act(x)
+        return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.weight.detach().double()
@@ -174,7 +182,9 @@ class Tuned(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any) -> nn.Module:
-        moments = {name: how.pop(name) for name in ("mean", "std") if name in how}  # of the norm (`SiteNorm`)
+        moments = {
+            name: how.pop(name) for name in ("mean", "std", "settings") if name in how
+        }  # of the norm (`SiteNorm`)
         absorbed = [*zip(reads, takes, strict=True)]
         (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
         others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]

@@ -3,8 +3,8 @@
 timm's ScaledStdConv2d, and the same of one and of three dimensions, which timm does not have.
 
 timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et al. 2021,
-section 3.3). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to zero,
-exactly. A convolution whose filters do not sum to zero needs one more number per filter, its mean.
+arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to
+zero, exactly. A convolution whose filters do not sum to zero needs one more number per filter, its mean.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def scale_filters(layer: Any, factor: Tensor) -> None:
     """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
     standardized = isinstance(layer, STANDARDIZED)
     tensors: list[Tensor] = [layer.gain if standardized else layer.weight]
-    tensors += [layer.mean] if keeps_mean(layer) else []
+    if keeps_mean(layer):
+        tensors.append(layer.mean)
     for tensor in tensors:
         tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))
 
@@ -119,7 +120,8 @@ class StandardizedConv(PlannedLayer):
         args: dict[str, Any] = {name: getattr(conv, name) for name in names}
         args |= {"bias": conv.bias is not None, "device": conv.weight.device, "dtype": conv.weight.dtype}
         padded = conv.padding if padding is None else tuple(padding)
-        args |= {} if same else {"padding": padded}
+        if not same:
+            args["padding"] = padded
         other = next((class_of_ours for kind, class_of_ours in OTHERS.items() if isinstance(conv, kind)), None)
         if other:
             new: _ConvNd = other(mean=mean, **args)

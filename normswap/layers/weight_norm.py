@@ -28,7 +28,7 @@ class WeightNorm(PlannedLayer):
     @classmethod
     def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
-        dim = 1 if getattr(new, "transposed", False) else 0
+        dim = int(getattr(new, "transposed", False))
         weight = new.weight.detach().clone()
         norm = torch.norm_except_dim(weight.double(), 2, dim)
         direction = _direction(old, weight, norm == 0, dim)
@@ -49,7 +49,7 @@ class SpectralNorm(PlannedLayer):
     @classmethod
     def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
-        dim = 1 if getattr(new, "transposed", False) else 0
+        dim = int(getattr(new, "transposed", False))
         weight = new.weight.detach().clone()
         dead = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, dead, dim))

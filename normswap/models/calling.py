@@ -17,10 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import dotted
 from normswap.errors import OptionError, TraceError
 
-Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"  # one: several arguments, or keywords
-Inputs: TypeAlias = "Call | Sequence[Call] | None"  # a list is one of batches
+# A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of batches.
+Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
+Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Example:
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
         """Return a call like this, every tensor changed."""
         return Example(changed(self.args, change), changed(self.kwargs, change))
+
+    def map_floats(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """Return a call like this, every floating-point tensor changed."""
+        return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
@@ -224,7 +230,6 @@ def form(model: nn.Module) -> Example:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """List forward's parameters; none where Python cannot tell."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -273,7 +278,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
         yield name, value
     elif depth:
         for key, entry in _parts(value):
-            yield from named_tensors(entry, f"{name}.{key}" if name else str(key), depth - 1)
+            yield from named_tensors(entry, dotted(name, str(key)), depth - 1)
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
@@ -288,9 +293,9 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 def is_record(value: object) -> bool:
     """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass)."""
-    kind = type(value)
-    return hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in (
-        "torch", "builtins", "types", "numpy")  # fmt: skip
+    package = type(value).__module__.split(".")[0]
+    is_a_value = package in ("torch", "builtins", "types", "numpy")
+    return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:

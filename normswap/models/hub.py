@@ -20,11 +20,12 @@ from torch import nn
 from normswap.errors import SourceError, first_line, quiet, spelled
 from normswap.plan import Body
 
-Cfg = Body  # timm's record of the preprocessing, or a config.json
+# timm's record of the preprocessing, or a config.json.
+Cfg = Body
 
-# timm's preprocessing where nothing says more
-GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic",
-                "crop_pct": 0.875, "crop_mode": "center"}  # fmt: skip
+# timm's preprocessing where nothing else is stated.
+GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+GENERAL |= {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
@@ -174,8 +175,9 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
 
 def bare(config: Cfg) -> Cfg:
     """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
-    recorded = {key: bare(value) if isinstance(value, dict) else value for key, value in config.items()
-            if key not in _OF_A_FILE}  # fmt: skip
+    recorded = {
+        key: bare(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _OF_A_FILE
+    }
     return {**recorded, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in recorded else {})}
 
 

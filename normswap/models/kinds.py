@@ -23,11 +23,8 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 # files that run by themselves, by the endings of their names
-EXPORTED = {
-    ".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2",
-    ".param": "ncnn", ".pte": "executorch", ".tflite": "litert",
-    ".mlpackage": "coreml",
-}  # fmt: skip
+EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".param": "ncnn"}
+EXPORTED |= {".pte": "executorch", ".tflite": "litert", ".mlpackage": "coreml"}
 # Those of them that are directories, with a file that each has.
 FOLDERS = {".mlpackage": "Manifest.json"}
 

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap.layers.seeding import seeded
 
-Progress: TypeAlias = Callable[[int, int], None]  # called with what is done, and the total (0 where it is not known)
+# Called with the number of steps so far, and the total (0 where it is not known).
+Progress: TypeAlias = Callable[[int, int], None]
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 
 # What every module has beside its tensors and children: hooks, which no forward registers.
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-Contents: TypeAlias = tuple[Any, Any, Tensor | None]  # an object, a copy of what is in it, and a tensor's memory
+# An object, a copy of its contents, and the memory of a tensor.
+Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from normswap import provenance
+from normswap.copying import dotted
 from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import undisturbed
@@ -69,11 +70,10 @@ def has_broken_statistics(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, by its dotted path."""
     for path, module in nn.Module.named_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                yield f"{path}.{name}" if path else name, tensor
+                yield dotted(path, name), tensor
 
 
 def require_module(model: object) -> nn.Module:
@@ -173,21 +173,21 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Sizes to try, the likeliest first."""
     stated, first = _said(model), _first_layer(model)
-    sizes = [stated] if stated else []
+    sizes = list(filter(None, [stated]))
     if first and stated and len(first) == len(stated):
         sizes.append((first[0], *stated[1:]))
     elif first:
         sizes.append(first)
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        sizes += [(_outputs(model), *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+        rows = next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
+        sizes += [(rows, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
     return list(dict.fromkeys(sizes))
 
 
 def _said(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the size that the network states itself."""
     record = provenance.of(model)
     configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
     stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
@@ -198,7 +198,6 @@ def _said(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    """Read the size in a Hugging Face config, or in the config of the vision part in it."""
     for stated in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
         side, channels = getattr(stated, "image_size", None), getattr(stated, "num_channels", 3)
         if isinstance(side, int):
@@ -217,10 +216,6 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return (module.num_features, *_SIDE[2])
     return None
-
-
-def _outputs(model: nn.Module) -> int:
-    return next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
 
 
 @torch.no_grad()

@@ -138,7 +138,6 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    """Return the architecture and timm's record of the weights that a config.json describes."""
     architecture, model_args, stated = read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]

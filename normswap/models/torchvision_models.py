@@ -84,7 +84,6 @@ def _check_known(name: str) -> None:
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
-    """Return the weights of that name; of no name, the default ones."""
     members = models.get_model_weights(name).__members__
     if (tag or "DEFAULT") in members:
         return members[tag or "DEFAULT"]

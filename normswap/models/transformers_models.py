@@ -70,7 +70,6 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
 
 
 def _fetch(place: str, *names: str) -> Path:
-    """Return the first file of these names in a directory or a hub repository."""
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:
@@ -111,10 +110,16 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     try:
         with quiet(), seeded():
             model, info = getattr(transformers, arch.name).from_pretrained(
-                file.parent, config=_config(arch), local_files_only=True, use_safetensors="safetensors" in file.name,
-                weights_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True,
+                file.parent,
+                config=_config(arch),
+                local_files_only=True,
+                use_safetensors="safetensors" in file.name,
+                weights_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
                 ignore_mismatched_sizes=True,
-            )  # fmt: skip
+            )
     except Exception as error:  # its own, and those of every reader below
         raise SourceError(f"{name} does not load", first_line(error), "Is the file whole?") from None
     other_shapes = [] if fresh else [key[0] for key in info["mismatched_keys"]]

@@ -87,11 +87,12 @@ def _foreign_names(file: Path) -> list[str]:
 def _unwrapped(content: object, file: Path) -> State:
     """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
     while isinstance(content, Mapping):
-        states = [key for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
+        inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
+        states = [key for key, value in inner.items() if all(isinstance(entry, Tensor) for entry in value.values())]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if key is None and len(states) != 1:
             break
-        content = content[states[0] if key is None else key]
+        content = content[key or states[0]]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
@@ -104,10 +105,6 @@ def _unwrapped(content: object, file: Path) -> State:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         state[name] = tensor
     return state
-
-
-def _holds_tensors(content: Mapping[object, object]) -> bool:
-    return bool(content) and all(isinstance(value, Tensor) for value in content.values())
 
 
 def _without_prefix(state: State, bare: State) -> State:
@@ -200,14 +197,13 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
     return state
 
 
-def _names(value: Iterable[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
-
-
 def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
     fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
-    for name in (f"{head}.{leaf}" for head in _names(cfg.get("classifier")) for leaf in ("weight", "bias")):
+    heads = cfg.get("classifier") or ()
+    if isinstance(heads, str):
+        heads = (heads,)
+    for name in (f"{head}.{leaf}" for head in heads for leaf in ("weight", "bias")):
         if fresh:  # the new head keeps its random values, the old one goes
             state = {key: tensor for key, tensor in state.items() if key != name}
             state |= {name: bare[name]} if name in bare else {}

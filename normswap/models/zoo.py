@@ -13,13 +13,13 @@ from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
-from normswap.models.preprocessing import data_config, for_size
-from normswap.models.weight_files import hash_tensors, load_into, read
+from normswap.models.preprocessing import data_config as data_config
+from normswap.models.preprocessing import for_size as for_size
+from normswap.models.weight_files import hash_tensors as hash_tensors
+from normswap.models.weight_files import load_into, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 
-__all__ = ["check_trust", "check_unasked", "create", "data_config", "for_size", "hash_tensors", "identify",
-           "open_source", "skeleton"]  # fmt: skip
 _T = TypeVar("_T")
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
 
@@ -58,28 +58,22 @@ def skeleton(arch: Arch) -> nn.Module:
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
 
-    The network is built as ever where a state dict does not hold each of its tensors once, or where building it needs
-    values.
-
-    Args:
-        network: finds the network in what `build` returns. A state dict is then loaded into it, strictly.
+    `network` finds it in what `build` returns. It is built as ever where a state dict does not hold each of its tensors
+    once, or where building it needs values. A state dict is then loaded into it, strictly.
     """
     try:
         with torch.device("meta"):
             built = build()
         model = network(built)
-        tensors = {id(tensor) for module in model.modules() for tensor in _own_tensors(module)}
+        places = (place for m in model.modules() for place in (m._parameters, m._buffers, vars(m)))
+        values = [value for place in places for value in place.values()]
+        tensors = {id(value) for value in values if isinstance(value, Tensor)}
         if len(tensors) == len(model.state_dict()):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
     except Exception:  # the same call without the meta device says what is wrong with it
         pass
     return build()
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
@@ -94,11 +88,9 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
     """Raises SourceError for code of this machine that nobody has said may be imported."""
     if kind.foreign and not trusted:
-        raise SourceError(
-            f"{what} is code of this machine, which a file asks for",
-            "it is imported only if you say so",
-            f"Add {spelled('trust_factory', True)}, or name it as MODEL yourself",
-        )
+        why = "to open the file, normswap would import it, which runs it"
+        remedy = f"Add {spelled('trust_factory', True)} to allow that, or name it as MODEL yourself"
+        raise SourceError(f"{what} is Python code on this machine", why, remedy)
 
 
 def open_source(
@@ -143,7 +135,6 @@ def open_source(
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
-    """Return the network with the tensors of a file, strictly."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))

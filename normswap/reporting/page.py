@@ -37,19 +37,29 @@ _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 def render(facts: Facts) -> str:
     """Write the whole page."""
     pages = Environment(
-        loader=PackageLoader("normswap.reporting", "."), autoescape=True, undefined=StrictUndefined,
+        loader=PackageLoader("normswap.reporting", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     pages.filters |= {"cited": _cited, "small": small, "share": share}
     norms = facts.norms
     return pages.get_template("page.html.jinja").render(
-        facts=facts, report=facts.report, tiles=list(_tiles(facts)), provenance=_provenance(facts),
+        facts=facts,
+        report=facts.report,
+        tiles=list(_tiles(facts)),
+        provenance=_provenance(facts),
         norm_rows=_norm_rows(facts),
         style=resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8"),
-        norms=norms, used_roles={norm.role for norm in norms}, used_outcomes={norm.outcome for norm in norms},
+        norms=norms,
+        used_roles={norm.role for norm in norms},
+        used_outcomes={norm.outcome for norm in norms},
         stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
-        version=__version__, figures=figures, colours=COLOURS, outcomes=OUTCOMES,
-    )  # fmt: skip
+        version=__version__,
+        figures=figures,
+        colours=COLOURS,
+        outcomes=OUTCOMES,
+    )
 
 
 def small(value: float) -> str:
@@ -68,7 +78,6 @@ def _cited(paper: str) -> Markup:
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Give (name, figure, small print) of each tile."""
     if facts.report:
         yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
     before, after = facts.sizes["before"], facts.sizes["after"]
@@ -88,7 +97,6 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str, str, str]]:
-    """Give the tiles of what was measured when the conversion was made."""
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
@@ -114,7 +122,6 @@ def _provenance(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
-    """Give (place, skip, norms) of every block, then the norms outside of blocks."""
     yield from ((block.path, block.skip, block.norms) for block in facts.blocks)
     if facts.others:
         yield "outside of blocks", "", facts.others

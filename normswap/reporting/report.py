@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from normswap import provenance, schemes
 from normswap.analysis import summary
 from normswap.analysis.signal_propagation import Point, signal
-from normswap.diagnosis.doctor import diagnose
-from normswap.diagnosis.findings import Finding
 from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers import affine
 from normswap.layers.own import scales_branch
 from normswap.layers.planned_layer import planned_layers
 from normswap.models import devices, network_input, zoo
@@ -101,7 +98,6 @@ class Facts:
         notes: what the reader should know about the figures.
         signal: the points of the networks `before` and `after`, as far as there are any; measured on `signal_inputs`.
         accuracy: top-1 in percent of source and result, agreement and count, where measured.
-        findings: what the doctor says of the BatchNorms of the network before, or else of the result.
     """
 
     source: str
@@ -121,7 +117,6 @@ class Facts:
     signal: dict[str, tuple[Point, ...]]
     signal_inputs: str
     accuracy: dict[str, float]
-    findings: tuple[Finding, ...]
 
     @property
     def title(self) -> str:
@@ -190,7 +185,6 @@ def collect(
         signal={name: tuple(signal(net)) for name, net in measured.items() if net is not None and net.anatomy.blocks},
         signal_inputs=signal_inputs,
         accuracy=_accuracy(before, result, loader),
-        findings=_findings(before or network, loader),
     )
 
 
@@ -234,7 +228,6 @@ def _step(step: Step) -> StepFact:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return every norm of the source by path, with what all steps together did to it."""
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
@@ -280,16 +273,6 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
             bias = None if module.bias is None else module.bias.item()
             alphas.append(Alpha(blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias))
     return tuple(sorted(alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)))
-
-
-def _findings(network: Network, loader: Loader | None) -> tuple[Finding, ...]:
-    """Return what the doctor says of the network, on images where there are enough; nothing where it has no norms."""
-    if not any(affine.is_batchnorm(module) for module in network.module.modules()):
-        return ()
-    try:
-        return diagnose(network, images=loader).faults
-    except NormswapError:
-        return diagnose(network).faults
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:

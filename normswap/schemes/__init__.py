@@ -94,8 +94,7 @@ def _unknown(name: str) -> OptionError:
 def chosen(name: str, options: Options) -> Chosen:
     """The scheme with all its options: its defaults, overruled by these (`check_given`)."""
     scheme = get(name)
-    check_given(name, scheme.options, options)
-    return Chosen(scheme, {**scheme.defaults, **options})
+    return Chosen(scheme, {**options, **check_given(name, scheme.options, options)})
 
 
 def of(step: Step) -> Chosen:

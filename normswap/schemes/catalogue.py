@@ -39,15 +39,17 @@ def _keeps(option: str, value: str) -> Callable[[Options], bool]:
 _ALPHA = Option(
     "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
-_STEADY = Option(
-    "steady", float, 0.9, "constant share of the divisor, variance + eps; 0: plain", "SHARE", range=Range(0, 1)
+_RELATIVE_EPS = Option(
+    "relative_eps", float, 9.0, "eps, in multiples of the mean variance; 0: the plain norm", "RATIO", range=Range(0)
 )
 _BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),
-    Option("stem", str, "keep", "the same for the convolution that reads the image", choices=("fit", "keep")),
-    Option("depthwise", str, "keep", "the same for filters that read one channel", choices=("fit", "keep")),
+    Option("stem", str, "keep", "`fit` or `keep` those of the first convolution", choices=("fit", "keep")),
+    Option("depthwise", str, "keep", "`fit` or `keep` those of depthwise filters", choices=("fit", "keep")),
 )
+_RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
+_RECALIBRATED = {"data": "", "samples": None, "batch_size": 64, "against": 0, "scales": True}
 # A norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
@@ -67,11 +69,11 @@ TARGETS: dict[str, Scheme] = {
                 "where",
                 str,
                 "norms",
-                "`norms`: where they stand, or stood; of a network that never had any, with --calibrate: after each "
-                "convolution whose values reach an `activation` next, or another layer (`conv`)",
+                "`norms`: where norms stand or stood. In a network that never had any, with --calibrate: after each "
+                "convolution that an `activation` reads next, or another layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
-            Option("like", str, "", "instead: an architecture whose own class holds the result", "ARCH"),
+            Option("like", str, "", "an architecture, whose own class the result then has", "ARCH"),
             Option("ghost_batch", int, 0, "samples that share statistics in training; 0: all", "N", range=Range(0)),
         ),
     ),
@@ -96,24 +98,20 @@ TARGETS: dict[str, Scheme] = {
     "fixup": Scheme(
         Function("schemes.fixup.plan"),
         summary="Fixup: no norm; a multiplier per residual branch, scalar biases before each layer and activation.",
-        paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3",
+        paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321",
         exact=_keeps("init", "keep"),
         on_branches=True,
         decay="all",
-        options=(Option("init", str, "keep", "`keep` weights, or `fixup`: the reset", choices=("keep", "fixup")),),
+        options=(
+            Option("init", str, "keep", "`keep` the weights, or reset them (`fixup`)", choices=("keep", "fixup")),
+        ),
     ),
     "folded": Scheme(
         Function("schemes.folded.plan"),
         summary="The canonical form, for fast inference: convolutions with bias, activations and sums; nothing else.",
         paper="Ioffe & Szegedy 2015, arXiv:1502.03167, section 3.1",
         options=(
-            Option(
-                "branches",
-                str,
-                "merge",
-                "`merge` summed branches, or `keep` them",
-                choices=("merge", "keep"),
-            ),
+            Option("branches", str, "merge", "`merge` summed branches, or `keep` them", choices=("merge", "keep")),
         ),
     ),
     "frozen-bn": Scheme(
@@ -123,21 +121,13 @@ TARGETS: dict[str, Scheme] = {
     ),
     "groupnorm": Scheme(
         Function("schemes.groupnorm.plan"),
-        summary="GroupNorm for every BatchNorm: one group, nine tenths of its divisor constant; `--steady 0`: plain.",
+        summary="GroupNorm for every BatchNorm: one group, eps 9 times the mean variance; `--relative-eps 0`: plain.",
         paper="Wu & He 2018, arXiv:1803.08494, section 3",
         **_PER_SAMPLE,
         options=(
-            Option("groups", int, 1, "of channels, or the nearest divisor of their number", "N", range=Range(1)),
-            Option(
-                "group_size",
-                int,
-                0,
-                "instead: channels to a group",
-                "N",
-                range=Range(0),
-                instead_of="groups",
-            ),
-            _STEADY,
+            Option("groups", int, 1, "number of groups, or the channels' nearest divisor to it", "N", range=Range(1)),
+            Option("group_size", int, 0, "channels of each group", "N", range=Range(0), instead_of="groups"),
+            _RELATIVE_EPS,
         ),
     ),
     "instancenorm": Scheme(
@@ -151,12 +141,12 @@ TARGETS: dict[str, Scheme] = {
         summary="LayerNorm over all channels and positions of a sample: GroupNorm with one group.",
         paper="Ba et al. 2016, arXiv:1607.06450, section 3",
         **_PER_SAMPLE,
-        options=(_STEADY,),
+        options=(_RELATIVE_EPS,),
     ),
     "nf": Scheme(
         Function("schemes.filters.plan_nf"),
-        summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
-        paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
+        summary="Normalizer-free: y = skip + alpha f(x), every convolution with standardized weights; no norm.",
+        paper="Brock et al. 2021, arXiv:2101.08692",
         exact=_keeps("mean", "keep"),
         needs_data=True,
         fit=Function("schemes.filters.fit"),
@@ -171,25 +161,17 @@ TARGETS: dict[str, Scheme] = {
         on_branches=True,
         options=(
             _ALPHA,
-            Option("dropout", float, 0.2, "of features before the classifier, a probability", "P", range=Range(0, 1)),
+            Option("dropout", float, 0.2, "dropout of features before the classifier", "P", range=Range(0, 1)),
         ),
     ),
     "residual-scale": Scheme(
         Function("schemes.residual_scale.plan"),
-        summary="Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no norm.",
+        summary="Residual scaling: y = a x + b f(x), a and b fixed by a rule; no norm. On v2 the branches hold a, too.",
         paper="Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
         "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, "
         "arXiv:2001.07094",
         on_branches=True,
-        options=(
-            Option(
-                "rule",
-                str,
-                "rescale",
-                "for a and b",
-                choices=("balduzzi", "szegedy", "hanin", "arpit", "rescale"),
-            ),
-        ),
+        options=(Option("rule", str, "rescale", "the published rule that gives a and b", choices=_RULES),),
     ),
     "rmsnorm": Scheme(
         Function("schemes.rmsnorm.plan"),
@@ -198,7 +180,7 @@ TARGETS: dict[str, Scheme] = {
     ),
     "skipinit": Scheme(
         Function("schemes.skipinit.plan"),
-        summary="SkipInit: no norm, one learned scalar at the end of every residual branch, biases on convolutions.",
+        summary="SkipInit: no norm, a learned scalar ends each branch; for v1 from scratch: `regularized-skipinit`.",
         paper="De & Smith 2020, arXiv:2002.10444, section 2.2",
         exact=_keeps("alpha", "match"),
         on_branches=True,
@@ -255,12 +237,6 @@ STEPS: dict[str, Scheme] = {
         exact=False,
         needs_data=True,
         fit=Function("schemes.statistics.fit_recalibrate"),
-        options=(
-            Option("data", str, ""),
-            Option("samples", str, None),
-            Option("batch_size", str, 64),
-            Option("against", str, 0),
-            Option("scales", str, True),
-        ),
+        options=tuple(Option(name, str, default) for name, default in _RECALIBRATED.items()),
     ),
 }

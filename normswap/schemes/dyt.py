@@ -27,16 +27,16 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
         lead = {"lead": True} if conv is None else {}
         builder.replace(path, DynamicTanh.__name__, alpha=float(bend), **lead)
         sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
-        builder.settle(path, Outcome("Dynamic Tanh", sentence))
+        builder.settle(path, Outcome("became Dynamic Tanh", sentence))
     return builder
 
 
 def fit(task: FitTask) -> None:
     """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by layer."""
     target = task.after(fitting_target(task.step))
-    choose_factors(target, task.result, task.step, task.example, task.batches)
+    choose_factors(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 
 
 def fitting_target(step: Step) -> Step:

@@ -128,4 +128,4 @@ def fit(task: FitTask) -> None:
     edits = task.step.edits
     edits = tuple(replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in edits)
     target = task.after(replace(task.step, edits=edits))
-    fit_zero_sum(target, task.result, task.batches, seed=task.seed, progress=task.progress)
+    fit_zero_sum(target, task.result, task.batches, task.takes_part, seed=task.seed, progress=task.progress)

@@ -12,9 +12,8 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
 from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.node_reader import LINEAR
+from normswap.graph.node_reader import LINEAR, NodeReader
 from normswap.layers import affine, reparametrized
-from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.own import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
@@ -32,7 +31,9 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
         _reset(builder)
     _shift_layers(builder)
     _place_scales(builder)
-    _place_biases(builder)
+    for path, module in anatomy.traced.modules.items():
+        if builder.is_removed(path, module) and anatomy.takes_part(path) and _before_activation(builder, module):
+            builder.replace(path, "ScalarBias")
     return builder
 
 
@@ -45,13 +46,6 @@ def _place_scales(builder: PlanBuilder) -> None:
             builder.notes.append(f"{block.path} keeps its scalar")
         else:
             place_scale(builder, block.tail, 1.0, block.order == "post")
-
-
-def _place_biases(builder: PlanBuilder) -> None:
-    for path, module in builder.anatomy.traced.modules.items():
-        removed = builder.is_removed(path, module) and builder.anatomy.takes_part(path)
-        if removed and _before_activation(builder, module):
-            builder.replace(path, "ScalarBias")
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
@@ -84,12 +78,8 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
     calls = builder.anatomy.traced.calls.get(id(module), ())
     ahead = [node for call in calls for node in readers(builder, call, builder.is_identity)]
     final = [node for node in ahead if not builder.is_identity(node)]
-    return bool(final) and all(_is_activation(builder, node) for node in final)
-
-
-def _is_activation(builder: PlanBuilder, node: fx.Node) -> bool:
-    module = builder.anatomy.traced.module(node)
-    return is_activation_call(node.target) if module is None else is_activation(module)
+    reader = NodeReader(builder.anatomy.traced)
+    return bool(final) and all(map(reader.is_activation, final))
 
 
 def _reset(builder: PlanBuilder) -> None:

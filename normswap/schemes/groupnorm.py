@@ -1,14 +1,15 @@
 """GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
 With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
-beta' = beta + s (m - mean), where s is the BatchNorm's slope. By default nine tenths of the divisor v + eps are eps, a
-constant (`--steady`). Sign and scale of each channel are free before the norm, and chosen so that a sample's own
-statistics cost least (`per_sample_rescaling`).
+beta' = beta + s (m - mean), where s is the BatchNorm's slope. By default eps is 9 times the mean variance
+(`--relative-eps`), so nine tenths of v + eps, by whose root a sample is divided, are the same for every sample. Sign
+and scale of each channel are free before the norm, and chosen so that a sample's own statistics cost least
+(`per_sample_rescaling`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import nn
 
@@ -23,19 +24,22 @@ from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, repl
 from normswap.schemes.scheme import FitTask
 
 
-def plan(anatomy: Anatomy, *, groups: int, group_size: int, steady: float) -> PlanBuilder:
-    """Plan a GroupNorm in place of every BatchNorm, with eps = steady / (1 - steady) times the mean variance.
+def plan(anatomy: Anatomy, *, groups: int, group_size: int, relative_eps: float) -> PlanBuilder:
+    """Plan a GroupNorm in place of every BatchNorm, with eps = `relative_eps` times the mean variance.
 
-    A sample whose deviation is d times the average one is divided by sqrt(steady + (1 - steady) d^2) times the average.
+    With r = `relative_eps`, a sample whose variance is d^2 times the average is divided by sqrt((r + d^2) / (r + 1))
+    times what an average sample is divided by.
     """
-    return insert_per_sample_norms(
-        anatomy, lambda channels: max(channels // group_size, 1) if group_size else groups, steady
-    )
+
+    def groups_of(channels: int) -> int:
+        return max(channels // group_size, 1) if group_size else groups
+
+    return insert_per_sample_norms(anatomy, groups_of, relative_eps)
 
 
-def plan_layernorm(anatomy: Anatomy, *, steady: float) -> PlanBuilder:
+def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
     """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every BatchNorm."""
-    return insert_per_sample_norms(anatomy, lambda channels: 1, steady)
+    return insert_per_sample_norms(anatomy, lambda channels: 1, relative_eps)
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
@@ -51,20 +55,20 @@ def fit(task: FitTask) -> None:
     if not rescalable(task.step) and task.batches is None:
         return
     target = task.after(fitting_target(task.step))
-    choose_rescaling(target, task.result, task.step, task.example)
+    choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, seed=task.seed, progress=task.progress)
+        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 
 
 def insert_per_sample_norms(
-    anatomy: Anatomy, groups: Callable[[int], int], steady: float = 0.0, *, channelwise: bool = False
+    anatomy: Anatomy, groups: Callable[[int], int], relative_eps: float = 0.0, *, channelwise: bool = False
 ) -> PlanBuilder:
     """A GroupNorm in place of every BatchNorm.
 
     Args:
         groups: how many there should be, by the number of channels.
-        steady: the share of an average sample's divisor (variance + eps) that eps makes. The channels may then be
-            rescaled: by a convolution right before the norm, else by a `ChannelAffine` in front of it.
+        relative_eps: eps of the norms, in multiples of the mean variance of their channels. Unless it is 0, the
+            channels may be rescaled: by a convolution right before the norm, else by a `ChannelAffine` in front of it.
         channelwise: groups of one channel are what is asked for.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
@@ -72,29 +76,35 @@ def insert_per_sample_norms(
     for path, module in norms.items():
         channels = affine.channels(module)
         if isinstance(module, nn.BatchNorm1d) and (channels == 1 or channelwise):
-            # the only channel of a map has its places
+            # A map's only channel is normalized over its places, a row's only channel would be erased.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
         else:
             counts[path] = channels if channelwise else _count(builder, path, channels, groups(channels))
     if builder.refusals:
         return builder
-    steadied = [path for path in counts if steady and counts[path] < affine.channels(norms[path])]
-    eps = steady_eps({path: norms[path] for path in steadied}, steady)
+    large_eps: dict[str, float] = {}
+    if relative_eps:
+        grouped = [path for path in counts if counts[path] < affine.channels(norms[path])]
+        large_eps = {path: absolute_eps(norms[path], relative_eps) for path in grouped}
     for path, count in counts.items():
         channels = affine.channels(norms[path])
         args: Body = {"groups": count}
         sentence = f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
-        if path in steadied:
-            args["eps"] = eps[path]
+        if path in large_eps:
+            args["eps"] = large_eps[path]
             conv = conv_before(builder, norms[path])
             if conv is None:
                 args["lead"] = True
                 sentence += ", behind a scale and shift"
             else:
-                builder.replacements[conv] = Edit(conv, "Steadied", {"groups": count}, (path,))
+                builder.replacements[conv] = Edit(conv, "Rescaled", {"groups": count}, (path,))
         builder.replace(path, "GroupNorm", **args)
-        builder.settle(path, Outcome("statistics per sample", sentence))
+        builder.settle(path, Outcome("became GroupNorm", sentence))
+    if large_eps:
+        share = relative_eps / (1 + relative_eps)
+        what = f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is constant"
+        builder.notes.append(f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less")
     return builder
 
 
@@ -103,17 +113,15 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
-        builder.notes.append(f"{path}: {count} groups of its {channels} channels, as one alone would lose its mean")
+        builder.notes.append(f"{path}: {count} groups of {channels // count} channels, as groups of 1 erase its mean")
     elif count != groups:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
     return count
 
 
-def steady_eps(norms: Mapping[str, nn.Module], steady: float) -> dict[str, float]:
-    """The eps that makes this share of the variance by which an average sample is divided: eps / (v + eps)."""
-    ratio = steady / (1 - steady)
-    means = {path: float(affine.statistics(norm)[1].mean()) for path, norm in norms.items()}
-    return {path: affine.epsilon(norms[path]) + ratio * mean for path, mean in means.items()}
+def absolute_eps(norm: nn.Module, relative_eps: float) -> float:
+    """The BatchNorm's own eps, and a multiple of the mean of its channels' variances."""
+    return affine.epsilon(norm) + relative_eps * float(affine.statistics(norm)[1].mean())
 
 
 def fitting_target(step: Step) -> Step:

@@ -1,12 +1,13 @@
 """`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands, or stood.
 
-A norm that was folded back leaves its output in its place: mean = beta, deviation = |gamma|. One that was folded
-forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer computes what
-stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+A norm that was folded back leaves its output in its place: mean = beta, variance = gamma^2 var / (var + eps). One that
+was folded forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer
+computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         if same and not affine.is_frozen(module) and not affine.is_registered(module):
             builder.settle(path, Outcome("kept", "kept"))
         else:
-            builder.replace(path, "SiteNorm", **ghost)
+            builder.replace(path, "SiteNorm", **ghost, **_settings(anatomy, anatomy.original_path(path)))
             sentence = f"statistics over {ghost_batch or 'all'} samples"
             builder.settle(path, Outcome("statistics over some samples", sentence))
 
@@ -78,7 +79,7 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
     """
     builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
-    # what folds back into one plain convolution can scale its weight instead
+    # A norm that folds back into one plain convolution can scale its weight instead.
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
         module = anatomy.traced.linear(conv)
@@ -136,14 +137,20 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
             keep(builder, path, modules[path])
     if not living and not lost:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
-        raise RefusedError(
-            "no statistics are known",
-            "the network has no BatchNorm, and was not converted from one that had",
-            f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}' measures some, on images",
-        )
+        why = "the network has no BatchNorm, and was not converted from one that had"
+        measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
+        raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
     for path in lost:
-        _restore(builder, path, layer, args)
+        _restore(builder, path, layer, {**args, **_settings(anatomy, path)})
     return builder
+
+
+def _settings(anatomy: Anatomy, path: str) -> Body:
+    """What the record keeps of the settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
+    norms, names = anatomy.provenance.norms, ("eps", "momentum", "num_batches_tracked")
+    values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
+    values = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"settings": values} if values else {}
 
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
@@ -177,10 +184,12 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
     if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
         return mean, var.sqrt()
-    beta, gamma = anatomy.kept_moments(path)
+    beta, deviation = anatomy.kept_moments(path)
     assert beta is not None
-    assert gamma is not None
-    return beta, gamma
+    assert deviation is not None
+    if f"{path}.output_std" not in record.norms:
+        deviation = deviation * (var / (var + record.norms[f"{path}.eps"])).sqrt()
+    return beta, deviation
 
 
 def _rounded(values: Tensor) -> list[float]:

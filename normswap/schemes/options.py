@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from normswap.errors import OptionError, flag, spelled
 
@@ -25,8 +26,8 @@ class Range:
     high_open: bool = True
 
     def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.low_open else value >= self.low
-        return above and (value < self.high if self.high_open else value <= self.high)
+        is_bound = (value == self.low and not self.low_open) or (value == self.high and not self.high_open)
+        return self.low < value < self.high or is_bound
 
     def __str__(self) -> str:
         return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
@@ -63,14 +64,15 @@ class Option:
     @property
     def placeholder(self) -> str:
         """The metavar of its value in help texts."""
-        words = (*self.choices, *([self.metavar] if self.metavar else []))
-        return "|".join(words) or self.kind.__name__.upper()
+        return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
-    def check(self, value: object) -> None:
-        """See that this may be its value; else an OptionError."""
+    def check(self, value: Any) -> object:
+        """The value as a plan keeps it: 0, 0.0 and `0` are one number; an OptionError where it may not be that."""
         is_number = self.kind in (int, float, object)
-        if value in self.choices or (is_number and self._is_number(value)) or not (is_number or self.choices):
-            return
+        if value in self.choices or not (is_number or self.choices):
+            return value
+        if is_number and self._is_number(value):
+            return value if self.kind is int else float(value)
         allowed = [repr(choice) for choice in self.choices]
         if self.kind is int:
             allowed.append("a whole number" if self.range is None else f"a whole number >= {self.range.low:g}")
@@ -89,19 +91,20 @@ class Option:
         return math.isfinite(value) and (self.range is None or value in self.range)
 
 
-def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> None:
-    """See that a scheme has these options, and that they may have these values; else an OptionError."""
+def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> dict[str, object]:
+    """The values of all options, where the scheme has these, and they may have these values; else an OptionError."""
+    checked: dict[str, object] = {}
     by_name = {option.name: option for option in options}
     if unknown := set(values) - {*by_name, *EVERY}:
         why = f"its options are {_listed(by_name)}" if options else "it takes no options"
         raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", why)
     for option in options:
-        value = values.get(option.name, option.default)
-        option.check(value)
+        value = checked[option.name] = option.check(values.get(option.name, option.default))
         other = by_name.get(option.instead_of)
         if other and value != option.default and values.get(other.name, other.default) != other.default:
             both = f"{spelled(other.name)} and {spelled(option.name)}"
             raise OptionError(both, "each says the same in its own way", "Give one of them")
+    return checked
 
 
 def _listed(names: Iterable[str]) -> str:

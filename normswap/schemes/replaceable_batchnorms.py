@@ -83,6 +83,6 @@ def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
     if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
         raise RefusedError(
             lacking,
-            "its LayerNorms take statistics of each token, and without these too much is lost",
-            f"'{spelled('to', 'rmsnorm')}' is exact, where it can be had",
+            "its norms are LayerNorms: they take statistics of each token, and without those too much accuracy is lost",
+            f"Try '{spelled('to', 'rmsnorm')}', which is exact",
         )

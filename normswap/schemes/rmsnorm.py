@@ -74,4 +74,4 @@ def _replace(
 
 
 def _becomes_one(reason: str = "") -> Outcome:
-    return Outcome("RMSNorm", "becomes an RMSNorm", reason)
+    return Outcome("became RMSNorm", "becomes an RMSNorm", reason)

@@ -28,6 +28,7 @@ class FitTask:
         batches: calls of both networks, read as often as needed; None where the user gave no images.
         example: one call, for its form and the size of its images.
         after: after(step) is the source, which stays, after another step.
+        takes_part: whether the layer at a path of the result may be changed (`only`, `skip`).
         progress: called with the number of steps so far, and the total.
     """
 
@@ -37,6 +38,7 @@ class FitTask:
     batches: Iterable[Example] | None
     example: Example
     after: Callable[[Step], nn.Module]
+    takes_part: Callable[[str], bool]
     seed: int = 0
     progress: Progress | None = None
 
@@ -52,11 +54,11 @@ FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
 
 @dataclass(frozen=True)
 class Scheme:
-    """All that is to be known of a scheme.
+    """What a scheme is called, how it plans and fits, and what it needs.
 
     Args:
         plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
-        exact: whether the function is kept, if it depends on the options: said by them.
+        exact: whether the function is kept; a function of the options where it depends on them.
         fit: fit(task) sets values of the result from data, in place, where the function is not kept; it may return what
             the user should know. A batch is a call, `batch.call(task.source)`.
         needs_data: whether `fit` cannot do without images of the user's.
@@ -120,5 +122,5 @@ class Chosen:
 
     @property
     def measures(self) -> bool:
-        """Whether its data give what the function does not depend on."""
+        """Whether its images give statistics that leave the function as it is (`settle`)."""
         return self.scheme.settle is not None

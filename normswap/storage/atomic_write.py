@@ -41,11 +41,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a place beside `file`, then put it in place.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Let `write` fill a place beside `file`, then put it in place; an OutputError where it cannot be written."""
     with writing(file) as aside:
         write(aside)
     return file
@@ -77,11 +73,7 @@ def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
 
 
 def text(file: Path, content: str) -> Path:
-    """Write text in UTF-8, whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write text in UTF-8, whole or not at all; an OutputError where it cannot be written."""
     return whole(file, lambda aside: aside.write_text(content, encoding="utf-8"))
 
 
@@ -99,7 +91,9 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    return "" if value is None else str(value)
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
@@ -122,7 +116,6 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
 
 
 def _umask() -> int:
-    """Return the permissions that new files do without."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

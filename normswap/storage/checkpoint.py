@@ -162,11 +162,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind.
-
-    Raises:
-        SourceError: the repository cannot be read.
-    """
+    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind."""
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
         return None
@@ -182,22 +178,21 @@ def _from_hub(source: str) -> Path | None:
 
 
 def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
-    """Write the tensors with the record in their header, the source's norms, config and card."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}
+    versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
     header = {
         "version": VERSION,
         "source": record.source,
         "sha256": record.sha256,
-        "arch": asdict(record.arch) if record.arch else None,
+        "arch": record.arch and asdict(record.arch),
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
-        "report": None if report is None else report.to_dict(),
+        "report": report and report.to_dict(),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-        "versions": {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__,
-                     "python": platform.python_version()},
-    }  # fmt: skip
+        "versions": {**versions, "python": platform.python_version()},
+    }
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})

@@ -73,7 +73,6 @@ def _said(step: Step) -> str:
 
 
 def _measured(report: Report) -> str:
-    """A table of the proof, and what held-out images say of an approximate result."""
     claim = "keeps the function of its source" if report.exact else "changes the function of its source"
     lines = [
         f"Measured against the source on {report.inputs} (this conversion {claim}):\n",
@@ -84,16 +83,8 @@ def _measured(report: Report) -> str:
         size, same = "x".join(map(str, error.size)), "" if error.agreement is None else f"{error.agreement:.1%}"
         row = f"| {error.precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
         lines.append(row + f" {same} |" * report.exact)  # of an approximate result it would say nothing, on noise
-    held_out = report.kept
-    if held_out:
-        agreement = held_out.agreement
-        same = ""
-        if agreement is not None:
-            same = f"the source's answer on {agreement:.1%} of them (at least {held_out.least:.0%}), "
-        lines.append(
-            f"\nOn {held_out.count} of the calibration images, to which nothing was fitted: {same}"
-            f"relative L2 {held_out.relative_l2:.2g}. Other images may keep less."
-        )
+    if report.kept:
+        lines.append(f"\nMeasured on images that nothing was fitted to: {report.kept}. Other images may keep less.")
     elif not report.exact:
         why = f": {report.unmeasured}" if report.unmeasured else ""
         lines.append(f"\nHow much of the accuracy this keeps was not measured{why}.")

@@ -4,5 +4,5 @@ DO: `network` (the record that all work on), `applying`, `fitting`, `carrying_ou
 `conversion` (all steps), `recalibration`, `likeness`, `unfolding`. PROVE, which changes no network: `running`,
 `comparison`, `report`, `held_out`, `reverification`.
 
-Imports: `schemes` and what is above.
+Imports: `schemes` and what is below.
 """

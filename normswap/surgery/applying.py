@@ -55,6 +55,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         new = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             new.train(old.training)
+            # What does not learn does not learn afterwards either, under the same name.
+            for name, parameter in new.named_parameters(recurse=False):
+                parameter.requires_grad &= getattr(getattr(old, name, None), "requires_grad", True)
         memo[key] = new
     result = duplicate(model, memo)
     for path, value in attributes:
@@ -98,11 +101,7 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 
 def find(model: nn.Module, path: str, who: str) -> Held:
-    """The object at a dotted path: a module, a parameter, or (dropout rates) a plain number.
-
-    Raises:
-        PlanError: nothing does.
-    """
+    """The module, parameter or plain number (a dropout rate) at a dotted path; a PlanError where there is none."""
     value: object = model
     for name in path.split("."):
         if not hasattr(value, name):
@@ -133,11 +132,7 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the layer that the edit names, or of one that follows it, by name.
-
-    Raises:
-        PlanError: nobody knows it.
-    """
+    """The class of the layer that the edit names, or of one that follows it, by name; an unknown one is a PlanError."""
     layers, name = planned_layers(), name or edit.layer
     if name not in layers:
         raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")
@@ -145,16 +140,16 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Planned = replaced = gone.
-
-    Raises:
-        PlanError: a BatchNorm that the plan replaces lives on.
-    """
+    """Check that what was planned is gone; a PlanError where a BatchNorm that the plan replaces lives on."""
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    still = [path for path in gone if affine.is_batchnorm(source.get_submodule(path))
-             and affine.is_batchnorm(result.get_submodule(_now(path, depths)))]  # fmt: skip
+    still = [
+        path
+        for path in gone
+        if affine.is_batchnorm(source.get_submodule(path))
+        and affine.is_batchnorm(result.get_submodule(_now(path, depths)))
+    ]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
@@ -171,10 +166,9 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
-    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     try:
         with torch.no_grad():
-            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **args)
+            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **edit.arguments)
             following = [
                 layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
             ]

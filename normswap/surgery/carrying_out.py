@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from normswap import copying, provenance, schemes
+from normswap import provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
@@ -44,7 +44,7 @@ class Conversion:
         worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
         passed = "passed" if self.report.passed else "FAILED"
-        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'norms of its own'})"
+        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'unfolded'})"
 
     @property
     def model(self) -> nn.Module:
@@ -64,17 +64,15 @@ def carry_out(network: Network, step: Step) -> Conversion:
     Raises:
         OptionError: the scheme needs data and there are none.
         SourceError: the calibration data are unusable.
-        PlanError: the step does not fit the model.
+        PlanError: the step does not fit the model, or a norm that it replaces is still there.
+        RefusedError: a norm does not take what reaches it.
         VerificationError: the result is wrong.
     """
     scheme = schemes.of(step)
     images = fitting.images_for(scheme, network)
     result = applied(network, step)
-    if not scheme.exact:
-        _check_runs(result, network.examples[0].first(1), step.scheme)
     fitted = fitting.fit(scheme, network, result, step, images)
     report = prove(network, result, step, fitted)
-    applying.check_gone(network.module, result, step)
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
 
 
@@ -99,18 +97,17 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
     settle = schemes.of(step).scheme.settle
     if settle is None:
         return comparison.compare_double(network, lambda: applying.apply_step(network.module, step, double=True), parts)
-
-    def settled() -> nn.Module:
-        double = copying.to_double(result)
-        settle(network.module, double, step)
-        return double
-
-    return comparison.compare_double(network, settled)
+    double = network.after(result).doubled().module
+    settle(network.module, double, step)
+    return comparison.compare_double(network, lambda: double)
 
 
 def applied(network: Network, step: Step) -> nn.Module:
-    """The network after a step, which says so itself; no values are fitted yet."""
+    """The network after a step, recorded in its provenance and checked to run; no values are fitted yet."""
     result = applying.apply_step(network.module, step)
+    applying.check_gone(network.module, result, step)
+    if not schemes.exact(step):
+        _check_runs(result, network.examples[0].first(1), step.scheme)
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():
         if path in edited:
@@ -120,11 +117,7 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Check that the network runs on an example.
-
-    Raises:
-        RefusedError: a norm does not take what reaches it.
-    """
+    """Refuse a norm that does not take what reaches it on this example."""
     try:
         running.run(model, example)
     except (RuntimeError, ValueError) as error:

@@ -90,8 +90,9 @@ def compare(
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
-    boxes = not exact and precise is not None and precise.error.relative_l2 == float("inf")  # others, or more of them
-    logits: list[Error] = [] if precise is None or boxes else [precise.error]
+    # An approximate result may find another number of boxes, and has no distance in float64 then.
+    output_shape_changed = not exact and precise is not None and precise.error.relative_l2 == float("inf")
+    logits: list[Error] = [] if precise is None or output_shape_changed else [precise.error]
     sites: list[Error] = []
     vacuous: list[str] = []
     proved, own_change = True, 0.0
@@ -118,7 +119,7 @@ def compare(
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and own_change > _COARSE:
         vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
-    passed = proved and _passes(logits, tolerance if exact else None)
+    passed = proved and _passes(logits, tolerance, exact=exact)
     foreign = anatomy is None or _has_foreign_layers(anatomy)
     if passed and exact and foreign and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
         logits.append(larger)
@@ -143,7 +144,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
         raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
-    if _passes(report.logits, report.tolerance if report.exact else None):
+    if _passes(report.logits, report.tolerance, exact=report.exact):
         remedy = "Give inputs that it has an answer to: `inputs=`"
         raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
     if not report.exact:
@@ -171,7 +172,7 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
 def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
     """The error of the first image at ten times its scale, if that is finite and not allowed."""
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
-    larger = _floats(source.calls[0].first(1), lambda t: _LARGER * t)
+    larger = source.calls[0].first(1).map_floats(lambda t: _LARGER * t)
     try:
         outputs, _ = run(network, larger)
     except Exception:  # whatever the network raises
@@ -185,10 +186,10 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
     return error if error.relative_l2 > allowed else None
 
 
-def _passes(errors: Sequence[Error], allowed: dict[str, float] | None) -> bool:
+def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
     """Whether all errors are finite and, of a result that claims to be exact, at most what their precision allows."""
     finite = all(e.relative_l2 < float("inf") for e in errors)
-    return finite and (allowed is None or all(e.relative_l2 <= allowed[e.precision] for e in errors))
+    return finite and (not exact or all(e.relative_l2 <= allowed[e.precision] for e in errors))
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
@@ -212,25 +213,17 @@ def _allowance(
     """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
     if _is_half(error.precision):
         return _rounding(source, example, outputs, error) if exact else 0.0
-    bounded = precise is not None or error.precision == "float64"
-    return _stray(source.module, example, outputs, error, error.precision) if bounded else 0.0
-
-
-def _stray(source: nn.Module, example: Example, outputs: Outputs, error: Error, precision: str) -> float:
-    """By how much the source strays when its input changes in the last digit; asked only where that matters."""
-    if error.relative_l2 <= (FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE):
+    is_double = error.precision == "float64"
+    # Where the error is within the tolerance anyway, the source need not run once more.
+    if error.relative_l2 <= (FLOAT64_TOLERANCE if is_double else FLOAT32_TOLERANCE) or not (is_double or precise):
         return 0.0
-    return _apart(precision, example.images, outputs, run(source, _in_the_last_digit(example))[0])
-
-
-def _floats(example: Example, change: Callable[[Tensor], Tensor]) -> Example:
-    """The example with its floating-point tensors changed."""
-    return example.map(lambda t: change(t) if t.is_floating_point() else t)
+    again, _ = run(source.module, _in_the_last_digit(example))
+    return _apart(error.precision, example.images, outputs, again)
 
 
 def _in_the_last_digit(example: Example) -> Example:
     """The example with every number changed in its last digit."""
-    return _floats(example, lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
+    return example.map_floats(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
 
 
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
@@ -250,7 +243,7 @@ def _rounding(source: Network, example: Example, outputs: Outputs, error: Error)
         signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
         return t * (1 + torch.finfo(t.dtype).eps * signs)
 
-    again = [_apart(precision, x, wide, run(source.module, _floats(example, moved))[0]) for _ in range(_MOVED)]
+    again = [_apart(precision, x, wide, run(source.module, example.map_floats(moved))[0]) for _ in range(_MOVED)]
     few = sum(value.numel() for value in outputs.values()) < _FEW
     return max(off, max(again) if few else math.sqrt(sum(value * value for value in again) / _MOVED))
 
@@ -267,7 +260,9 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
 
 
 def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:
-    wide = FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.stray))
+    wide = (
+        FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.own_change))
+    )
     if precision == "float64":
         return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * own_change))}
     half = _is_half(precision)
@@ -281,7 +276,7 @@ class Precise:
 
     error: Error
     reference: Outputs
-    stray: float = 0.0
+    own_change: float = 0.0
 
 
 def compare_double(
@@ -365,7 +360,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     a, b = _numbers(a), _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
-        # What may not be chosen is -inf by intent, in both.
+        # Classes that are masked out are -inf on purpose, in both outputs.
         a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
@@ -373,7 +368,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     if not (math.isfinite(top) and math.isfinite(other_top)):
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
     if not norm:
-        return Error(site, precision, size, other, other, 1.0 if not other else 0.0, agreement)
+        return Error(site, precision, size, other, other, float(not other), agreement)
     cosine = product / max(norm * other, 1e-300)
     return Error(site, precision, size, error / norm, most / top, cosine, agreement)
 
@@ -395,16 +390,19 @@ def _unproved(outputs: Outputs) -> str:
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
     why = _unproved(outputs)
-    unseen = [why] if why else []
+    unseen = list(filter(None, [why]))
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
         if not moves > _HARDLY:
-            unseen.append(f"the input moves the output by {float(moves):.0e} of its size only")
+            unseen.append(
+                f"the input moves the output by {float(moves):.0e} of its size only, so this check says little"
+            )
     for block in blocks:
         if block.tail in inside and block.path in inside:
             share = inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30)
             if not share > _HARDLY:
-                unseen.append(f"{block.path}: the branch is {float(share):.0e} of the block's output")
+                size = f"the residual branch is {float(share):.0e} of the block's output"
+                unseen.append(f"{block.path}: {size}, so this check says nothing about it")
     return unseen

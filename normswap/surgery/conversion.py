@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
-from normswap import copying, schemes
+from normswap import schemes
 from normswap.errors import OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
@@ -46,8 +46,8 @@ class ConvertOptions(TypedDict, total=False):
     init: Literal["keep", "fixup"]
     like: str | nn.Module
     mean: Literal["fit", "keep"]
+    relative_eps: float
     rule: Literal["balduzzi", "szegedy", "hanin", "arpit", "rescale"]
-    steady: float
     stem: Literal["fit", "keep"]
     where: Literal["norms", "activation", "conv"]
 
@@ -90,8 +90,9 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
         listed = [f"{path or 'the network itself'}: {why}" for path, why in list(builder.refusals.items())[:3]]
-        more = f"; and {len(builder.refusals) - 3} more" if len(builder.refusals) > 3 else ""
-        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed) + more)
+        if len(builder.refusals) > len(listed):
+            listed.append(f"and {len(builder.refusals) - len(listed)} more")
+        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed))
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
     return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
@@ -199,7 +200,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    # What asks for BatchNorms takes those that there are, and leaves other norms as they are.
+    # A target that needs BatchNorms uses those in the network, and leaves other norms as they are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
     before = ["estimate"] if averaged else []
@@ -269,9 +270,11 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
         raise OptionError(f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options")
-    # A stream that was centred for an RMSNorm has the mean that rounding its weights left: no matter for float64.
+    # Rounding the weights of a stream that was centred for an RMSNorm leaves a small mean, which float64 would see.
     rounded = any(edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits)
-    precise = None if rounded else comparison.compare_double(network, lambda: _unfolded_in_double(network))
+    precise = None
+    if not rounded:
+        precise = comparison.compare_double(network, lambda: unfolding.unfold(network.doubled()).module)
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
     if not report.passed:
@@ -280,7 +283,3 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         raise VerificationError("cannot unfold", why, remedy)
     norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))
-
-
-def _unfolded_in_double(network: Network) -> nn.Module:
-    return unfolding.unfold(network.after(copying.to_double(network.module))).module

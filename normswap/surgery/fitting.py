@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
+from normswap.graph import selection
 from normswap.models.calling import Example
 from normswap.plan import Step
 from normswap.schemes import Chosen
@@ -47,8 +48,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 def _exact_options(chosen: Chosen) -> list[str]:
     """The options with which the scheme keeps the function."""
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
-    return [spelled(name, word) for name, word in exact]
+    return [spelled(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,10 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert chosen.scheme.fit is not None
     after = functools.partial(applying.apply_step, network.module)
-    task = FitTask(network.module, result, step, batches, network.examples[0], after, network.seed, network.progress)
+    part = selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part
+    task = FitTask(
+        network.module, result, step, batches, network.examples[0], after, part, network.seed, network.progress
+    )
     notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)

@@ -19,11 +19,11 @@ TOO_FEW = "too few calibration images to hold out every fourth and measure on it
 
 
 class HeldOutSplit:
-    """Calls without every fourth image, which goes to `held`: for fitting, as often as they are read.
+    """The calls to fit to, which can be read again and again: every fourth image is in `held` and not in them.
 
-    Where a call cannot be parted, every fourth call goes there. Calls are as large as suits the device of the network
-    (`checked_batches.parts`). A copy of an image that is fitted to tells nothing of others: once all are read, `held`
-    has none, and `copies` is their number.
+    Of calls that cannot be split, every fourth one is held out. Calls have a size that suits the network's device
+    (`checked_batches.parts`). A held-out image that is also among the fitted ones says nothing about others: once all
+    calls are read, such copies are no longer in `held`, and `copies` is their number.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
@@ -34,13 +34,15 @@ class HeldOutSplit:
     def __iter__(self) -> Iterator[Example]:
         self.held, room = [], MOST
         fitted_to: set[bytes] = set()
+        position = 0
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
                 yield batch  # whoever reads it says what is wrong
                 continue
-            out = torch.arange(batch.count) % EVERY == EVERY - 1
-            held_out, fitted = batch.take(out), batch.take(~out)
-            if batch.count < EVERY or held_out is None:
+            out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
+            position += batch.count
+            held_out, fitted = (batch.take(rows) if bool(rows.any()) else None for rows in (out, ~out))
+            if held_out is None and fitted is None:
                 held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held_out is not None and room > 0:
                 first = held_out.first(room)
@@ -81,17 +83,20 @@ def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, s
     Raises:
         VerificationError: one of them does not run.
     """
-    errors, counts = [], []
+    errors, counts, sizes = [], [], []
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None  # there is no other size
         (before, _), (after, _) = pair
         errors.append(comparison.worst("", example.images, before, after, exact=False))
         counts.append(example.count)
+        floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
+        sizes.append(sum(float(value.square().sum()) for value in floats) or example.count)
     total = sum(counts)
     if not total:
         return None
-    relative_l2 = (sum(n * error.relative_l2**2 for n, error in zip(counts, errors, strict=True)) / total) ** 0.5
+    off = sum(size * error.relative_l2**2 for size, error in zip(sizes, errors, strict=True))
+    relative_l2 = (off / sum(sizes)) ** 0.5
     shares = [error.agreement for error in errors if scores and error.agreement is not None]
     if len(shares) < len(errors):
         return Kept(None, relative_l2, total)

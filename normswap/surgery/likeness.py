@@ -64,7 +64,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         if not bool(torch.isfinite(norms[path].running_var).all()):
             raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
     _undo_statistics(module, shifts)
-    precise = comparison.compare_double(network, lambda: _undo_statistics(copying.to_double(module), shifts))
+    precise = comparison.compare_double(network, lambda: _undo_statistics(skeleton.doubled().module, shifts))
     report = comparison.compare(network, module, precise=precise)
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
@@ -85,7 +85,6 @@ def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _built(network: Network, like: str) -> nn.Module:
-    """The architecture, with the input channels of the network and as many classes."""
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
@@ -103,11 +102,7 @@ def _classes(anatomy: Anatomy) -> int:
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
     """Copy the tensors by name, and let every norm's statistics be 0 and 1.
 
-    Returns:
-        By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
-
-    Raises:
-        RefusedError: a tensor has no counterpart, or a norm cannot be the identity.
+    By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
     """
     traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
     shifts: dict[str, Tensor] = {}

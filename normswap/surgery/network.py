@@ -37,11 +37,7 @@ class HasModel(Protocol):
 
 
 def module_of(model: nn.Module | HasModel) -> nn.Module:
-    """The module itself, or the one that a result holds.
-
-    Raises:
-        SourceError: it is neither.
-    """
+    """The module itself, or the one that a result holds; a SourceError where it is neither."""
     return network_input.require_module(model if isinstance(model, nn.Module) else getattr(model, "model", model))
 
 
@@ -106,7 +102,6 @@ class Network:
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
-        """This record, with what is known of the same network already."""
         looked_up = ("anatomy", "calls", "examples")
         self.__dict__.update({name: value for name, value in other.__dict__.items() if name in looked_up})
         return self
@@ -117,6 +112,10 @@ class Network:
         if self.inputs is None or after.dtype == self.dtype:
             return after
         return replace(after, inputs=[call.like(module) for call in self.calls])
+
+    def doubled(self) -> Network:
+        """The network with a copy of its module, in float64."""
+        return self.after(copying.to_double(self.module))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,10 +208,8 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        make_images = partial(
-            synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress
-        )
-        return SyntheticImages(make_images)
+        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(make)
 
     @property
     def described(self) -> str:

@@ -33,6 +33,13 @@ class Kept:
         middle, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
         return float((middle - spread) / (1 + z * z / n))
 
+    def __str__(self) -> str:
+        images, distance = f"{self.count} held-out images", f"relative L2 {self.relative_l2:.1e}"
+        if self.agreement is None or self.least is None:
+            return f"{distance} on {images}"
+        sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
+        return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}), {distance}"
+
 
 @dataclass(frozen=True)
 class Error:

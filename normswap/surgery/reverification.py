@@ -20,11 +20,7 @@ from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """The source that a converted network was made from.
-
-    Raises:
-        SourceError: it cannot be had again.
-    """
+    """The source that a converted network was made from; a SourceError where it cannot be had again."""
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record is None or not record.source:
@@ -85,11 +81,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
     figures = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
     if figures is None:
         raise SourceError("no images to compare on")
-    return {
-        "agreement": figures.agreement,
-        "relative_l2": figures.relative_l2,
-        "count": figures.count,
-    }
+    return {"agreement": figures.agreement, "relative_l2": figures.relative_l2, "count": figures.count}
 
 
 def labels_are_missing(loader: Loader) -> bool:

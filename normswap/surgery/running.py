@@ -115,14 +115,14 @@ def by_parts(
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             double_tensor = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
-            _hold(module, name, tensor.data.double() if double_tensor is None else double_tensor)
+            _put(module, name, tensor.data.double() if double_tensor is None else double_tensor)
 
     @_unseen
     def back(module: nn.Module, *_: object) -> None:
         for name, tensor in lent.pop(module).items():
-            _hold(module, name, tensor)
+            _put(module, name, tensor)
 
-    owners = [module for module in dict.fromkeys(tree(model).values()) if module._parameters or module._buffers]
+    owners = [module for module in nn.Module.modules(model) if module._parameters or module._buffers]
     handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
     handles += [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
     try:
@@ -136,7 +136,7 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` without anybody who looks at torch's functions, which may take longer than it does."""
+    """`work` with torch's function modes off: a recorder that watches every call costs more than the call."""
 
     def alone(*args: object) -> None:
         with torch._C.DisableTorchFunction():
@@ -159,7 +159,7 @@ def widely(work: Callable[[], Outputs]) -> Outputs:
 
 def double(example: Example) -> Example:
     """The example in float64."""
-    return example.map(lambda t: t.double() if t.is_floating_point() else t)
+    return example.map_floats(Tensor.double)
 
 
 def noise(
@@ -197,7 +197,7 @@ def noise(
     return examples
 
 
-def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     parameter = module._parameters.get(name)
     if parameter is not None:
         parameter.data = tensor

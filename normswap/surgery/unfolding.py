@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.copying import dotted
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.layers import affine, reparametrized
@@ -38,13 +39,12 @@ def unfold(network: Network) -> Network:
     """
     record = network.provenance
     if not record.plan.steps:
-        raise RefusedError("nothing to unfold", "the network carries no original norms", "Convert it with normswap")
+        remedy = "`unfold` is for what `normswap convert` wrote"
+        raise RefusedError("nothing to unfold", "the network was not converted: its norms are its own", remedy)
     if record.merged_paths:
-        raise RefusedError(
-            "cannot unfold",
-            "branches were merged into one convolution, which does not say what each of them was",
-            f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`",
-        )
+        why = "branches were merged into one convolution, which does not say what each of them was"
+        remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
+        raise RefusedError("cannot unfold", why, remedy)
     source = _skeleton(network)
     canonical = _canonical(network)
     state, tensors = source.module.state_dict(), _tensors(canonical)
@@ -63,15 +63,12 @@ def unfold(network: Network) -> Network:
 
 
 def _skeleton(network: Network) -> Network:
-    """The bare architecture, which knows what images its source took.
-
-    Raises:
-        RefusedError: nobody knows how to build it.
-    """
+    """The bare architecture, called as the network is; a RefusedError where nobody knows how to build it."""
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    return bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
+    module = zoo.create(arch).to(next(network.module.parameters()))
+    return bare(network, module, arch)
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
@@ -90,11 +87,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars.
-
-    Raises:
-        RefusedError: another kind of norm sits where the source had a BatchNorm, or a scalar cannot be folded.
-    """
+    """The network without scalars."""
     builder, anatomy = fold_norms(network.anatomy), network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
@@ -130,7 +123,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for path, module in _by_old_path(model).items():
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        tensors.update({f"{path}.{name}" if path else name: tensor for name, tensor in own.items()})
+        tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
     return tensors
 
 
@@ -157,9 +150,8 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
     """Set the tensors at the path of `edit`, in the source, so that the edit would give `now`."""
-    args = {**edit.args, **({"takes": edit.takes} if edit.takes else {})}
     reads = tuple(modules[path] for path in edit.reads)
     try:
-        applying.layer_of(edit).invert(modules[edit.path], now, reads, **args)
+        applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)
     except RefusedError as why:
         raise RefusedError(f"cannot unfold {edit.path}", why.why) from None

@@ -117,9 +117,12 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
-        cpu=cpu, mixed_precision=recipe.train.precision, gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=trackers or None, project_dir=str(out / "trackers"),
-    )  # fmt: skip
+        cpu=cpu,
+        mixed_precision=recipe.train.precision,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        log_with=trackers or None,
+        project_dir=str(out / "trackers"),
+    )
 
 
 def trackers(asked: str) -> list[str]:

@@ -147,10 +147,8 @@ def finetune(
     finally:
         torch.set_rng_state(before)
     at = run.at
-    return Result(
-        folder.best, folder.last, run.network(task.raw).eval(), tuple(at.rows), at.best_epoch, at.update, finished,
-        tuple(notes),
-    )  # fmt: skip
+    network, rows = run.network(task.raw).eval(), tuple(at.rows)
+    return Result(folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes))
 
 
 class TrainingRun:
@@ -217,7 +215,6 @@ class TrainingRun:
         return at.update == task.updates
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Take one step of the optimizer, on a whole batch over all micro-batches and processes."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
         task.scheduler.step_update(update)
@@ -258,11 +255,9 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
-        """The updates of the epoch so far."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
-        """Validate, write a row, the network and, if it is the best so far, the best one."""
         at, task, network = self.at, self.task, self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
         averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None

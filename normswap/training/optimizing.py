@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap import provenance, schemes
-from normswap.analysis.weight_decay import param_groups
+from normswap.analysis.weight_decay import Policy, param_groups
 from normswap.errors import OptionError, SourceError, first_line, quiet
 from normswap.models import zoo
 from normswap.models.network_input import scores
+from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Distill, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
@@ -40,7 +41,10 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
     """
-    policy = _paper(model) if optim.decay == "auto" else optim.decay
+    policy: Policy = optim.decay
+    if policy == "auto":
+        steps = (provenance.of(model) or Provenance()).plan.steps
+        policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
     rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
     try:
@@ -49,11 +53,6 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     except Exception as error:  # timm raises what it likes
         with_args = f" with optim.args {optim.args}" if optim.args else ""
         raise OptionError(f"optim.name {optim.name!r}{with_args} cannot be used", first_line(error)) from None
-
-
-def _paper(model: nn.Module) -> str:
-    record = provenance.of(model)
-    return schemes.get(record.plan.steps[-1].scheme).decay if record and record.plan.steps else "kim2022"
 
 
 def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int) -> Scheduler:
@@ -101,7 +100,7 @@ def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: C
 def adaptive_clip_(model: nn.Module, parameters: Iterable[nn.Parameter], share: float) -> None:
     """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
 
-    Brock et al. 2021, arXiv:2102.06171, section 4. It gives what timm's `adaptive_clip_grad` gives, with a third of
+    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a third of
     the kernels; and the outputs of a transposed convolution are found in the second dimension of its weight.
     """
     transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}

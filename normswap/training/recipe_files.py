@@ -24,9 +24,13 @@ _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
 # A recipe in which no group of keys is missing, for their names.
 _EVERY_GROUP = Recipe(
-    summary="", model=RecipeNetwork(name=""), convert=Convert(to=""), optim=Optim(clip=Clip()), train=Train(ema=Ema()),
+    summary="",
+    model=RecipeNetwork(name=""),
+    convert=Convert(to=""),
+    optim=Optim(clip=Clip()),
+    train=Train(ema=Ema()),
     distill=Distill(),
-)  # fmt: skip
+)
 
 
 def names() -> list[str]:
@@ -48,7 +52,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     models = [word for word in words if not _OVERRIDE.match(word)]
     if len(models) > 1:
         raise RecipeError(f"{models[1]!r} is neither the MODEL (that is {models[0]}) nor KEY=VALUE")
-    return (models[0] if models else None), overrides
+    return next(iter(models), None), overrides
 
 
 def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -98,9 +98,14 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
         images = None
         if how.calibrate:
             images = datasets.make_loader(
-                model, places(recipe.data)[0], split="train", samples=how.samples, seed=recipe.train.seed, workers=0,
+                model,
+                places(recipe.data)[0],
+                split="train",
+                samples=how.samples,
+                seed=recipe.train.seed,
+                workers=0,
                 labelled=False,
-            )  # fmt: skip
+            )
         result = conversion.convert(network, how.to, calibrate=images, **how.options)
         for note in result.notes:
             say(note)

@@ -74,7 +74,7 @@ class Line:
     @property
     def mark(self) -> str:
         """`best`, `good`, or nothing."""
-        return "best" if self.best else "good" * self.good
+        return "best" * self.best or "good" * self.good
 
 
 def count_best(seeds: int, best: int | None = None) -> int:
@@ -98,7 +98,6 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
-    """List the complete lines with the highest mean: several where they are level."""
     means = [line.mean for line in rates if line.full and line.mean is not None]
     return [line for line in rates if line.full and line.mean == max(means)]
 
@@ -146,9 +145,14 @@ def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: s
     axes.plot([lr for lr, _ in ended], [top1 for _, top1 in ended], "o", color="0.6", markersize=4.5, label="a run")
     measured = [(line.lr, line.mean, line.std or 0.0) for line in rates if line.mean is not None]
     axes.errorbar(
-        [lr for lr, _, _ in measured], [mean for _, mean, _ in measured], [std for _, _, std in measured],
-        color=plots.COLOURS[0], marker="s", capsize=4, label="mean and std of the best",
-    )  # fmt: skip
+        [lr for lr, _, _ in measured],
+        [mean for _, mean, _ in measured],
+        [std for _, _, std in measured],
+        color=plots.COLOURS[0],
+        marker="s",
+        capsize=4,
+        label="mean and std of the best",
+    )
     for line in rates:
         if line.best:
             label = f"best: lr {line.lr:g}"
@@ -346,7 +350,6 @@ class Sweep:
 
 
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
-    """Return what a trial runs, or is about to run."""
     queued = trial.system_attrs.get("fixed_params", {})
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
 

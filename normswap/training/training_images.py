@@ -149,11 +149,13 @@ class TrainingImages:
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
-        images = open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
+        augmenting = transform(model, data.augment)
+        images = open_images(model, self.place, "train", augmenting, labelled=labelled)
         if not isinstance(images, LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
+        rows = drawn_rows(len(images), data.samples, seed)
         self.digest, self.notes = _digest(images), images.notes
-        self.images = Seeded(images, drawn_rows(len(images), data.samples, seed), seed)
+        self.images = Seeded(images, rows, seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
@@ -162,9 +164,14 @@ class TrainingImages:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
-            self.images, batch_sampler=order, num_workers=self.data.workers, collate_fn=collate, pin_memory=pin,
-            generator=torch.Generator().manual_seed(0), worker_init_fn=ignore_sigterm,
-        )  # fmt: skip
+            self.images,
+            batch_sampler=order,
+            num_workers=self.data.workers,
+            collate_fn=collate,
+            pin_memory=pin,
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=ignore_sigterm,
+        )
         return iter(Loader(loader, self.place, None))
 
 
@@ -247,10 +254,18 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
     interpolation = model.get("interpolation", "bilinear")
     make: Any = transforms_imagenet_train  # whose annotations say that it takes no None, and it does
     primary, secondary, last = make(
-        img_size=size, scale=augment.scale, hflip=augment.hflip, color_jitter=augment.color_jitter or None,
-        auto_augment=augment.auto_augment, re_prob=augment.erase, re_mode="pixel", separate=True,
-        mean=model["mean"], std=model["std"], interpolation=interpolation,
-    )  # fmt: skip
+        img_size=size,
+        scale=augment.scale,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter or None,
+        auto_augment=augment.auto_augment,
+        re_prob=augment.erase,
+        re_mode="pixel",
+        separate=True,
+        mean=model["mean"],
+        std=model["std"],
+        interpolation=interpolation,
+    )
     if augment.scale is None:
         whole: list[Callable[[Image.Image], Image.Image]] = [transforms.Resize(size, InterpolationMode(interpolation))]
         if augment.padding:

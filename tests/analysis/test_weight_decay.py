@@ -114,6 +114,7 @@ def test_the_other_policies() -> None:
     model = skeleton("resnet18")
     assert all(one.decay for one in roles(model, "all"))
     assert {one.role for one in roles(model, "weights-only") if one.decay} == {"weight"}
+    assert {one.role for one in roles(model, ["weight", "gamma_last"]) if one.decay} == {"weight", "gamma_last"}
 
 
 NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
@@ -148,8 +149,8 @@ CONVERTED = [
     # every convolution is standardized, with a gain and the mean of its filters; the classifier is not
     ("resnet18", "nf", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8}),
     ("resnet18", "centered-weightnorm", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20}),
-    ("resnet18", "groupnorm", {"steady": 0}, TABLE["resnet18"]),
-    ("resnet18", "layernorm", {"steady": 0}, TABLE["resnet18"]),
+    ("resnet18", "groupnorm", {"relative_eps": 0}, TABLE["resnet18"]),
+    ("resnet18", "layernorm", {"relative_eps": 0}, TABLE["resnet18"]),
     ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
     # an alpha in every place; the convolutions before absorb means
     ("resnet18", "dyt", {}, TABLE["resnet18"] | {"bias": 21, "tanh_alpha": 20}),
@@ -276,6 +277,7 @@ def test_shared_and_parametrized_weights() -> None:
     ("arguments", "said"),
     [
         ({"policy": "kim"}, "kim2022"),
+        ({"policy": ["weight", "gamma"]}, "gamma_last"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"weight_decay": float("nan")}, "weight_decay"),
         ({"layer_decay": 0.0}, "layer_decay"),

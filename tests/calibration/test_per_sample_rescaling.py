@@ -1,4 +1,4 @@
-"""Norms with statistics per sample made steady: by eps, and by signs and factors; the cost, the descent, going back."""
+"""Norms with statistics per sample and a large eps: signs, factors of channels; the cost, the descent, going back."""
 
 from __future__ import annotations
 
@@ -179,10 +179,25 @@ def test_back_from_the_rescaling_the_network_is_what_it_was(groups: int) -> None
         wanted = model(x)
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     before = copy.deepcopy(result.state_dict())
-    per_sample_rescaling.choose_rescaling(pattern, result, step, Example((x,)))
+    per_sample_rescaling.choose_rescaling(pattern, result, step, Example((x,)), ())
     with torch.inference_mode():
         assert float((pattern(x) - wanted).norm() / wanted.norm()) < 1e-12
     assert any(not torch.equal(value, before[name]) for name, value in result.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["depthwise", "dense"])
+def test_chosen_on_photographs_too_it_keeps_more_of_others(kind: str, pictures: Tensor) -> None:
+    """With few channels to a group, than chosen on leaves alone; nothing is fitted."""
+    model = zoo_networks.trained(kind)
+    known, others = pictures[:50], pictures[50:]
+    step, _ = conversion.plan_step(inspect(model, known[:2]), "groupnorm", group_size=4)
+    errors = []
+    for batches in ((), [Example((known,))]):
+        target, result = (applying.apply_step(model, each) for each in (groupnorm.fitting_target(step), step))
+        per_sample_rescaling.choose_rescaling(target, result, step, Example((known[:2],)), batches)
+        assert distance(run(model, others), run(target, others)) < 1e-5
+        errors.append(distance(run(model, others), run(result, others)))
+    assert errors[1] < errors[0]
 
 
 def test_a_group_of_dead_channels_stays_dead() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from lived import batchnorms, distance, lived_in, run
 from narrow_networks import source as lived
-from small import small
 from torch import Tensor, nn
 
 import normswap
 from normswap import demo_files, provenance
-from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, RefusedError, SourceError, VerificationError
 from normswap.surgery.recalibration import recalibrate
 
@@ -77,14 +74,6 @@ def test_float32_and_modes() -> None:
     state = done.model.state_dict()
     assert all(distance(tensor, state[name].double()) < 1e-5 for name, tensor in expected.items())
     assert all(torch.equal(before[name], state[name]) for name in before if "num_batches" in name)
-
-
-def test_ghost_batches_are_batches() -> None:
-    model = normswap.convert(network(), "batchnorm", ghost_batch=4, input_size=SIZE).model
-    result = recalibrate(model, shifted(batch=8), input_size=SIZE).model
-    fine = recalibrate(model, shifted(batch=4), input_size=SIZE).model
-    running = [name for name in result.state_dict() if "running" in name]
-    assert all(distance(result.state_dict()[name], fine.state_dict()[name]) < 1e-12 for name in running)
 
 
 def test_a_smaller_last_batch_is_left_out() -> None:
@@ -171,28 +160,3 @@ def test_one_value_per_channel_is_too_few() -> None:
     alone = normswap.convert(flat, "batchnorm", ghost_batch=1, input_size=SIZE).model
     with pytest.raises(SourceError, match="1 sees one value per channel"):
         recalibrate(alone, shifted(dtype=torch.float32), input_size=SIZE)
-
-
-@pytest.mark.parametrize("word", ["recalibrate", "estimate", "_estimate"])
-def test_it_is_no_target(word: str) -> None:
-    with pytest.raises(OptionError, match="unknown scheme"):
-        normswap.convert(small(), word)
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = ["recalibrate", str(demo_files.FOLDER), "--data", IMAGES, "--samples", "64", "--batch-size", "20",
-               "--workers", "0"]  # fmt: skip
-    assert main([*command, "--json"]) == 0
-    body = json.loads(capfd.readouterr().out)
-    assert body["output"] == "demo_data-recalibrated"
-    assert body["notes"] == ["22 norms, 60 images in 3 batches; 4 images in batches of another size are left out"]
-    assert main(["verify", "demo_data-recalibrated"]) == 0
-    assert main([*command]) == 2
-    assert "exists" in capfd.readouterr().err
-    assert main([*command, "--force"]) == 0
-    assert "22 norms" in capfd.readouterr().out
-    assert main(["convert", str(demo_files.FOLDER), "--to", "folded", "-o", "f"]) == 0
-    assert main(["recalibrate", "f", "--data", IMAGES, "-o", "no"]) == 2
-    assert "no BatchNorm" in capfd.readouterr().err
-    assert not (tmp_path / "no").exists()

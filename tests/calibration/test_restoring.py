@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import MODEL, Capture, run_json
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import update_bn
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 import normswap
 from normswap import provenance
 from normswap.errors import RefusedError
-from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
 
@@ -141,15 +139,6 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
 
 
-def test_a_folded_network_goes_by_its_source_with_norms() -> None:
-    source = open_model(MODEL)
-    torch.manual_seed(0)
-    batches = [*torch.randn(32, *source.pretrained_cfg["input_size"]).split(16)]
-    sparse = pruned(normswap.convert(source, "folded").model)
-    done = recalibrate(sparse, batches, against=source)
-    assert distance(source, done.model, batches) < 0.5 * distance(source, sparse, batches)
-
-
 @torch.no_grad()
 def distance(one: nn.Module, two: nn.Module, batches: list[Tensor]) -> float:
     x = torch.cat(batches)
@@ -254,13 +243,3 @@ def test_what_is_hooked_in_is_not_overlooked() -> None:
     source = network()
     with pytest.raises(RefusedError, match="something else than its modules"):
         recalibrate(Hooked(*copy.deepcopy(source)), images(), against=source, input_size=(3, 9, 9))
-
-
-def test_the_command(capfd: Capture, tmp_path: Any) -> None:
-    folded = normswap.convert(open_model(MODEL), "folded")
-    normswap.save(folded, tmp_path / "folded")
-    normswap.save(pruned(folded.model), tmp_path / "sparse")
-    options = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
-    body = run_json(capfd, "recalibrate", str(tmp_path / "sparse"), "--against", str(tmp_path / "folded"), *options)
-    assert "32 images" in body["notes"][0]
-    assert normswap.load(tmp_path / "out") is not None

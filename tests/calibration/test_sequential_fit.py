@@ -21,7 +21,7 @@ from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
 from normswap.layers.per_sample import leveled
-from normswap.schemes.groupnorm import steady_eps
+from normswap.schemes.groupnorm import absolute_eps
 from normswap.surgery import applying, conversion
 
 CHANNELS = 4
@@ -192,20 +192,20 @@ def test_the_ridge_is_the_one_that_errs_least_on_the_other_half_biases_and_all()
     assert differs > 5
 
 
-@pytest.mark.parametrize("steady", [0.2, 0.5, 0.75])
-def test_the_share_of_eps_is_what_was_asked_for_in_every_group(steady: float) -> None:
+@pytest.mark.parametrize(("relative_eps", "share"), [(0.25, 0.2), (1, 0.5), (3, 0.75), (9, 0.9)])
+def test_the_share_of_eps_is_what_was_asked_for_in_every_group(relative_eps: float, share: float) -> None:
     """Counted on samples: the variance over a group, and how much of what it is divided by eps is."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(8).double().eval()
     norm.running_mean.normal_()  # type: ignore[union-attr]
     norm.running_var.uniform_(0.5, 4)  # type: ignore[union-attr]
     norm.running_var[4:] *= 100  # type: ignore[index]
-    eps = steady_eps({"norm": norm}, steady)["norm"]
+    eps = absolute_eps(norm, relative_eps)
     scale, offset = leveled(norm, 2)
     spread = torch.randn(20_000, 8, dtype=torch.float64) * norm.running_var.sqrt()  # type: ignore[union-attr]
     values = scale * (spread + norm.running_mean) + offset
     for group in (slice(0, 4), slice(4, 8)):
-        assert float(eps / (eps + values[:, group].var())) == pytest.approx(steady, abs=0.01)
+        assert float(eps / (eps + values[:, group].var())) == pytest.approx(share, abs=0.01)
         assert float(values[:, group].mean(0).abs().max()) < 0.05 * float(values[:, group].std())
 
 
@@ -227,7 +227,7 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("groupnorm", {"steady": 0}), ("groupnorm", {"only": ["layer2*"]}), ("dyt", {"skip": ["layer1*"]}),
+    [("groupnorm", {"relative_eps": 0}), ("groupnorm", {"only": ["layer2*"]}), ("dyt", {"skip": ["layer1*"]}),
      ("nf", {"only": ["layer3*"]})],
 )  # fmt: skip
 def test_a_fit_adds_no_tensor_that_the_plan_does_not_know(to: str, options: dict[str, Any]) -> None:

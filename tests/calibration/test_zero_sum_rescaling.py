@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap.calibration import zero_sum_rescaling
 from normswap.calibration.zero_sum_rescaling import Loss
-from normswap.folding.channel_factors import HELD
+from normswap.folding.channel_factors import FIXED
 from normswap.layers.standardized import computed
 from normswap.surgery import conversion
 
@@ -59,7 +59,7 @@ def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: in
     for part in x.split(10):
         seen.look(conv, (part,), conv(part))
     logs = torch.randn(3) / 2
-    logs[HELD] = 0
+    logs[FIXED] = 0
     reads = torch.tensor([0, 1, 2, 2, 1, 0])
     found = float(seen.loss(conv, reads)(logs))
 
@@ -89,9 +89,9 @@ def test_the_channel_that_tells_nothing_carries_the_sum() -> None:
     spread = torch.diag(torch.tensor([1.0, 1.0, 1e-4, 1.0]))
     sums = torch.full((4, 4), 3.0)
     found = zero_sum_rescaling.factors(
-        [Loss(torch.tensor([1, 2, 3, HELD]), sums[None], spread.inverse()[None], 1.0)], 5
+        [Loss(torch.tensor([1, 2, 3, FIXED]), sums[None], spread.inverse()[None], 1.0)], 5
     )
-    assert float(found[HELD]) == 1
+    assert float(found[FIXED]) == 1
     assert float(found[3]) < 0.8 * float(found[1])
     assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
     assert float(found[4]) == pytest.approx(1, abs=1e-6)  # nobody reads it

@@ -24,7 +24,6 @@ from normswap.cli import commands, gone
 from normswap.cli.app import load, main
 from normswap.cli.commands import schemes_command
 from normswap.cli.options import last_part, parse
-from normswap.plan import VERSION
 from normswap.storage import checkpoint
 from normswap.training import recipe_files
 
@@ -143,26 +142,12 @@ def test_inspect_shows_counts_and_blocks_within_100_columns(capfd: Capture) -> N
     assert "layer1.0 .. layer1.1" in capfd.readouterr().out
 
 
-def test_what_is_that_already(capfd: Capture, tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    assert main(["convert", MODEL, "--to", "skipinit", "-o", out]) == 0
-    assert main(["convert", out, "--to", "skipinit", "-o", f"{out}2"]) == 2
-    assert "nothing to convert" in capfd.readouterr().err
-
-
 def test_inspect_says_why_a_norm_is_refused(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4))
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: model)
     batch, group = run_json(capfd, "inspect", "mine")["sites"]
     assert "no running statistics" in batch["refused"]
     assert "per sample" in group["refused"]
-
-
-def test_inspect_a_converted_network(capfd: Capture, converted: Path) -> None:
-    body = run_json(capfd, "inspect", str(converted / "skipinit"))
-    assert body["plan"] == ["skipinit"]
-    assert body["norms"] == {}
-    assert all(block["alpha"] > 0 for block in body["blocks"])
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------
@@ -172,22 +157,12 @@ def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -
     assert main(["convert", MODEL, "--to", "skipinit"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "22 folded back" in out
+    assert "22 folded into the layer before" in out
     assert "layer4.1.bn2" in out
     assert "float64" in out
     assert "FAILED" not in out
     assert "written to demo_data-skipinit" in out
     assert {p.name for p in here.iterdir()} == {"demo_data-skipinit"}
-
-
-def test_convert_json(capfd: Capture, here: Path) -> None:
-    body = run_json(capfd, "convert", MODEL, "--to", "regularized-skipinit", "--dropout", "0.6", "-o", "out")
-    (step,) = body["steps"]
-    assert (body["output"], step["options"]) == ("out", {"alpha": "match", "dropout": 0.6})
-    assert len(step["alphas"]) == 8
-    assert step["report"]["passed"]
-    assert all(error["within"] for error in step["report"]["logits"])
-    assert (here / "out" / "model.safetensors").is_file()
 
 
 def test_dry_run_writes_nothing(capfd: Capture, here: Path) -> None:
@@ -204,13 +179,6 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     convert = ["convert", MODEL]
     assert main([*convert, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
     assert set(files(here)) == {"plan.json"}
-    assert main([*convert, "--from-plan", "plan.json", "-o", "same"]) == 0
-    assert main([*convert, "--to", "skipinit", "-o", "direct", "--plan", "again.json"]) == 0
-    same, direct = (load_file(here / name / "model.safetensors") for name in ("same", "direct"))
-    assert all(torch.equal(same[name], direct[name]) for name in direct)
-    assert same.keys() == direct.keys()
-    assert Path("plan.json").read_text() == Path("again.json").read_text()
-
     plan = json.loads(Path("plan.json").read_text())
     (step,) = plan["steps"]
     step["options"]["alpha"] = 0.25  # not a match any more: a reset
@@ -219,32 +187,6 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     (done,) = run_json(capfd, *convert, "--from-plan", "plan.json", "-o", "edited")["steps"]
     assert not done["report"]["exact"]
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
-
-
-def test_a_plan_of_two_steps(here: Path) -> None:
-    assert main(["convert", MODEL, "--to", "folded", "--plan", "folded.json", "-o", "one"]) == 0
-    assert main(["convert", "one", "--to", "skipinit", "--plan", "skipinit.json", "-o", "two"]) == 0
-    plans = [json.loads(Path(name).read_text()) for name in ("folded.json", "skipinit.json")]
-    steps = [step for plan in plans for step in plan["steps"]]
-    Path("both.json").write_text(json.dumps({"version": VERSION, "steps": steps}))
-    assert main(["convert", MODEL, "--from-plan", "both.json", "-o", "both"]) == 0
-    two, both = (load_file(here / name / "model.safetensors") for name in ("two", "both"))
-    assert two.keys() == both.keys()
-    assert all(torch.equal(two[name], both[name]) for name in two)
-
-
-def test_unfold_gives_the_source_back(converted: Path, here: Path) -> None:
-    assert main(["convert", str(converted / "skipinit"), "--to", "unfold", "-o", "back"]) == 0
-    back, source = load_file(here / "back" / "model.safetensors"), load_file(demo_files.FOLDER / "model.safetensors")
-    assert back.keys() == source.keys()
-
-
-def test_force_replaces(here: Path) -> None:
-    convert = ["convert", MODEL, "--to", "folded", "-o", "out"]
-    assert main(convert) == 0
-    before = (here / "out" / "model.safetensors").stat().st_ino
-    assert main([*convert, "--force"]) == 0
-    assert (here / "out" / "model.safetensors").stat().st_ino != before
 
 
 @pytest.mark.parametrize(
@@ -272,11 +214,6 @@ def test_default_output_is_named_after_the_source(
     (here / "here" / "x" / "file.safetensors").touch()
     monkeypatch.chdir(here / "here")
     assert last_part(source) == name
-
-
-def test_a_title_is_not_wrapped_to_its_table(capfd: Capture, here: Path) -> None:
-    assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
-    assert "Distance from the source on N(0, 1) noise, seed 0\n\n" in capfd.readouterr().out
 
 
 def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
@@ -338,21 +275,6 @@ def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Pa
     refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
-def test_verify_reopens_a_weights_file(capfd: Capture, here: Path) -> None:
-    torch.save(small_state(), here / "net.pth")
-    assert main(["convert", "net.pth", *FILE, "--to", "folded", "-o", "out"]) == 0
-    body = run_json(capfd, "verify", "out")
-    assert body["passed"]
-    assert body["source_unchanged"]
-
-
-def test_evaluate(capfd: Capture) -> None:
-    body = run_json(capfd, "evaluate", MODEL, "--data", IMAGES, "--samples", "100", "--workers", "0")
-    assert body["count"] == 100
-    assert 60 < body["top1"] <= body["top5"] <= 100
-    assert body["images_per_s"] > 0
-
-
 def test_schemes(capfd: Capture) -> None:
     bodies = {body["name"]: body for body in run_json(capfd, "schemes")}
     assert {"folded", "skipinit", "regularized-skipinit", "unfold"} <= set(bodies)
@@ -400,10 +322,6 @@ def test_untraceable_model(
 ) -> None:
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: Untraceable())
     refused(command, ("Untraceable", Path(__file__).name), here, capfd)
-
-
-def test_nothing_to_convert(converted: Path, here: Path, capfd: Capture) -> None:
-    refused(("convert", str(converted / "folded"), "--to", "folded"), ("nothing to convert",), here, capfd)
 
 
 @pytest.mark.parametrize("option", [("--arch", "resnet18"), ("--num-classes", "3"), ("--weights", "random")])

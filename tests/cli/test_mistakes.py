@@ -111,7 +111,7 @@ EARLY: list[Mistake] = [
     ("no target", None, ("convert", MODEL), ("nothing says what to convert to. Give --to", "folded", "unfold")),
     ("a scheme's typo", None, (*DEMO, "skipint"), ("unknown scheme 'skipint'", "Did you mean skipinit")),
     ("option of another scheme", None, (*DEMO, "folded", "--alpha", "1"), ("no option alpha",)),
-    ("out of range", None, (*DEMO, "groupnorm", "--steady", "3"), ("--steady 3", "[0, 1)")),
+    ("out of range", None, (*DEMO, "groupnorm", "--relative-eps", "-3"), ("--relative-eps -3.0", "[0, inf)")),
     ("two of one", None, (*DEMO, "groupnorm", "--groups", "4", "--group-size", "4"), ("--groups and --group-size",)),
     ("unfold has no plan", None, (*DEMO, "unfold", "--dry-run"), ("no plan",)),
     ("a plan and a target", text("p.json", b"{}"), (*CONVERT, "--from-plan", "p.json"), ("--to cannot go with",)),

@@ -29,6 +29,16 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+def test_what_is_said_of_many_paths_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.listing("note", [*(f"layer{i}: it is dead" for i in range(5)), "a.b: it lives: yes", "run this", "run that"])
+    assert capsys.readouterr().out.splitlines() == [
+        "note: layer0, layer1, layer2, 2 more: it is dead",
+        "note: a.b: it lives: yes",
+        "note: run this",
+        "note: run that",
+    ]
+
+
 def test_the_command_has_the_defaults_of_the_function() -> None:
     asked, default = Written(output=Path("net.onnx")), FileSettings()
     shared = {field.name for field in dataclasses.fields(Written)} & {

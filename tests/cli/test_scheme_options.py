@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from commands import DEMO, MODEL, files, run_json
+from commands import DEMO, MODEL
 from PIL import Image
 
 from normswap.cli.app import main
 
 Capture = pytest.CaptureFixture[str]
-PLAN = ("convert", MODEL, "--from-plan", "p.json")
 
 
 def pictures(count: int, size: tuple[int, int] = (32, 32), name: str = "a.png") -> Callable[[Path], None]:
@@ -24,11 +23,6 @@ def pictures(count: int, size: tuple[int, int] = (32, 32), name: str = "a.png") 
             Image.new("RGB", size, (9 * i, 7, 5)).save(folder / "x" / f"{i}-{name}")
 
     return make
-
-
-def test_groups_that_do_not_divide_are_explained(here: Path, capfd: Capture) -> None:
-    (step,) = run_json(capfd, *DEMO, "groupnorm", "--groups", "7", "-o", "out")["steps"]
-    assert any("8 groups, the divisor of its" in note and "nearest to 7" in note for note in step["notes"])
 
 
 def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
@@ -48,15 +42,3 @@ def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:
     pictures(8)(here / "d")
     assert main([*DEMO, "groupnorm", "--only", "layer4", "--calibrate", "d", "--samples", "8", "-o", "out"]) == 0
     assert main(["recalibrate", MODEL, "--data", "d", "-o", "new", "--workers", "0"]) == 0
-
-
-def test_the_presets_from_the_command_line(here: Path, capfd: Capture) -> None:
-    body = run_json(capfd, *DEMO, "skipinit", "--for", "opacus", "-o", "out", "--plan", "p.json")
-    assert [step["scheme"] for step in body["steps"]] == ["skipinit", "opacus"]
-    assert body["steps"][1]["report"]["passed"]
-    again = run_json(capfd, *PLAN, "-o", "again")
-    assert [step["scheme"] for step in again["steps"]] == ["skipinit", "opacus"]
-    dry = run_json(capfd, *DEMO, "skipinit", "--for", "opacus", "--dry-run")
-    assert [step["edits"] for step in dry["steps"]] == [step["edits"] for step in body["steps"]]
-    assert main(["verify", "out"]) == 0
-    assert files(here)

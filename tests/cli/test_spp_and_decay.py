@@ -44,12 +44,6 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
     assert run_json(capfd, *small, "--seed", "1") != first
 
 
-def test_force_replaces(here: Path) -> None:
-    (here / "a.png").write_bytes(b"old")
-    assert main(["spp", *SMALL, "--input-size", "3,32,32", "--samples", "2", "-o", "a.png", "--force"]) == 0
-    assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_decay_says_who_and_why(capfd: Capture) -> None:
     body = run_json(capfd, "decay", "resnet50")
     roles = {row["role"]: (row["decay"], row["tensors"]) for row in body["roles"]}
@@ -62,10 +56,3 @@ def test_decay_says_who_and_why(capfd: Capture) -> None:
     assert main(["decay", *SMALL]) == 0
     assert "gamma_down" in (out := capfd.readouterr().out)
     assert out.endswith("next: normswap finetune resnet18 --recipe RECIPE --data IMAGES\n")
-
-
-def test_decay_of_a_converted_network(capfd: Capture) -> None:
-    assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
-    body = run_json(capfd, "decay", "after")
-    assert {row["role"] for row in body["roles"]} >= {"weight", "alpha"}
-    assert not any(row["decay"] for row in body["roles"] if row["role"] == "alpha")

@@ -19,10 +19,7 @@ import normswap
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Diagnosis
 from normswap.graph.inspection import inspect
-from normswap.images.accuracy import evaluate
-from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
-from normswap.surgery.recalibration import recalibrate
 
 ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
 
@@ -300,30 +297,6 @@ def test_an_untrained_network_was_not_loaded() -> None:
     assert [fault.name for fault in faults] == ["not-loaded"]
 
 
-@pytest.mark.slow
-def test_recalibration_mends_stale_statistics() -> None:
-    model = opened("demo")
-    images = make_loader(model, "demo", workers=0)
-    right = evaluate(model, images).top1
-    stale(model)
-    wrong = evaluate(model, images).top1
-    mended = recalibrate(model, images).model
-    assert wrong < right - 30
-    assert evaluate(mended, images).top1 > right - 5
-    assert diagnosed(mended).faults == ()
-
-
-@pytest.mark.parametrize("fault", ["NaN in a variance", "mean and variance exchanged"])
-def test_recalibration_mends_broken_statistics(fault: str) -> None:
-    model = opened("demo")
-    FAULTS[fault][0](model)
-    images = [batch for batch, _ in make_loader(model, "demo", workers=0, samples=64, batch_size=16)]
-    done = recalibrate(model, images)
-    assert diagnosed(done.model).faults == ()
-    assert "were broken" in done.notes[-1]
-    assert diagnosed(model).faults  # the source is not changed
-
-
 def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_path: Any) -> None:
     well = run_json(capfd, "doctor", MODEL)
     assert (well["faults"], well["norms"]) == (0, 22)
@@ -333,18 +306,6 @@ def test_the_command_ends_with_1_where_something_is_wrong(capfd: Capture, tmp_pa
     ill = run_json(capfd, "doctor", MODEL, "--weights", str(tmp_path / "reset.pth"), code=1)
     assert ill["findings"][0]["name"] == "never-updated"
     assert f"normswap recalibrate {MODEL}" in ill["findings"][0]["mend"]
-
-
-def test_a_file_of_broken_statistics_is_mended_by_the_command_that_is_named(capfd: Capture, tmp_path: Any) -> None:
-    model = opened("demo")
-    FAULTS["NaN in a variance"][0](model)
-    torch.save(model.state_dict(), tmp_path / "broken.pth")
-    options = ["--weights", str(tmp_path / "broken.pth")]
-    ill = run_json(capfd, "doctor", MODEL, *options, code=1)
-    assert ill["findings"][0]["name"] == "not-finite"
-    images = ["--data", "demo", "--samples", "32", "--batch-size", "16", "--workers", "0", "-o", str(tmp_path / "out")]
-    run_json(capfd, "recalibrate", MODEL, *options, *images)
-    assert diagnosed(normswap.load(tmp_path / "out")).faults == ()
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -120,11 +120,11 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "not normalized": (unnormalized, "preprocessing", "given as pixels in 0..1"),
     "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
     "another normalization": (by_half, "preprocessing", "0.485,0.456,0.406"),
-    "one norm of other weights": (other_weights, "wrong-statistics", "others' statistics"),
+    "one norm of other weights": (other_weights, "wrong-statistics", "the statistics are wrong"),
     "in -1..1": (about_zero, "preprocessing", "given with mean 0.5, std 0.5"),
     "means forgotten": (divided, "preprocessing", "given with mean 0, std 0.247"),
     "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
-    "night": (at_night, "drifted-domain", "other than those of the training"),
+    "night": (at_night, "drifted-domain", "trained on other images than these"),
     "eps": (small_variances, "eps", "with 0.001"),
 }
 
@@ -193,14 +193,6 @@ def test_few_images_raise_no_false_alarm() -> None:
     assert faults(normswap.diagnose(model, images=images(model)[:2])) == []
     with pytest.raises(SourceError, match="too few"):
         normswap.diagnose(model, images=[images(model)[0][:6]])
-
-
-def test_recalibration_mends_what_is_off() -> None:
-    model = trained()
-    batches = other_weights(model, images(model))
-    assert faults(normswap.diagnose(model, images=batches)) == ["wrong-statistics"]
-    mended = recalibrate(model, batches).model
-    assert faults(normswap.diagnose(mended, images=batches)) == []
 
 
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:

@@ -13,6 +13,7 @@ from lived import lived_in
 from timm.layers import DropPath
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import normswap
 from normswap.errors import RefusedError
@@ -124,6 +125,7 @@ KEPT = {
     ),
     "other groups": lambda: Summed(ConvNorm(3), ConvNorm(1, groups=2)),
     "taps between the taps": lambda: Summed(ConvNorm(3, dilation=2, padding=2), ConvNorm(3)),
+    "under weight norm": lambda: Summed(ConvNorm(3), weight_norm(nn.Conv2d(4, 4, 1))),
     "reflected": lambda: Summed(ConvNorm(3, padding_mode="reflect"), ConvNorm(1)),
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normswap.exporting import exporter
 from normswap.folding import channel_factors
-from normswap.folding.channel_factors import HELD, Channels
+from normswap.folding.channel_factors import FIXED, Channels
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import inspect
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
@@ -150,7 +150,7 @@ def test_timm_networks_keep_their_function(name: str) -> None:
     folded = exporter.fold_for_export(model, (3, 64, 64))
     channels = channels_of(folded, x)
     written = [group for layer in channels.layers for group in layer.writes.tolist()]
-    assert sum(group != HELD for group in written) / len(written) >= FREE[name]
+    assert sum(group != FIXED for group in written) / len(written) >= FREE[name]
     factors = torch.randn(channels.count, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).exp()
-    factors[HELD] = 1
+    factors[FIXED] = 1
     assert distance(run(model, x), run(scaled(folded, channels, factors), x)) < 1e-12

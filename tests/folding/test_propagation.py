@@ -56,6 +56,9 @@ FOLDS: dict[str, tuple[Body, dict[str, Any], str]] = {
     "two convolutions joined": (
         lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], 1)),
         {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)}, "a, b"),
+    "joined in a dimension that is named": (
+        lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], dim=1)),
+        {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)}, "a, b"),
     "three, by keyword": (
         lambda m, x: m.bn(torch.cat(tensors=(m.a(x), m.b(x[:, :2]), m.c(x)), dim=1)),
         {"a": conv, "b": lambda: nn.Conv2d(2, 2, 1, groups=2), "c": lambda: conv(5, 3), "bn": bn2(C + 5)}, "a, b, c"),

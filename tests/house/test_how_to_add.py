@@ -1,4 +1,4 @@
-"""ARCHITECTURE's "How to add" is true: what it lists for a scheme, an option and a command is enough."""
+"""ARCHITECTURE's "How to add" is true: what it lists for a scheme, an option, a command and a format is enough."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Change = str | tuple[str, str]  # a new file's text; or a text that is there onc
 @dataclass(frozen=True)
 class Addition:
     """Something added as the row of ARCHITECTURE's table says that begins with `row`: the changes by file, where NAME
-    in the row is `name`; and a program that uses what was added.
+    in the row is `name`; a program that uses what was added; and the default tests of the rooms that it concerns.
     """
 
     row: str
     name: str
     changes: dict[str, Change]
     proof: str
+    tests: str
 
 
 PLAN = '''"""Example: in the place of every norm a scale and a shift per channel."""
@@ -53,7 +54,7 @@ COMMAND = '''"""`normswap hello`: an example."""
 from __future__ import annotations
 
 KEYS = "nothing"
-EXAMPLES = ("hello",)
+EXAMPLES = ("hello", "hello")
 
 
 def run() -> int:
@@ -77,6 +78,8 @@ ADDITIONS = (
             "normswap/schemes/example.py": PLAN,
             "normswap/schemes/catalogue.py": (
                 TABLE, TABLE + '    "example": Scheme(Function("schemes.example.plan"), summary="An example."),\n'),
+            "docs/algebra.md": ("| target | algebra | exact |\n|---|---|---|\n",
+                "| target | algebra | exact |\n|---|---|---|\n| `example` | an example | yes |\n"),
             "README.md": ("| `affine` |", "| `example` | an example | kept |\n| `affine` |"),
             "tests/scheme_rows.py": ('    Row("affine"),\n', '    Row("affine"),\n    Row("example"),\n'),
             "tests/analysis/test_weight_decay.py": ("CONVERTED = [\n",
@@ -86,18 +89,24 @@ ADDITIONS = (
         "assert done.report.exact and done.report.passed\n"
         "assert any(type(m).__name__ == 'ChannelAffine' for m in done.model.modules())\n"
         "assert 'example' in schemes.names()",
+        "tests/house tests/schemes/test_options.py tests/schemes/test_schemes.py tests/analysis tests/cli",
     ),
     Addition(
         "option of a scheme", "affine",
         {
             "normswap/schemes/catalogue.py": ('        Function("schemes.norm_insertion.plan_affine"),\n',
                 '        Function("schemes.norm_insertion.plan_affine"),\n'
-                '        options=(Option("even", bool, False, "an example"),),\n'),
+                '        options=(Option("even", int, 0, "an example", "N"),),\n'),
             "normswap/schemes/norm_insertion.py": (
-                "def plan_affine(anatomy: Anatomy)", "def plan_affine(anatomy: Anatomy, *, even: bool)"),
+                "def plan_affine(anatomy: Anatomy)", "def plan_affine(anatomy: Anatomy, *, even: int)"),
+            "normswap/surgery/conversion.py": ("    dropout: float\n", "    dropout: float\n    even: int\n"),
+            "docs/schemes.md": ("<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n",
+                "<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n"
+                "| `--even` | `affine` | `0` | an example |\n"),
         },
-        "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=True)\n"
-        "assert done.plan.steps[-1].options == {'even': True}",
+        "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=2)\n"
+        "assert done.plan.steps[-1].options == {'even': 2}",
+        "tests/house tests/schemes/test_options.py tests/surgery/test_typed_convert.py tests/cli",
     ),
     Addition(
         "command", "hello", {
@@ -105,6 +114,7 @@ ADDITIONS = (
             "normswap/cli/commands/__init__.py": ("SUMMARIES = {\n", 'SUMMARIES = {\n    "hello": "Say hello.",\n'),
         },
         "from normswap.cli.app import main\nassert main(['hello']) == 0",
+        "tests/house tests/cli",
     ),
     Addition(
         "export format", "example_file",
@@ -113,10 +123,12 @@ ADDITIONS = (
             "normswap/exporting/formats.py": (
                 "    for form in (\n",
                 '    for form in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
+            "normswap/models/kinds.py": ('EXPORTED = {".onnx"', 'EXPORTED = {".example": "example", ".onnx"'),
             "tests/alone.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
         },
         "from pathlib import Path\nfrom normswap.exporting import formats\n"
         "assert formats.choose(Path('x.example'), None).name == 'example'",
+        "tests/house tests/cli tests/exporting/test_exported_file.py",
     ),
 )  # fmt: skip
 PROGRAM = """
@@ -132,7 +144,7 @@ def listed(row: str, name: str) -> set[str]:
     """The files that a row of the table names, from the repository's root."""
     lines = [line for line in (HERE / "ARCHITECTURE.md").read_text().splitlines() if line.startswith(f"| {row} |")]
     files = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|md))`", lines[0].split("|")[2].replace("NAME", name))
-    return {file if file.startswith("tests/") or "/" not in file else f"normswap/{file}" for file in files}
+    return {file if file.startswith(("tests/", "docs/")) or "/" not in file else f"normswap/{file}" for file in files}
 
 
 def apply(change: Change, file: Path) -> None:
@@ -149,14 +161,24 @@ def apply(change: Change, file: Path) -> None:
 @pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.row)
 def test_what_is_listed_is_enough(addition: Addition, tmp_path: Path) -> None:
     assert listed(addition.row, addition.name) == addition.changes.keys()
-    for folder in ("normswap", "tests"):
-        shutil.copytree(
-            HERE / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "lab", "pictures")
-        )
-    shutil.copy(HERE / "README.md", tmp_path)
+    changed = run_in_a_copy(addition, tmp_path, "-c", PROGRAM + addition.proof)
+    assert changed.returncode == 0, changed.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.row)
+def test_nothing_else_has_to_be_touched(addition: Addition, tmp_path: Path) -> None:
+    """The default tests of the rooms concerned pass on the copy, but for the budget: nothing is taken out for it."""
+    budget = "tests/house/test_budgets.py::test_no_room_is_over_its_budget"
+    changed = run_in_a_copy(addition, tmp_path, "-m", "pytest", "-q", "--deselect", budget, *addition.tests.split())
+    assert changed.returncode == 0, changed.stdout[-3000:]
+
+
+def run_in_a_copy(addition: Addition, tmp_path: Path, *program: str) -> subprocess.CompletedProcess[str]:
+    copy = tmp_path / "normswap"
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "runs"))
     for file, change in addition.changes.items():
-        apply(change, tmp_path / file)
-    command = [sys.executable, "-c", PROGRAM + addition.proof]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+        apply(change, copy / file)
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    command = [sys.executable, *program]
+    return subprocess.run(command, cwd=copy, env=environment, check=False, capture_output=True, text=True)

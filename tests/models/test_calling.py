@@ -56,7 +56,7 @@ def test_a_fit_is_that_of_plain_tensors(
     wrap, given = FORMS[form]
     if form == "two arguments":  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
         monkeypatch.setattr(sequential_fit, "MIRRORED", 0)
-        options = {**options, "steady": 0.0} if to == "groupnorm" else options
+        options = {**options, "relative_eps": 0} if to == "groupnorm" else options
     data = batches()
     wanted = plain(to, sequential_fit.MIRRORED, **options)
     calibrate = [given(x) for x in data]

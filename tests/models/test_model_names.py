@@ -146,7 +146,7 @@ def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> N
     known = Arch("resnet18", {**ARGS, "num_classes": 10})
     evil = provenance.Provenance(known, "users_nets:make", "0", {}, origin(done.model).plan)
     normswap.save(provenance.attach(done.model, evil), "a")
-    assert "code of this machine" in fails("verify", "a")
+    assert "Python code on this machine" in fails("verify", "a")
     assert "users_nets" not in sys.modules
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from normswap.cli.app import main
+from normswap.diagnosis import normalization
 from normswap.errors import OptionError
-from normswap.images import stem_statistics
 from normswap.models import zoo
 from normswap.models.preprocessing import assumed, assumption, data_config, state
 from normswap.models.stated_images import Preprocessing
@@ -141,6 +141,6 @@ class ByName(nn.Module):
 
 def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
     model = ByName().eval()
-    seen = stem_statistics.at_first_norm(model, torch.randn(2, 3, 4, 4))
+    seen = normalization.at_first_norm(model, torch.randn(2, 3, 4, 4))
     assert seen is not None
     assert seen[0] is model.second

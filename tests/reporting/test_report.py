@@ -192,7 +192,6 @@ def test_accuracy_on_data(made: Any, tmp_path: Path) -> None:
     assert "top-1" in text
     assert "<small>10 images</small>" in text
     assert "the first 10 images" in text
-    assert "What the doctor says of its BatchNorms" in text  # coloured noise is not what it was trained on
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ TRAIN: Path = unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")
 FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
     ("groupnorm", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 99}),
     ("groupnorm", {"groups": 4}, False, {"resnet18_narrow": 91, "resnetv2_18_narrow": 90, "demo": 97}),
-    ("groupnorm", {"groups": 4, "steady": 0.5}, False, {"resnetv2_18_narrow": 91}),
+    ("groupnorm", {"groups": 4, "relative_eps": 1}, False, {"resnetv2_18_narrow": 91}),
     ("groupnorm", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
     ("dyt", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 96}),
     ("dyt", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),

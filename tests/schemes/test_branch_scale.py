@@ -12,7 +12,6 @@ from lived import distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers.placeholders import Chain
@@ -241,12 +240,6 @@ def test_a_scalar_of_zero_keeps_its_bias() -> None:
     done = normswap.convert(between, "skipinit", inputs=x)
     assert distance(run(between.model, x), run(done.model, x)) <= 1e-12
     assert [scale.bias is None for scale in scales(done.model)] == [False] + 7 * [True]
-
-
-def test_a_network_without_blocks_is_refused() -> None:
-    model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8))
-    with pytest.raises(RefusedError, match="no residual blocks"):
-        step(model, "skipinit")
 
 
 def test_the_checker_notices() -> None:

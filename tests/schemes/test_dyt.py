@@ -108,5 +108,5 @@ def test_there_must_be_a_norm() -> None:
 @pytest.mark.parametrize("target", ["dyt", "affine", "batchnorm", "tune", "frozen-bn"])
 def test_layernorms_are_refused_with_the_reason(target: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
-    with pytest.raises(RefusedError, match="statistics of each token, and without these too much is lost"):
+    with pytest.raises(RefusedError, match="statistics of each token, and without those too much"):
         convert(model, target, inputs=torch.randn(4, 8))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,45 +31,13 @@ def images() -> tuple[Tensor, Tensor]:
     return pictures, labels
 
 
-def top1(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
-    with torch.inference_mode():
-        return 100 * float((model(pictures).argmax(1) == labels).double().mean())
-
-
-@pytest.mark.parametrize(
-    ("to", "poor", "good"),
-    [
-        pytest.param("groupnorm", {"steady": 0}, {"steady": 0.75}, marks=pytest.mark.slow),
-        pytest.param("centered-weightnorm", {"depthwise": "fit"}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_trained_depthwise_network(to: str, poor: Any, good: Any, images: tuple[Tensor, Tensor]) -> None:
-    """It loses much as it was done before, and little as it is done now; held-out images tell the two apart."""
-    (pictures, labels), model = images, zoo_networks.trained("depthwise")
-    data, test = list(pictures[:200].split(50)), (pictures[200:], labels[200:])
-    before = top1(model, *test)
-    done = [
-        conversion.convert(model, to, calibrate=data if to != "groupnorm" or way is good else None, **way)
-        for way in (poor, good)
-    ]
-    worse, better = (top1(one.model, *test) / before for one in done)
-    assert worse < 0.93
-    assert better > worse + 0.03
-    far, near = (l2(model, one.model, test[0]) for one in done)
-    assert near < 0.6 * far
-    told = done[1].report.kept
-    assert told is not None
-    assert told.count == 48  # a quarter of 50 is 12
-    assert told.relative_l2 == pytest.approx(near, rel=0.3)
-
-
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
 def test_most_of_what_a_group_is_divided_by_is_eps_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
     """Without images that keeps more than half of it does (kinds.md)."""
     model = zoo_networks.trained("depthwise")
     far = [
         l2(model, conversion.convert(model, to, inputs=images[0][:2], **way).model, images[0])
-        for way in ({"steady": 0.5}, {})
+        for way in ({"relative_eps": 1}, {})
     ]
     assert far[1] < 0.7 * far[0]
 
@@ -79,20 +46,6 @@ def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
     with torch.inference_mode():
         a, b = one(pictures).double(), two(pictures).double()
     return float((a - b).norm() / a.norm())
-
-
-def test_every_fourth_image_is_held_out() -> None:
-    images = torch.arange(22.0)[:, None].expand(-1, 3)
-    dealt = HeldOutSplit(
-        [Example((part,)) for part in (images[:10], images[10:20], images[20:21], images[21:])], torch.device("cpu")
-    )
-    for _ in range(2):  # as often as they are read
-        seen = torch.cat([one.images for one in dealt])[:, 0].tolist()
-        held = torch.cat([one.images for one in dealt.held])[:, 0].tolist()
-        assert held == [3, 7, 13, 17, 21]
-        assert sorted([*seen, *held]) == list(range(22))
-    none = Example(("no images",))
-    assert list(HeldOutSplit([none], torch.device("cpu"))) == [none]
 
 
 def test_samples_are_held_out_whole() -> None:
@@ -118,8 +71,6 @@ def test_what_held_out_images_say() -> None:
     same = measured(one, two, [Example((x[:4],)), Example((x[4:],))])
     assert same is not None
     assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
-    l2 = [float((one(part) - two(part)).detach().norm() / one(part).detach().norm()) for part in (x[:4], x[4:])]
-    assert same.relative_l2 == pytest.approx(((4 * l2[0] ** 2 + 12 * l2[1] ** 2) / 16) ** 0.5)
     features = measured(one, two, [Example((x,))], scores=False)
     assert features is not None
     assert features.agreement is None
@@ -151,4 +102,4 @@ def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.Captur
     report = body["steps"][-1]["report"]
     assert report["kept"]["count"] == 10
     assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"
-    assert "10 of the calibration images" in card.read_text()
+    assert "10 held-out images" in card.read_text()

@@ -27,9 +27,10 @@ def unet(norm: bool) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], Callable[[], nn.Module]]] = {
-    "torchvision, GroupNorm": (resnet, "groupnorm", {"steady": 0}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 1))),
+    "torchvision, GroupNorm":
+        (resnet, "groupnorm", {"relative_eps": 0}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 1))),
     "torchvision, GroupNorm, 32 groups":
-        (resnet, "groupnorm", {"steady": 0, "groups": 32}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 32))),
+        (resnet, "groupnorm", {"relative_eps": 0, "groups": 32}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 32))),
     "torchvision, frozen": (resnet, "frozen-bn", {}, lambda: resnet(norm_layer=FrozenBatchNorm2d)),
     "torchvision, VGG without norms": (lambda: layers(batch_norm=True), "folded", {}, lambda: layers(batch_norm=False)),
     "segmentation_models_pytorch, decoder without norms":

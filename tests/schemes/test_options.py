@@ -36,8 +36,8 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
         ("groupnorm", {"groups": True}, "groups=True is not a whole number >= 1"),
         ("groupnorm", {"groups": 2.0}, "groups=2.0 is not a whole number >= 1"),
         ("groupnorm", {"group_size": -1}, "group_size=-1 is not a whole number >= 0"),
-        ("layernorm", {"steady": 1.0}, r"steady=1.0 is not in \[0, 1\)"),
-        ("layernorm", {"steady": float("nan")}, "steady=nan is not in"),
+        ("layernorm", {"relative_eps": -1.0}, r"relative_eps=-1.0 is not in \[0, inf\)"),
+        ("layernorm", {"relative_eps": float("nan")}, "relative_eps=nan is not in"),
         ("dyt", {"bend": 0}, r"bend=0 is not in \(0, 4\]"),
         ("dyt", {"bend": 4.1}, r"bend=4.1 is not in \(0, 4\]"),
         ("skipinit", {"alpha": float("inf")}, "alpha=inf is not 'match' or 'inv-sqrt-depth' or a finite number"),
@@ -55,12 +55,13 @@ def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why:
 def test_what_an_option_may_be() -> None:
     assert schemes.chosen("dyt", {"bend": 4}).options["bend"] == 4
     assert schemes.chosen("groupnorm", {"groups": 4, "group_size": 0}).options["groups"] == 4  # 0: `groups` says it
-    assert schemes.chosen("layernorm", {"steady": 0}).options["steady"] == 0
-    assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == "0.5"
+    assert schemes.chosen("layernorm", {"relative_eps": 0}).options["relative_eps"] == 0
+    assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == 0.5
 
 
 def test_only_what_differs_from_the_default_is_told() -> None:
-    assert schemes.changed("groupnorm", {"groups": 1, "steady": 0.5, "only": ["x"]}) == {"steady": 0.5, "only": ["x"]}
+    changes = {"relative_eps": 1, "only": ["x"]}
+    assert schemes.changed("groupnorm", {"groups": 1, **changes}) == changes
     assert schemes.changed("nobody-knows", {"groups": 1}) == {"groups": 1}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import RefusedError
-from normswap.layers.scalars import FixedScale, Scale
+from normswap.layers.scalars import FixedScale
 
 
 def lived(block: type[nn.Module]) -> nn.Module:
@@ -78,25 +78,3 @@ def test_a_factor_does_not_pass_gelu() -> None:
     with pytest.raises(RefusedError, match="cannot pass the activation that follows"):
         normswap.convert(lived(Smooth), "residual-scale", rule="balduzzi", input_size=(3, 33, 33))
     normswap.convert(lived(Smooth), "residual-scale", rule="hanin", input_size=(3, 33, 33))
-
-
-@pytest.mark.parametrize("block", [PreAct, PostAct])
-@pytest.mark.parametrize("to", ["folded", "skipinit", "regularized-skipinit"])
-def test_exact_with_one_scalar_per_block(block: type[nn.Module], to: str, tmp_path: Path) -> None:
-    source = lived(block)
-    done = normswap.convert(source, to, input_size=(3, 33, 33))
-    x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
-    with torch.no_grad():
-        a, b = source(x), done.model(x)
-    assert (a - b).norm() <= 1e-10 * a.norm()
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
-    assert sum(isinstance(module, Scale) for module in done.model.modules()) == (0 if to == "folded" else 3)
-    loaded = normswap.load(normswap.save(done, tmp_path / "out"), skeleton=Net(block).double())
-    assert torch.equal(loaded(x), done.model(x))
-    names = dict(done.renames)
-    assert all(old in source.state_dict() and new in done.model.state_dict() for old, new in names.items())
-    if to != "folded":  # and on to the canonical form
-        folded = normswap.convert(loaded, "folded", input_size=(3, 33, 33)).model
-        with torch.no_grad():
-            assert (folded(x) - a).norm() <= 1e-10 * a.norm()
-        assert not any(isinstance(module, Scale) for module in folded.modules())

@@ -84,7 +84,7 @@ def test_what_rescalenet_is_for(depth: int) -> None:
 
 
 def test_fixups_exponent_in_bottlenecks() -> None:
-    """arXiv:1901.09321, section 3, rule 2: with m = 3 convolutions in a branch, L^(-1/4)."""
+    """De & Smith 2020, section 6, Fixup's component 2: with m = 3 convolutions in a branch, L^(-1/4)."""
     torch.manual_seed(0)
     make = timm.create_model("resnet26", channels=(4, 8, 12, 16), num_classes=10)
     model: Any = lived_in(make, torch.randn(2, 3, 33, 33).double())
@@ -153,7 +153,7 @@ def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() 
 @pytest.mark.parametrize(("size", "groups"), [(4, 16), (16, 4), (64, 1), (128, 1)])
 def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) -> None:
     """Of the stem's 64 channels: so many to a group, and F.group_norm with that number of groups."""
-    net: Any = swapped(resnet, "groupnorm", group_size=size, steady=0)
+    net: Any = swapped(resnet, "groupnorm", group_size=size, relative_eps=0)
     assert net.bn1.num_groups == groups
     x: Tensor = torch.randn(2, 64, 5, 5, dtype=torch.float64)
     expected = F.group_norm(x, groups, net.bn1.weight, net.bn1.bias, net.bn1.eps)

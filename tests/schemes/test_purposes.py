@@ -33,7 +33,7 @@ with warnings.catch_warnings():  # what opacus imports warns about itself
 pytestmark = pytest.mark.filterwarnings("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("groupnorm", {}),
-    ("layernorm", {"steady": 0}),
+    ("layernorm", {"relative_eps": 0}),
     ("skipinit", {}),
     ("regularized-skipinit", {"dropout": 0}),
     ("folded", {}),

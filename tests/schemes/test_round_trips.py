@@ -2,77 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed
 from lived import batchnorms, distance, lived_in, run
 from narrow_networks import NORM_FREE, norm_free
-from narrow_networks import source as lived
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, net
-from torch import nn
 
 import normswap
 from normswap.layers.scalars import Scale
-
-Hop = tuple[str, dict[str, Any]]
-TRIPS: dict[str, tuple[Hop, ...]] = {
-    "nf": (("nf", {"mean": "keep"}), ("batchnorm", {})),
-    "skipinit": (("skipinit", {}), ("folded", {}), ("batchnorm", {})),
-    "rescale": (("residual-scale", {"rule": "rescale"}), ("folded", {})),
-    "balduzzi": (("residual-scale", {"rule": "balduzzi"}), ("batchnorm", {}), ("skipinit", {}), ("unfold", {})),
-    "a tour": (("fixup", {}), ("weightnorm", {}), ("frozen-bn", {}), ("tune", {}), ("spectralnorm", {}),
-               ("centered-weightnorm", {"mean": "keep"}), ("regularized-skipinit", {}), ("batchnorm", {})),
-    "parts": (("skipinit", {"only": ["*.0"]}), ("nf", {"mean": "keep"}), ("folded", {}), ("unfold", {})),
-}  # fmt: skip
-
-
-STARTS = (
-    ("resnet18", torch.float64, 1e-10),
-    ("resnetv2_18", torch.float64, 1e-10),
-    ("seresnet18", torch.float64, 1e-10),
-    ("resnet18", torch.float32, 1e-5),
-)
-
-
-@crossed("start, trip", STARTS, TRIPS, every=4)
-def test_there_and_back(start: tuple[str, torch.dtype, float], trip: str, tmp_path: Path) -> None:
-    """After every step the source's function; BatchNorm at the end where it was at the beginning."""
-    arch, dtype, tolerance = start
-    source, x, _ = lived(arch)
-    model, x = copy.deepcopy(source).to(dtype), x.to(dtype)
-    reference, now = run(model, x), model
-    for i, (to, options) in enumerate(TRIPS[trip]):
-        done = normswap.convert(now, to, inputs=x, **options)
-        # by way of the disk
-        now = normswap.load(normswap.save(done, tmp_path / str(i)))
-        assert distance(reference, run(now, x)) <= tolerance
-    if TRIPS[trip][-1][0] in ("batchnorm", "unfold"):
-        assert batchnorms(now) == batchnorms(source)
-
-
-@pytest.mark.parametrize(
-    ("before", "to"), [("folded", "groupnorm"), ("skipinit", "layernorm"), ("weightnorm", "instancenorm")]
-)
-@pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
-def test_per_sample_norms_from_the_statistics_carried(arch: str, before: str, to: str) -> None:
-    """The norms are gone, their statistics are not: one conversion, as the user would say it, takes two steps."""
-    model, x, _ = lived(arch)
-    bare = normswap.convert(model, before, inputs=x).model
-    done = normswap.convert(bare, to, inputs=x)
-    assert [step.scheme for step in done.plan.steps] == [before, "batchnorm", to]
-    assert not done.report.exact
-    norms = [path for path, module in done.model.named_modules() if isinstance(module, nn.GroupNorm)]
-    assert [path.removesuffix(".then").removesuffix(".inner") for path in norms] == batchnorms(model)
-    assert batchnorms(done.model) == []
-    # as good as by hand, and not by chance: the same as back to batchnorm, then on
-    by_hand = normswap.convert(normswap.convert(bare, "batchnorm", inputs=x).model, to, inputs=x).model
-    assert torch.equal(run(by_hand, x), run(done.model, x))
 
 
 @pytest.mark.parametrize("arch", NORM_FREE)

@@ -67,7 +67,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
     step, _ = conversion.plan_step(inspection.inspect(source, x), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
     found = []
-    for batches in (None, calls(x, 3 * pictures(8, 4))):
+    for batches in ((), calls(x, 3 * pictures(8, 4))):
         pattern, bent = copy.deepcopy(target), copy.deepcopy(result)
         tanh_factors.choose_factors(pattern, bent, step, Example((x,)), batches)
         assert distance(run(source, x), run(pattern, x)) < 1e-12
@@ -83,6 +83,6 @@ def test_few_values_do_not_choose_factors() -> None:
     step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
     on_leaves = copy.deepcopy(result)
-    tanh_factors.choose_factors(copy.deepcopy(target), on_leaves, step, Example((x,)), None)
+    tanh_factors.choose_factors(copy.deepcopy(target), on_leaves, step, Example((x,)), ())
     tanh_factors.choose_factors(target, result, step, Example((x,)), calls(x))
     assert all(tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items())

@@ -64,7 +64,8 @@ def test_there_and_back(
 
 
 @pytest.mark.parametrize(
-    ("to", "options"), [("unfold", {}), ("groupnorm", {"groups": 32, "steady": 0}), ("groupnorm", {"steady": 0})]
+    ("to", "options"),
+    [("unfold", {}), ("groupnorm", {"groups": 32, "relative_eps": 0}), ("groupnorm", {"relative_eps": 0})],
 )
 def test_what_timm_builds_timm_loads(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path, to: str, options: dict[str, int]
@@ -92,6 +93,7 @@ def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub
     ("mode", "repo", "says"),
     [
         ("read-only", "me/small", "a token that may write"),
+        ("no-token", "me/small", "a token that may write"),
         ("500", "me/small", "answers 500"),
         ("ok", "a b/c", "not a name on the hub"),
         ("ok", "a/b/c", "'a/b/c' is not a name on the hub. Write it as owner/name"),

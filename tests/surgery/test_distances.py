@@ -95,7 +95,13 @@ class Block(nn.Module):
         return x + self.norm(self.conv(x))
 
 
-@pytest.mark.parametrize(("share", "said"), [(1e-6, ["0: the branch is 1e-06 of the block's output"]), (1e-2, [])])
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (1e-6, ["0: the residual branch is 1e-06 of the block's output, so this check says nothing about it"]),
+        (1e-2, []),
+    ],
+)
 def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> None:
     model = nn.Sequential(Block(share), nn.Conv2d(3, 2, 1)).double().eval()
     assert list(comparison.compare(Network(model, X), model).vacuous) == said

@@ -33,11 +33,8 @@ def run(
     with progress.working("looking"):
         possible, refused = advise(Network(net), opening.as_typed(model), batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
-    body = {
-        "source": model, "batch_size": batch_size, "private": private, "deploy": deploy, "choose": first,
-        "others": others, "refused": refused,
-    }  # fmt: skip
-    show(body, json, _print)
+    asked = {"source": model, "batch_size": batch_size, "private": private, "deploy": deploy}
+    show({**asked, "choose": first, "others": others, "refused": refused}, json, _print)
     return 0
 
 

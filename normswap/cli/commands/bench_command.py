@@ -34,7 +34,7 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
 def run(
     model: ModelOrFile,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", show_default=False, help="Exported from MODEL.")
+        list[str] | None, typer.Argument(metavar="FILE", show_default=False, help="Exported from MODEL.")
     ] = None,
     *,
     batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
@@ -146,16 +146,22 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
 
 
 def _print(model: str, body: Body) -> None:
-    """A table per batch size, then what was not timed."""
     settings = body["settings"]
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):
         rows = list(group)
         timed = [
-            (f"{row['form']}, {row['runtime']}", f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
-             f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}", f"{row['error']:.0e}")
-            for row in rows if row["status"] == "ok"
-        ]  # fmt: skip
+            (
+                f"{row['form']}, {row['runtime']}",
+                f"{row['ms']:.2f}",
+                f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
+                f"{row['images_per_s']:.1f}",
+                f"{row['speedup']:.2f}",
+                f"{row['error']:.0e}",
+            )
+            for row in rows
+            if row["status"] == "ok"
+        ]
         table(f"{model}, batch {batch} of {size(settings['size'])}", _COLUMNS, timed, right=_COLUMNS[1:])
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))

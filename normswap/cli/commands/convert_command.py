@@ -67,7 +67,7 @@ class Fitting:
     samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
         None
     )
-    seed: Annotated[int, typer.Option(metavar="S", help="Which ones.")] = 0
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
 
     def record(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
@@ -95,9 +95,10 @@ def _scheme_options() -> type[Any]:
     fields = []
     for option, names in all_options().values():
         is_word_or_number = option.kind is object
+        default = f" [default: {option.default}]" * (option.default != "")
         info = typer.Option(
             metavar=option.placeholder,
-            help=f"{', '.join(names)}: {option.help} [default: {option.default}].",
+            help=f"{', '.join(names)}: {option.help}{default}.",
             parser=_number if is_word_or_number else None,
         )
         kind = str if is_word_or_number else option.kind
@@ -192,7 +193,6 @@ def _check(request: Request, asked: Options) -> None:
 
 
 def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | None, list[Body]]:
-    """Carry out a plan that was given; return the last conversion, and what to say of each step."""
     from normswap.analysis import summary
     from normswap.surgery.carrying_out import carry_out
 

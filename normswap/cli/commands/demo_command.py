@@ -24,18 +24,22 @@ def run(json: Json = False) -> int:
 
         result = demo.run(say)
     show(asdict(result), json, _print)
-    return 0 if result.passed else 1
+    return int(not result.passed)
 
 
 def _print(body: Body) -> None:
     network(body["anatomy"])
     rows = [
         (
-            row["network"], row["norms"], f"{row['parameters']:,}", f"{row['top1']:.2f} %",
-            f"{100 * row['agreement']:.2f} %", small(row["relative_l2"]),
+            row["network"],
+            row["norms"],
+            f"{row['parameters']:,}",
+            f"{row['top1']:.2f} %",
+            f"{100 * row['agreement']:.2f} %",
+            small(row["relative_l2"]),
         )
         for row in body["rows"]
-    ]  # fmt: skip
+    ]
     title = f"Converted, saved, loaded again, and measured on {body['images']} images"
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
     verdict = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"

@@ -33,14 +33,12 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
     with progress.working("looking"):
         diagnosis = diagnose(net, images=loader, name=opening.as_typed(model), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
-    return 1 if diagnosis.faults else 0
+    return int(bool(diagnosis.faults))
 
 
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
-        facts(
-            ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"])),
-            ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]),
-        )  # fmt: skip
+        found = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
+        facts(*found, ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
     listing("note", body["notes"])

@@ -30,7 +30,7 @@ KEYS = (
 EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 _FEW = 64
-# Of the images that calibration leaves, so many measure: what int8 costs is known to 0.3 points then.
+# So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3 points.
 _MEASURED = 2000
 
 
@@ -74,11 +74,12 @@ class Int8:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", show_default=False,
+            metavar="PATH",
+            show_default=False,
             help="For int8: images to set it by, as --data names them. Its cost is measured on --data, or else "
             "on other images of PATH, at most 2,000.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     calibrate_samples: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half]."),
@@ -86,10 +87,13 @@ class Int8:
     weight_bits: Annotated[
         int | None,
         typer.Option(
-            min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False,
+            min=SAFE_BITS,
+            max=WHOLE_BITS,
+            metavar="7|8",
+            show_default=False,
             help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""
@@ -112,14 +116,14 @@ def run(
 ) -> int:
     """Fold a network into one file for another runtime.
 
-    Whatever the scheme, what is exported has no norm (but those with statistics per sample), no scalar and no weight
-    standardization. The file is run in its own runtime against the source, on images of --data or else on smooth noise,
-    before it gets its name. FILE.preprocess.json, beside it, says what is to be done with an image first. Images and
-    answers are float32 whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32: bf16
-    arithmetic changes more than 1 answer in 1000.
+    Norms, scalars and weight standardization are folded away, whatever the scheme; norms with statistics per sample
+    stay. The file is run in its own runtime against the source, on images of --data or else on smooth noise, before it
+    gets its name. FILE.preprocess.json, beside it, says how an image is prepared. Images and answers are float32
+    whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32, as bf16 arithmetic changes more
+    than 1 answer in 1000.
 
-    int8 is the runtime's own quantizer's, on the folded network; ranges are read off --calibrate's images. What it
-    costs is measured on others, printed and written into FILE.preprocess.json.
+    The runtime's own quantizer writes int8, from the folded network and the ranges of --calibrate's images. What int8
+    costs is measured on other images, printed, and written into FILE.preprocess.json.
     """
     options = {name: value for name, value in vars(written).items() if name != "output"}
     settings = FileSettings(**options, weight_bits=int8.weight_bits, force=force)

@@ -42,7 +42,7 @@ class TrainingOptions:
 
 
 def run(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help=_WORDS)] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
     *,
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
@@ -78,18 +78,14 @@ def run(
     try:
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
-            result = finetune(
-                source, plan, place, resume=training.resume, device=training.device, track=training.track,
-                progress=show_progress, say=say,
-            )  # fmt: skip
+            result = finetune(source, plan, place, **vars(training), progress=show_progress, say=say)
     except NormswapError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
     if first:
-        body = {"output": place, "best": result.best, "last": result.last, "best_epoch": result.best_epoch,
-                "updates": result.updates, "finished": result.finished, "notes": result.notes,
-                "rows": result.rows}  # fmt: skip
+        body = {"output": place, **vars(result)}
+        del body["model"]
         show(body, json, _print)
     return 0
 
@@ -101,8 +97,8 @@ def _print(body: Body) -> None:
     if rows and rows[-1]["top1"] is not None:
         best = max(value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None)
         now = rows[-1]
-        print(f"top-1: {rows[0]['top1']:.2f} before training, {now['top1']:.2f} after epoch {now['epoch']:g}, "
-              f"best {best:.2f} (epoch {body['best_epoch']:g})")  # fmt: skip
+        after = f"{now['top1']:.2f} after epoch {now['epoch']:g}, best {best:.2f} (epoch {body['best_epoch']:g})"
+        print(f"top-1: {rows[0]['top1']:.2f} before training, {after}")
     print(f"written to {body['output']}: best, last, metrics.csv")
     if body["finished"]:
         next_step("evaluate", body["best"], "--data", "IMAGES")

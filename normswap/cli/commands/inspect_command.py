@@ -59,7 +59,8 @@ def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
     """Consecutive blocks of a stage that look alike make one row."""
 
     def look(block: Body) -> tuple[object, ...]:
-        within = [_inside(block["path"], block[name]) for name in ("last", "gate", "drop_path")]
+        home = block["path"].partition("+")[0]
+        within = [(block[name] or "").removeprefix(f"{home}.") for name in ("last", "gate", "drop_path")]
         return block["stage"], block["skip"], block["order"], len(block["norms"]), *within
 
     for (_, skip, order, norms, *inside), group in groupby(blocks, look):
@@ -70,13 +71,8 @@ def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
         yield names, len(alike), skip, order, norms, *inside, span((min(alphas), max(alphas))) if alphas else None
 
 
-def _inside(block: str, path: str | None) -> str | None:
-    """A path as seen from its block."""
-    return None if path is None else path.removeprefix(f"{block.partition('+')[0]}.")
-
-
 def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
     for norm in norms:
-        outcome = f"refused: {norm['refused']}" if norm["refused"] else norm["folding"]
+        outcome = norm["refused"] and f"refused: {norm['refused']}"
         moments = span(norm["mean"]), span(norm["std"])
-        yield norm["path"], norm["class"], norm["channels"], norm["role"], *moments, outcome
+        yield norm["path"], norm["class"], norm["channels"], norm["role"], *moments, outcome or norm["folding"]

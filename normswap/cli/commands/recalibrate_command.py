@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -76,13 +76,11 @@ def run(
     sources = [opening.state(open_model(name, device=images.device)) for name in before.against or ()]
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
-        recalibrated = recalibrate(
-            net, loader, against=sources, means_only=before.means_only, progress=advance,
-            data=images.data, samples=images.samples, batch_size=images.batch_size,
-        )  # fmt: skip
+        read: dict[str, Any] = {"data": images.data, "samples": images.samples, "batch_size": images.batch_size}
+        recalibrated = recalibrate(net, loader, against=sources, means_only=before.means_only, progress=advance, **read)
     checkpoint.save(recalibrated, place, force=force)
-    body = {"source": model, "data": images.data, "output": place, "notes": list(recalibrated.notes),
-            "report": summary.of_report(recalibrated.report)}  # fmt: skip
+    notes, report = list(recalibrated.notes), summary.of_report(recalibrated.report)
+    body = {"source": model, "data": images.data, "output": place, "notes": notes, "report": report}
     show(body, json, _print)
     return 0
 

@@ -20,7 +20,7 @@ from normswap.storage import atomic_write, network_folder
 KEYS = (
     "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
     "(histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded or nothing), "
-    "notes, signal (a point per block), signal_inputs, accuracy, findings (of the doctor)"
+    "notes, signal (a point per block), signal_inputs, accuracy"
 )
 EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 

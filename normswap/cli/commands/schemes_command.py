@@ -18,7 +18,7 @@ EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these.")] = None,
     *,
     json: Json = False,
 ) -> int:
@@ -31,15 +31,14 @@ def run(
 
 
 def _card(name: str) -> Body:
-    """Describe a scheme, its paper and its options."""
     if name == "unfold":
         nothing: Body = {"paper": "", "options": {}, "exact_only_with": []}
         return {"name": name, "summary": schemes.UNFOLD, **nothing, "exact": True}
     scheme = schemes.get(name)
-    options = scheme.defaults
+    options, exact = scheme.defaults, scheme.is_exact(scheme.defaults)
     only = [option for option in options if not scheme.is_exact({**options, option: "another"})]
-    return {"name": name, "summary": scheme.summary, "paper": scheme.paper, "options": options,
-            "exact_only_with": only, "exact": scheme.is_exact(options)}  # fmt: skip
+    described: Body = {"name": name, "summary": scheme.summary, "paper": scheme.paper, "options": options}
+    return {**described, "exact_only_with": only, "exact": exact}
 
 
 def _print(bodies: Sequence[Body]) -> None:
@@ -50,8 +49,6 @@ def _print(bodies: Sequence[Body]) -> None:
         exact = "always" if body["exact"] else "no"
         if only and body["exact"]:
             exact = f"with {needed}"
-        facts(
-            ("scheme", body["name"]), ("", body["summary"]), ("paper", body["paper"]), ("options", options),
-            ("exact", exact),
-        )  # fmt: skip
+        names = ("scheme", body["name"]), ("", body["summary"]), ("paper", body["paper"])
+        facts(*names, ("options", options), ("exact", exact))
     next_step("convert", "MODEL", "--to", bodies[0]["name"] if len(bodies) == 1 else "SCHEME")

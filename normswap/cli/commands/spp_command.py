@@ -98,7 +98,6 @@ def run(
 
 
 def _print(models: Sequence[str], body: Body) -> None:
-    """The signal at every residual block, one table per network."""
     for name, points in body["curves"].items():
         rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])

@@ -49,8 +49,7 @@ def run(
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
     ],
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", show_default=False, help="As in `finetune`."),
+        list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
     varied: Varied,
@@ -92,12 +91,10 @@ def run(
     files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
     if trials:
         files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
-    body = {
-        "recipe": recipe, "output": place, "seeds": seeds, "counted": counted,
-        "lines": [asdict(line) for line in lines], "trials": rows,
-        "notes": sweeps.notes(trials, lines, finished), "done": finished, "files": files,
-    }  # fmt: skip
-    show(body, json, functools.partial(_print, words or []))
+    asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
+    notes = sweeps.notes(trials, lines, finished)
+    body = {**asked, "lines": [asdict(line) for line in lines], "trials": rows, "notes": notes, "done": finished}
+    show({**body, "files": files}, json, functools.partial(_print, words or []))
     return 0
 
 

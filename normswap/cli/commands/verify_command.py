@@ -52,11 +52,10 @@ def run(
     else:
         body = _of_file(file, against, images, opening)
     show(body, json, _print)
-    return 0 if body["passed"] else 1
+    return int(not body["passed"])
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """A converted network beside its source, or another network."""
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
@@ -83,15 +82,13 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
-    return {
-        "directory": directory, "against": name, "passed": report.passed,
-        "source_unchanged": None if against else reverification.unchanged(source, result),
-        "report": summary.of_report(report), "data": data,
-    }  # fmt: skip
+    body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
+    if not against:
+        body["source_unchanged"] = reverification.unchanged(source, result)
+    return {**body, "report": summary.of_report(report), "data": data}
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
-    """An exported file beside the network that it is to be."""
     from normswap.exporting import exported_file
     from normswap.models.preprocessing import for_size
 
@@ -109,10 +106,8 @@ def _print(body: Body) -> None:
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
-        facts(
-            *compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"),
-            ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures)),
-        )  # fmt: skip
+        answers = ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures))
+        facts(*compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"), *answers)
     else:
         facts(*compared, ("result", verdict(body["report"])))
         if body["source_unchanged"] is False:

@@ -31,9 +31,9 @@ BARS: dict[str, tuple[Row, Row | None]] = {  # what the bar is called: the rows 
         ("GroupNorm, gamma and beta matched, eps as ours", "none"),
         ("32 groups, gamma and beta matched, eps as ours", "none"),
     ),
-    "groupnorm --steady 0: the plain norm": (
-        ("`groupnorm --steady 0`", "none"),
-        ("`groupnorm --steady 0 --groups 32`", "none"),
+    "groupnorm --relative-eps 0: the plain norm": (
+        ("`groupnorm --relative-eps 0`", "none"),
+        ("`groupnorm --relative-eps 0 --groups 32`", "none"),
     ),
     "groupnorm, no images": (("`groupnorm`", "none"), ("`groupnorm --groups 32`", "none")),
     "groupnorm, 100 unlabelled images": (("`groupnorm`", "100"), ("`groupnorm --groups 32`", "100")),

@@ -85,21 +85,20 @@ def _column(numbers: str) -> Tensor:
 
 
 def _prepare(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Module, Images]:
-    mean, std = (
-        torch.tensor([float(part) for part in re.findall(rf"{name} ([\d.,e-]*\d)", finding.evidence)[0].split(",")])
-        for name in ("mean", "std")
-    )
+    now, _, best = finding.evidence.rpartition("; with ")
+    mean, std = (_column(re.findall(rf"{name} ([\d.,e-]*\d)", best)[0]) for name in ("mean", "std"))
     config = data_config(model)
     present = [torch.tensor(config[name]).reshape(-1, 1, 1) for name in ("mean", "std")]
 
     def prepare(x: Tensor) -> Tensor:
         pixels = x if "given as" in finding.evidence else x * present[1] + present[0]
-        if "given with" in finding.evidence:
-            means, stds = (re.findall(rf"{name} ([\d.,e-]*\d)", finding.evidence)[1] for name in ("mean", "std"))
-            pixels = x * _column(stds) + _column(means)
+        if "given with" in now:
+            given = now.partition("given with")[2]
+            means, stds = (_column(re.findall(rf"{name} ([\d.,e-]*\d)", given)[0]) for name in ("mean", "std"))
+            pixels = x * stds + means
         pixels = pixels / 255 if "0..255" in finding.evidence else pixels
         pixels = pixels.flip(1) if "BGR" in finding.evidence else pixels
-        return (pixels - mean.reshape(-1, 1, 1)) / std.reshape(-1, 1, 1)
+        return (pixels - mean) / std
 
     return model, images.prepared(prepare)
 

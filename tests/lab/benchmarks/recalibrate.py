@@ -1,13 +1,12 @@
 """Accuracy on a shifted domain before and after `recalibrate`: CIFAR-10 test images, darkened or blurred.
 
-    python tests/lab/benchmarks/recalibrate.py [--test DIR] [--train DIR] > FILE.md
+    python tests/lab/benchmarks/recalibrate.py > FILE.md
 
 Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000 test images.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
@@ -47,16 +46,13 @@ def accuracy(model: nn.Module, batches: list[tuple[Tensor, Tensor]], shift: Shif
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
-    parser.add_argument("--train", default=str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")))
-    given = parser.parse_args()
+    tests, trains = (str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz")) for part in ("test", "train"))
     print("| network | shift | top-1 | recalibrated |")
     print("|---|---|---|---|")
     for name, place in NETWORKS.items():
         model = open_model(str(place))
-        test = list(make_loader(model, given.test, batch_size=250, workers=1))
-        train = [x for x, _ in make_loader(model, given.train, batch_size=100, workers=1, samples=1000)]
+        test = list(make_loader(model, tests, batch_size=250, workers=1))
+        train = [x for x, _ in make_loader(model, trains, batch_size=100, workers=1, samples=1000)]
         for said, shift in shifts(model).items():
             new = recalibrate(model, [shift(x) for x in train]).model
             before, after = (accuracy(net, test, shift) for net in (model, new))

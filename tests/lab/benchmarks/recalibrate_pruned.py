@@ -1,6 +1,6 @@
 """Accuracy after pruning, averaging and rounding, before and after `recalibrate`; and by torch's own tool.
 
-    PYTHONPATH=tests python tests/lab/benchmarks/recalibrate_pruned.py [--images N] > FILE.md
+    PYTHONPATH=tests python tests/lab/benchmarks/recalibrate_pruned.py > FILE.md
 
 Pruned: the smallest weights of each convolution are set to 0 (torch's `l1_unstructured`), without training. Averaged:
 the weights of two short trainings of the network (SGD, 0.05, 6000 images, other seeds). Rounded: weights to so many
@@ -10,7 +10,6 @@ images.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,16 +137,13 @@ def row(name: str, change: Changed, images: list[Tensor], test: list[tuple[Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=int, default=2000)
-    count = parser.parse_args().images
     print(
         "| network | change | top-1 before | changed | recalibrated | means alone | torch's `update_bn` | zeros kept |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for name in ("resnet18_narrow", "resnetv2_18_narrow"):
         model = open_model(str(NETWORKS[name]))
-        test = list(make_loader(model, TEST, batch_size=100, workers=1, samples=count))
+        test = list(make_loader(model, TEST, batch_size=100, workers=1, samples=2000))
         train = [x for x, _ in make_loader(model, TRAIN, batch_size=100, workers=1, samples=1000)]
         for change in changes(model, train):
             print(row(name, change, train, test), flush=True)

@@ -28,8 +28,8 @@ from normswap.training.engine import finetune
 ROWS = {
     "bn": ("cifar10_recover_bn", ()),
     "groupnorm": ("cifar10_recover_groupnorm", ()),
-    "groupnorm --steady 0.75": ("cifar10_recover_groupnorm", ("convert.options.steady=0.75",)),
-    "groupnorm --steady 0.5": ("cifar10_recover_groupnorm", ("convert.options.steady=0.5",)),
+    "groupnorm --relative-eps 3": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=3",)),
+    "groupnorm --relative-eps 1": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=1",)),
     "nf": ("cifar10_recover_nf", ()),
 }
 ON = ("depthwise", "dense", "plain", "plain_norm_after")

@@ -107,7 +107,7 @@ def rows(name: str, images: int, say: Callable[[str], None]) -> None:
         "source (BatchNorm)": lambda: source,
         "fresh GroupNorm, as both projects do": lambda: replaced(source),
         "GroupNorm, gamma and beta copied": lambda: replaced(source, keep=True),
-        "`groupnorm --steady 0`": lambda: ours("groupnorm", group_size=SIZE, steady=0),
+        "`groupnorm --relative-eps 0`": lambda: ours("groupnorm", group_size=SIZE, relative_eps=0),
         "`groupnorm`": lambda: ours("groupnorm", group_size=SIZE),
         **{
             f"`groupnorm`, {count} frames": lambda count=count: ours(

@@ -51,8 +51,8 @@ EXACT: tuple[Way, ...] = (
     ("nf", {"mean": "keep"}), ("centered-weightnorm", {"mean": "keep"}),
 )  # fmt: skip
 DATALESS: tuple[Way, ...] = (
-    ("groupnorm", {"steady": 0}), ("groupnorm", {"steady": 0.5}), ("groupnorm", {}), ("groupnorm", {"groups": 4}),
-    ("instancenorm", {}), ("dyt", {}),
+    ("groupnorm", {"relative_eps": 0}), ("groupnorm", {"relative_eps": 1}), ("groupnorm", {}),
+    ("groupnorm", {"groups": 4}), ("instancenorm", {}), ("dyt", {}),
 )  # fmt: skip
 FITTED: tuple[Way, ...] = (
     ("groupnorm", {}),

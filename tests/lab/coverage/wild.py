@@ -6,7 +6,7 @@
 
 In float64, each network in a process of its own, measured on an input that was not recorded. `exact`: folded, relative
 L2 at most 1e-8 at every output, no norm left. `strays`: the source itself, when its input changes in the last digits.
-`other`: wrong, incomplete, raised, crashed, timed out. Approximate is `groupnorm --steady 0` with one group, without
+`other`: wrong, incomplete, raised, crashed, timed out. Approximate is `groupnorm --relative-eps 0`, without
 images: it runs if no BatchNorm is left and every output is finite. Its relative L2 is on noise, with random weights: no
 accuracy. Norms that no forward reaches are not counted as left. Rows are kept in runs/wild.jsonl with their commit.
 Ultralytics is AGPL: measured where it is there, and used nowhere else.
@@ -46,7 +46,7 @@ from normswap.models.calling import Example, named_tensors  # noqa: E402
 from normswap.surgery import applying, conversion  # noqa: E402
 
 EXACT = 1e-8
-APPROXIMATE: tuple[str, dict[str, Any]] = ("groupnorm", {"steady": 0})
+APPROXIMATE: tuple[str, dict[str, Any]] = ("groupnorm", {"relative_eps": 0})
 
 
 def live(model: nn.Module, example: Example) -> None:

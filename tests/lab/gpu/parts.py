@@ -37,7 +37,7 @@ KEEPING: dict[str, dict[str, Any]] = {
     "fixup": {"init": "keep"},
     "nf": {"mean": "keep"},
 }
-TRAINED = ("batchnorm", "skipinit", "nf", "groupnorm", "groupnorm --steady 0", "frozen-bn", "tune", "folded")
+TRAINED = ("batchnorm", "skipinit", "nf", "groupnorm", "groupnorm --relative-eps 0", "frozen-bn", "tune", "folded")
 
 
 @dataclass(frozen=True)
@@ -315,10 +315,10 @@ def speed(machine: Machine) -> Iterator[str]:
 
 def converted(source: nn.Module, name: str, machine: Machine) -> nn.Module:
     """The source after a conversion that is spelled as on the command line."""
-    scheme, *option = name.split(" --steady ")
+    scheme, *option = name.split(" --relative-eps ")
     if scheme == "batchnorm":
         return copy.deepcopy(source)
-    options = {**KEEPING.get(scheme, {}), **({"steady": float(option[0])} if option else {})}
+    options = {**KEEPING.get(scheme, {}), **({"relative_eps": float(option[0])} if option else {})}
     return normswap.convert(source, scheme, input_size=(3, machine.side, machine.side), **options).model
 
 

@@ -3,10 +3,11 @@
     python tests/lab/mutation/mutants.py --rooms folding layers surgery storage --count 200 -o mutants.md
 
 A mutant is one change of one expression or statement of a function: an operator, a comparison, a number, a condition,
-a statement that is left out. It is written into a temporary copy of the checkout. There the tests of its room run, those
-of its own file first, up to the first that fails, and then those of `--also`. A mutant whose tests take longer than
-`--limit` seconds counts as noticed, since unmutated they have to pass in that time. Some mutants change nothing that
-the program says or writes; the table lists every survivor, so that a person can tell.
+a statement that is left out. It is written into a temporary copy of the checkout. There first run, without a mutant,
+the tests of its room and those of `ALSO`, and coverage.py notes which of them come by which line; then, with the
+mutant, those that come by its lines, up to the first that fails. A mutant whose tests take longer than `--limit` seconds
+counts as noticed. Some mutants change nothing that the program says or writes; the table lists every survivor, so that a
+person can tell.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[3]
 ALSO = ("tests/surgery/test_wrong_results.py", "tests/schemes/test_exact_schemes.py")
@@ -43,6 +46,7 @@ class Mutant:
     Args:
         file: from the root of the repository.
         line: where.
+        end: its last line.
         before: the node's source, on one line.
         after: what stands there instead.
         text: the whole file with the change.
@@ -50,6 +54,7 @@ class Mutant:
 
     file: Path
     line: int
+    end: int
     before: str
     after: str
     text: str
@@ -103,20 +108,20 @@ def drawn(files: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:
         change(node)
         ast.fix_missing_locations(tree)
         words = [" ".join(ast.unparse(part).split())[:90] for part in (before, node)]
-        yield Mutant(file, getattr(node, "lineno", 0), *words, ast.unparse(tree))
+        end = node.test if isinstance(node, ast.If | ast.While) else node  # not the statements below it
+        yield Mutant(file, getattr(node, "lineno", 0), getattr(end, "end_lineno", 0), *words, ast.unparse(tree))
 
 
-def tests_of(file: Path) -> list[str]:
-    """The test files of a file's room, its own first; of a file that is in no room, those directly below tests/."""
-    room = file.parts[1] if len(file.parts) > 2 else ""
-    found = sorted((ROOT / "tests" / room).rglob("test_*.py") if room else (ROOT / "tests").glob("test_*.py"))
-    found.sort(key=lambda test: file.stem not in test.stem)
-    return [str(test.relative_to(ROOT)) for test in found]
+def tests_of(room: str) -> list[str]:
+    """The test files of a room."""
+    return [str(test.relative_to(ROOT)) for test in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
 
 
-def fails(place: Path, tests: Sequence[str], limit: float) -> bool:
+def fails(place: Path, tests: Sequence[str], limit: float | None, *options: str) -> bool:
     """Whether one of the tests fails, or they take too long."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+    listed = place / "tests.txt"
+    listed.write_text("\n".join(tests), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *options, f"@{listed}"]
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=place, env=environment, timeout=limit, check=False, capture_output=True)
@@ -127,12 +132,26 @@ def fails(place: Path, tests: Sequence[str], limit: float) -> bool:
     return done.returncode != 0
 
 
-def noticed(mutant: Mutant, place: Path, also: Sequence[str], limit: float) -> bool:
+def tests_by_line(place: Path, tests: Sequence[str]) -> CoverageData:
+    """Which tests come by which line of the package; none of them may fail."""
+    if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report="):
+        raise SystemExit("the tests fail without a mutant")
+    data = CoverageData(str(place / ".coverage"))
+    data.read()
+    return data
+
+
+def noticed(mutant: Mutant, place: Path, data: CoverageData, limit: float) -> bool:
+    """Whether a test that comes by the mutant's lines fails; those of a file that is named like the mutant's go first."""
     file = place / mutant.file
+    contexts = data.contexts_by_lineno(str(file))
+    lines = range(mutant.line, mutant.end + 1)
+    tests = sorted({name.partition("|")[0] for line in lines for name in contexts.get(line, ()) if name})
+    tests.sort(key=lambda test: mutant.file.stem not in test.partition("::")[0])
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
-        return fails(place, tests_of(mutant.file), limit) or fails(place, also, limit)
+        return bool(tests) and fails(place, tests, limit)
     finally:
         file.write_text(before, encoding="utf-8")
 
@@ -142,8 +161,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="+", default=["folding", "layers", "surgery", "storage"])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a room")
-    parser.add_argument("--also", nargs="*", default=list(ALSO), help="tests that run after those of the room")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a mutant")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     files = sorted(file for room in args.rooms for file in (ROOT / "normswap" / room).rglob("*.py"))
@@ -155,11 +173,10 @@ def main() -> None:
         for name in ("normswap", "tests", "recipes", "README.md", "pyproject.toml"):
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
-        for room in args.rooms:
-            if fails(place, tests_of(Path("normswap") / room / "any.py"), args.limit):
-                raise SystemExit(f"the tests of {room} fail, or take longer than {args.limit:g} s, without a mutant")
+        tests = [test for room in args.rooms for test in tests_of(room)]
+        data = tests_by_line(place, list(dict.fromkeys([*tests, *ALSO])))
         for mutant in drawn(files, args.count, args.seed):
-            seen = noticed(mutant, place, args.also, args.limit)
+            seen = noticed(mutant, place, data, args.limit)
             survivors += not seen
             cells = [f"`{mutant.file}:{mutant.line}`", f"`{mutant.before}`", f"`{mutant.after}`",
                      "noticed" if seen else "**survived**"]  # fmt: skip

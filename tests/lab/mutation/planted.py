@@ -129,7 +129,7 @@ PROOF = (
     Planted("a source may answer otherwise each time", "surgery.comparison:_require_repeatable", NOTHING,
             ("tests/surgery/test_no_network.py",)),
     Planted("a source in half precision is taken as exact", "surgery.comparison:_rounding", answers(0.0), COMPARED + WRONG),
-    Planted("any source strays without end", "surgery.comparison:_stray", answers(float("inf")), WRONG + COMPARED),
+    Planted("any source strays without end", "surgery.comparison:_allowance", answers(float("inf")), WRONG + COMPARED),
     Planted("nothing is compared in float64", "surgery.comparison:compare_double", NOTHING, WRONG),
     Planted("the output that differs least decides", "surgery.comparison:worst",
             lambda f: lambda precision, x, a, b, **how: f(precision, x, a, a if a.keys() == b.keys() else b, **how), WRONG),

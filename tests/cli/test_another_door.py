@@ -1,0 +1,109 @@
+"""Law of doors: command line, Python, a plan applied, and a directory loaded give one result, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import MODEL, Capture, run_json
+from crossed import sampled
+from scheme_rows import ROWS, Row
+from torch import nn
+
+import normswap
+from normswap.errors import flag
+from normswap.images.accuracy import evaluate
+from normswap.images.datasets import make_loader
+from normswap.provenance import Provenance
+from normswap.provenance import of as origin
+from normswap.storage import checkpoint
+from normswap.surgery.recalibration import recalibrate
+
+FITTED = ("nf", "dyt", "groupnorm", "centered-weightnorm")
+ASKED = (
+    *ROWS,
+    Row("folded", {"only": ["layer2"]}),
+    Row("skipinit", {"skip": ["layer1", "layer4.1"]}),
+    Row("groupnorm", {"purpose": "opacus"}),
+    Row("batchnorm", {"purpose": "federated"}),
+    *(Row(scheme, {"calibrate": "demo"}) for scheme in FITTED),
+)
+
+
+def typed(options: dict[str, Any]) -> list[str]:
+    """The options as they are typed."""
+    words = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [{"purpose": "--for"}.get(name, flag(name)), str(each)]
+    return [*words, *(["--samples", "40", "--seed", "3"] if "calibrate" in options else [])]
+
+
+def assert_same(one: nn.Module, two: nn.Module) -> None:
+    """Structure, tensors, and the record of where they are from."""
+    assert str(one) == str(two)
+    state, other = one.state_dict(), two.state_dict()
+    assert state.keys() == other.keys()
+    assert all(tensor.equal(other[name]) for name, tensor in state.items())
+    first, second = (origin(model) or Provenance() for model in (one, two))
+    assert first.plan.digest == second.plan.digest
+    assert first.norms.keys() == second.norms.keys()
+    assert all(tensor.equal(second.norms[name]) for name, tensor in first.norms.items())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert one.eval()(x).equal(two.eval()(x))
+
+
+@pytest.mark.parametrize("row", sampled(ASKED, every=3, mark=pytest.mark.slow), ids=str)
+def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> None:
+    body = run_json(capfd, "convert", MODEL, "--to", row.scheme, *typed(row.options), "-o", "typed", "--plan", "p.json")
+    by_command = normswap.load("typed")
+    source, options = checkpoint.open_model(MODEL), dict(row.options)
+    if options.pop("calibrate", None):
+        options["calibrate"] = make_loader(source, "demo", split="train", samples=40, seed=3, labelled=False)
+        options["seed"] = 3
+    done = normswap.convert(source, row.scheme, **options)
+    assert_same(done.model, by_command)
+    assert_same(checkpoint.open_model("typed"), by_command)
+    report = body["steps"][-1]["report"]
+    assert [error["relative_l2"] for error in report["logits"]] == [error.relative_l2 for error in done.report.logits]
+    if "calibrate" in row.options:
+        assert done.report.kept is not None
+        assert report["kept"]["agreement"] == done.report.kept.agreement
+        return
+    run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
+    assert_same(normswap.load("planned"), by_command)
+
+
+def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:
+    some = ("--data", "demo", "--samples", "40", "--batch-size", "20", "--workers", "0")
+    run_json(capfd, "recalibrate", MODEL, *some, "-o", "typed")
+    source = checkpoint.open_model(MODEL)
+    loader = make_loader(source, "demo", split="train", samples=40, batch_size=20, workers=0, labelled=False)
+    done, typed_one = recalibrate(source, loader).model, normswap.load("typed")
+    assert all(tensor.equal(typed_one.state_dict()[name]) for name, tensor in done.state_dict().items())
+
+
+def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) -> None:
+    images = ("--data", "demo", "--samples", "60", "--workers", "0")
+    body = run_json(capfd, "evaluate", MODEL, *images)
+    source = checkpoint.open_model(MODEL)
+    found = evaluate(source, make_loader(source, "demo", samples=60, workers=0))
+    assert (body["top1"], body["top5"], body["loss"]) == (found.top1, found.top5, found.loss)
+    done = normswap.convert(source, "groupnorm")
+    checkpoint.save(done, Path("out"))
+    proof = run_json(capfd, "verify", "out")
+    report = normswap.verify(source, normswap.load("out"), exact=False)
+    assert [error["relative_l2"] for error in proof["report"]["logits"]][-1] == pytest.approx(
+        report.logits[-1].relative_l2
+    )
+
+
+def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:
+    run_json(capfd, "export", MODEL, "-o", "typed.pt2", "--normalize", "--softmax")
+    normswap.export(checkpoint.open_model(MODEL), Path("called.pt2"), normalize=True, softmax=True)
+    x = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    one, two = (torch.export.load(name).module()(x) for name in ("typed.pt2", "called.pt2"))
+    assert one.equal(two)

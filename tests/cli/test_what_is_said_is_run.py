@@ -1,0 +1,85 @@
+"""Law of what is said: every command that an answer, a finding, an error or a card names is run, and mends that."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from commands import FEW, MODEL, QUICK, READER, Capture, named_commands, run_json
+from crossed import quick
+
+from normswap.cli.app import main
+
+STARTS = (
+    ["demo"], ["inspect", MODEL], ["schemes"],
+    ["convert", MODEL, "--to", "folded", "-o", "first"],
+    ["recalibrate", MODEL, "--data", "demo", *FEW, "-o", "fresh"],
+    ["evaluate", MODEL, "--data", "demo", *FEW],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda words: words[0])
+def test_the_next_commands_run_one_after_another(start: list[str], here: Path, capfd: Capture) -> None:
+    words, ran = start, []
+    while words and words[0] not in ran:
+        ran.append(words[0])
+        assert main([*words, *(() if words is start else QUICK.get(words[0], ()))]) == 0, shlex.join(words)
+        out = capfd.readouterr().out
+        last = [line for line in out.splitlines() if line.startswith("next: ")]
+        assert len(last) <= 1
+        words = next(named_commands(last[0]), []) if last else []
+        if words[:1] == ["finetune"] or words[:1] == ["push"]:
+            break
+    assert len(ran) > 1
+
+
+@pytest.mark.parametrize("options", quick([(), ("--private",), ("--deploy",), ("--batch-size", "4")], [("--deploy",)]))
+def test_advice_can_be_followed(options: tuple[str, ...], here: Path, capfd: Capture) -> None:
+    body = run_json(capfd, "advise", MODEL, *options)
+    for i, advice in enumerate([body["choose"], *body["others"]]):
+        for words in named_commands(advice["command"] or ""):
+            quick = ("--samples", "40") if "--calibrate" in words else ()
+            result = run_json(capfd, *words, *quick, "-o", f"out{i}")
+            assert result["steps"][-1]["report"]["passed"]
+
+
+MISTAKES = (
+    ("convert", MODEL, "--to", "nf"),
+    ("convert", MODEL, "--to", "centered-weightnorm"),
+    ("verify", "gone"),
+    ("convert", MODEL, "--to", "foldd"),
+    ("convert", MODEL, "--to", "folded", "--only", "layer9"),
+    ("export", MODEL, "-o", "file.xyz"),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda words: shlex.join(words[-2:]))
+def test_what_an_error_proposes_is_right(mistake: tuple[str, ...], here: Path, capfd: Capture) -> None:
+    assert main(mistake) == 2
+    error = capfd.readouterr().err
+    for option in re.findall(r"[`'](--[^`']+)[`']", error):
+        words = [READER.get(word, word) for word in shlex.split(option)]
+        extra = ("--samples", "40") if "demo" in words else ()
+        assert main([*mistake, *words, *extra, "--dry-run"]) == 0, option
+    for words in named_commands(error):
+        if words[0] in ("schemes", "inspect"):
+            assert main([*words, *((MODEL,) if words == ["inspect"] else ())]) == 0
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "groupnorm", "affine"])
+def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None:
+    """Its Python loads the network; its commands measure it, go on from there, and bring it back where it says so."""
+    run_json(capfd, "convert", MODEL, "--to", scheme, "-o", "out")
+    card = Path("out/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    scope: dict[str, object] = {}
+    exec(code.replace("path/to/this/directory", "out"), scope)
+    assert isinstance(scope["model"], torch.nn.Module)
+    assert not scope["model"].training
+    assert main(["verify", "out"]) == 0
+    assert main(["convert", "out", "--to", "unfold", "-o", "back"]) == (0 if "--to unfold" in card else 2)
+    if "--to unfold" in card:
+        assert run_json(capfd, "verify", "back", "--against", MODEL)["passed"]

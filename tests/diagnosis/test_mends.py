@@ -1,0 +1,36 @@
+"""Law of what is said: the command that a finding names is run, and the finding is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import MODEL, QUICK, Capture, here, named_commands, run_json
+from test_doctor import FAULTS, opened
+
+import normswap
+
+__all__ = ["here"]  # a fixture
+
+
+# Faults that stand in a file of weights that can be read: others are in the network, and mended by a line of Python.
+IN_WEIGHTS = (
+    "NaN in a variance", "infinite mean", "mean and variance exchanged", "variances of 0", "variances far below eps",
+    "half of the variances are 0", "statistics never updated", "one norm never updated", "swapped statistics",
+    "stale statistics", "shuffled channels",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", IN_WEIGHTS)
+def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Capture) -> None:
+    """As a user has the network: in a file of weights beside the name of its architecture."""
+    plant, name = FAULTS[fault]
+    model = opened("demo")
+    plant(model)
+    torch.save(model.state_dict(), "faulty.pth")
+    ill = run_json(capfd, "doctor", MODEL, "--weights", "faulty.pth", code=1)
+    finding = next(each for each in ill["findings"] if each["name"] == name)
+    (words,) = named_commands(finding["mend"])
+    run_json(capfd, *words, *QUICK[words[0]], "-o", "mended")
+    assert normswap.diagnose(normswap.load("mended")).faults == ()

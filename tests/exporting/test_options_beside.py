@@ -1,0 +1,66 @@
+"""Law of bounds: a file with an option is as near to its network as the file without it, in each precision."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import normswap
+from normswap.images.datasets import Loader, make_loader
+from normswap.storage import checkpoint
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "normalize": {"normalize": True},
+    "dynamic batch": {"dynamic_batch": True},
+    "both": {"normalize": True, "dynamic_batch": True},
+}
+# Rounding goes another way where another layer comes first.
+ANOTHER_WAY = 1.25
+
+
+@functools.cache
+def demo() -> nn.Module:
+    return checkpoint.open_model("demo")
+
+
+def images(samples: int, seed: int) -> Loader:
+    return make_loader(demo(), "demo", samples=samples, seed=seed, workers=0, batch_size=16)
+
+
+@functools.cache
+def off(folder: Path, ending: str, precision: str, option: str) -> tuple[float, float]:
+    """Relative L2, and the share of other answers."""
+    settings = {**OPTIONS.get(option, {}), "dtype": precision, "images": images(48, 0)}
+    if precision == "int8":
+        settings["calibrate"] = images(32, 1)
+    place = folder / f"{option}-{precision}.{ending}".replace(" ", "-")
+    figures = normswap.export(demo(), place, **settings).figures
+    assert figures.agreement is not None
+    return figures.relative_l2, 1 - figures.agreement
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("pt2", "fp32"), ("onnx", "fp32"), ("onnx", "bf16"), pytest.param("onnx", "fp16", marks=SLOW),
+    pytest.param("onnx", "int8", marks=SLOW), pytest.param("pt2", "int8", marks=SLOW),
+    pytest.param("xml", "fp32", marks=SLOW), pytest.param("xml", "int8", marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("beside")
+
+
+@pytest.mark.parametrize(("ending", "precision"), CASES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_costs_nothing(ending: str, precision: str, option: str, folder: Path) -> None:
+    if (ending, precision) == ("pt2", "int8") and "dynamic_batch" in OPTIONS[option]:
+        pytest.skip("no such file: it is not there")
+    (error, other), (plain, differ) = (off(folder, ending, precision, each) for each in (option, "plain"))
+    assert error <= ANOTHER_WAY * plain + 1e-6
+    assert other <= differ + 0.05

@@ -1,0 +1,124 @@
+"""Law of what eval mode hides: norms that come back are the old ones in training; what does not learn stays so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from crossed import halved
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lived import batchnorms, distance, run
+from scheme_rows import EXACT, ROWS, Row
+from six_networks import SIX, fits, images, measured, trained
+from torch import Tensor, nn
+
+import normswap
+from normswap.surgery.network import Network
+
+DROPOUTS = (nn.Dropout, nn.Dropout2d)
+
+
+def in_training(model: nn.Module, x: Tensor) -> Tensor:
+    """What a copy of the network answers in training mode, without dropout."""
+    model = copy.deepcopy(model).train()
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.eval()
+        elif hasattr(module, "drop_rate"):
+            module.drop_rate = 0.0
+    with torch.no_grad():
+        y: Tensor = model(x)
+    return y
+
+
+def inputs_of_norms(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """(C, N) of each BatchNorm, in eval mode."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for path in batchnorms(model):
+
+        def look(_: nn.Module, args: tuple[Tensor, ...], path: str = path) -> None:
+            seen[path] = args[0].transpose(0, 1).flatten(1)
+
+        handles.append(model.get_submodule(path).register_forward_pre_hook(look))
+    with torch.no_grad():
+        model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
+
+
+@pytest.mark.parametrize(("name", "row"), CASES, ids=str)
+@settings(max_examples=1)
+@given(seed=st.integers(0, 3), epsilon=st.sampled_from([None, 3e-4]))
+def test_norms_that_come_back_are_the_old_ones(name: str, row: Row, seed: int, epsilon: float | None) -> None:
+    """Their statistics are those of what reaches them; they train as the source does, and as fast."""
+    x = images(12, seed)
+    source = copy.deepcopy(trained(name, seed))
+    for path in batchnorms(source):
+        norm: Any = source.get_submodule(path)
+        norm.eps = epsilon or norm.eps
+    measured(source, x)
+    there = normswap.convert(source, row.scheme, inputs=x[:2], **row.options)
+    anatomy = Network(there.model, x[:2]).anatomy
+    for path in anatomy.provenance.original_paths:
+        mean, deviation = anatomy.kept_moments(path)
+        assert mean is not None
+        assert mean.equal(source.get_parameter(f"{path}.bias"))
+        assert deviation is not None
+        assert deviation.equal(source.get_parameter(f"{path}.weight").abs())
+    back = normswap.convert(there, "batchnorm", inputs=x[:2]).model
+    assert [path.removesuffix(".inner") for path in batchnorms(back)] == batchnorms(source)
+    values = inputs_of_norms(back, x)
+    for path, old_path in zip(batchnorms(back), batchnorms(source), strict=True):
+        norm, old = back.get_submodule(path), source.get_submodule(old_path)
+        assert (norm.momentum, norm.eps, norm.num_batches_tracked) == (old.momentum, old.eps, old.num_batches_tracked)
+        assert norm.running_mean.dtype == old.running_mean.dtype
+        mean, variance = values[path].mean(1), values[path].var(1)
+        tolerance = 1e-3 * (variance + 1e-4).sqrt()
+        assert bool(((norm.running_mean - mean).abs() <= tolerance).all()), path
+        assert bool(((norm.running_var - variance).abs() <= 1e-3 * (variance + 1e-4)).all()), path
+    assert distance(in_training(source, x), in_training(back, x)) < 1e-3
+    assert distance(run(source, x), run(back, x)) < 1e-10
+
+
+@pytest.mark.parametrize(("name", "row"), [case for case in CASES if "resnet" in case[0]], ids=str)
+def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
+    source, x = trained(name), images(2)
+    there = normswap.convert(source, row.scheme, inputs=x, **row.options)
+    back = normswap.convert(there, "unfold", inputs=x).model
+    buffers = dict(back.named_buffers())
+    assert all(buffers[key].equal(value) for key, value in source.named_buffers())
+    if row.scheme in ("affine", "tune", "frozen-bn"):
+        norms = (path for path in batchnorms(source))
+        assert all(back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias")) for path in norms)
+
+
+ALL = [(name, row) for name in SIX for row in ROWS if fits(name, row.scheme)]
+
+
+@pytest.mark.parametrize(("name", "row"), halved(ALL), ids=str)
+@settings(max_examples=1)
+@given(data=st.data())
+def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row, data: Any) -> None:
+    """Every parameter that lives on under its name; and a dropout drops what it dropped."""
+    source = copy.deepcopy(trained(name))
+    layers = [path for path, module in source.named_modules() if module._parameters]
+    frozen = data.draw(st.lists(st.sampled_from(layers), min_size=1, unique=True))
+    for path in frozen:
+        source.get_submodule(path).requires_grad_(False)
+    done = normswap.convert(source, row.scheme, inputs=images(2), **row.options)
+    names, now = dict(done.renames), dict(done.model.named_parameters())
+    for old, parameter in source.named_parameters():
+        new = names.get(old, old)
+        if new in now:
+            assert now[new].requires_grad == parameter.requires_grad, new
+    drops = {path: module.p for path, module in source.named_modules() if isinstance(module, DROPOUTS)}
+    for path, p in drops.items():
+        assert done.model.get_submodule(path).p == p  # type: ignore[union-attr]

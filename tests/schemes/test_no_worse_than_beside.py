@@ -1,0 +1,73 @@
+"""Law of bounds: what a case may be off by comes from the case beside it, not from what passed once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+from crossed import crossed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lived import distance, run
+from scheme_rows import EXACT, Row
+from six_networks import SIX, fits, images, measured, trained
+from torch import Tensor, nn
+
+import normswap
+
+# Schemes of which every value may be fitted, and one that need not.
+APPROXIMATE = (Row("groupnorm"), Row("layernorm"), Row("groupnorm", {"groups": 2, "relative_eps": 0.0}), Row("dyt"))
+# What a fit on a hundred images may lose by chance on others, and what a norm may lose more behind other factors.
+CHANCE, ANOTHER_WAY = 1.1, 3.0
+
+
+@functools.cache
+def source(name: str, seed: int) -> nn.Module:
+    return measured(copy.deepcopy(trained(name, seed)), images(64, seed))
+
+
+def lost(name: str, seed: int, scheme: str, **options: Any) -> float:
+    """How far the result is from the source on images that nothing was fitted to."""
+    model = source(name, seed)
+    done = normswap.convert(model, scheme, inputs=images(2), **options).model
+    return off(model, done, images(48, seed + 50))
+
+
+def off(model: nn.Module, result: nn.Module, x: Tensor) -> float:
+    return distance(run(model, x), run(result, x))
+
+
+@crossed("name, row", SIX, APPROXIMATE, every=2, mark=pytest.mark.slow)
+@settings(max_examples=1)
+@given(seed=st.integers(0, 3))
+def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row, seed: int) -> None:
+    without = lost(name, seed, row.scheme, **row.options)
+    fitted = lost(name, seed, row.scheme, **row.options, calibrate=[images(96, seed + 9)])
+    assert fitted <= CHANCE * without
+
+
+@crossed("name, row", SIX, APPROXIMATE, every=3, mark=pytest.mark.slow)
+@settings(max_examples=1)
+@given(seed=st.integers(0, 3), before=st.sampled_from(["folded", "weightnorm", "tune", "affine"]))
+def test_a_way_of_two_steps_is_no_worse_than_one(name: str, row: Row, seed: int, before: str) -> None:
+    """By an exact scheme, which has taken the norms away, to one that needs them."""
+    model = source(name, seed)
+    first = normswap.convert(model, before, inputs=images(2))
+    second = normswap.convert(first, row.scheme, inputs=images(2), **row.options).model
+    x = images(48, seed + 50)
+    assert off(model, second, x) <= ANOTHER_WAY * lost(name, seed, row.scheme, **row.options) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)], ids=str
+)
+def test_in_float32_a_result_is_as_near_as_rounding_takes_the_source(name: str, row: Row) -> None:
+    """Its error in float32 is at most some of what float32 costs the source itself."""
+    wide, x = source(name, 0), images(8, 5)
+    narrow = copy.deepcopy(wide).float()
+    done = normswap.convert(narrow, row.scheme, inputs=x[:2].float(), **row.options).model
+    reference = run(wide, x)
+    own = distance(reference, run(narrow, x.float()).double())
+    assert distance(reference, run(done, x.float()).double()) <= 8 * own + 1e-7

@@ -1,0 +1,104 @@
+"""Six small networks that look as if they had been trained, for the laws: each hard in another way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lived import batchnorms, lived_in
+from narrow_networks import skeleton
+from own_networks import Net, PostAct, PreAct
+from torch import Tensor, nn
+
+from normswap import schemes
+
+SIZE = (3, 16, 16)
+
+
+class Inverted(nn.Module):
+    """A linear bottleneck whose second filters read one channel, with the eps and momentum of mobile networks."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        wide = 2 * channels
+        self.expand, self.bn1 = nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, 1e-3, 0.03)
+        self.depth = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False)
+        self.bn2 = nn.BatchNorm2d(wide, 1e-3, 0.03)
+        self.project, self.bn3 = nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels, 1e-3, 0.03)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn1(self.expand(x)).relu()
+        return x + self.bn3(self.project(self.bn2(self.depth(y)).relu()))
+
+
+class Joined(nn.Module):
+    """Maps of two scales side by side, up through a transposed convolution; no residual branch, norms before layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
+        self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 4, 1)
+        self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8))
+        self.drop = nn.Dropout2d(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.drop(self.bn1(self.stem(x)).relu())
+        up = self.bn3(self.up(self.bn2(self.down(skip)).relu())).relu()
+        return self.out(self.bn4(torch.cat([skip, up], 1))).mean((2, 3))
+
+
+SIX: dict[str, Callable[[], nn.Module]] = {
+    "post": lambda: Net(PostAct),
+    "pre": lambda: Net(PreAct),
+    "inverted": lambda: Net(Inverted, 4),
+    "joined": Joined,
+    "resnet18": lambda: skeleton("resnet18", layers=(1, 2, 1, 1), channels=(4, 6, 8, 8)),
+    "seresnet18": lambda: skeleton("seresnet18", layers=(1, 2, 1, 1), channels=(8, 8, 16, 16)),
+}
+# Those in which nothing is added to a skip connection, so that no scalar of a branch has a place.
+BRANCHLESS = ("joined",)
+
+
+def fits(name: str, scheme: str) -> bool:
+    """Whether the network has what the scheme is for: branches, or maps of more than one position."""
+    if scheme == "instancenorm":
+        return "resnet" not in name
+    return name not in BRANCHLESS or not schemes.get(scheme).on_branches or scheme == "nf"
+
+
+def images(count: int, seed: int = 0) -> Tensor:
+    """Smooth ones of unequal brightness, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, *SIZE, generator=generator, dtype=torch.float64)
+    return nn.functional.avg_pool2d(noise, 3, 1, 1) * 2 + torch.rand(count, 1, 1, 1, generator=generator).double()
+
+
+@functools.cache
+def trained(name: str, seed: int = 0) -> nn.Module:
+    """The network of this name in float64; nobody may change it. Its statistics are those of `images(8)`, roughly."""
+    torch.manual_seed(seed)
+    model = lived_in(SIX[name](), images(8), seed)
+    for i, path in enumerate(batchnorms(model)):
+        norm: Any = model.get_submodule(path)
+        norm.num_batches_tracked.fill_(100 + i)
+    return model
+
+
+def measured(model: nn.Module, x: Tensor) -> nn.Module:
+    """`model` itself, whose running statistics are now exactly those of what reaches each norm on `x`."""
+    handles = []
+
+    def measure(norm: Any, args: tuple[Tensor, ...]) -> None:
+        values = args[0].transpose(0, 1).flatten(1)
+        norm.running_mean.copy_(values.mean(1))
+        norm.running_var.copy_(values.var(1))
+
+    for path in batchnorms(model):
+        handles.append(model.get_submodule(path).register_forward_pre_hook(measure))
+    with torch.no_grad():
+        model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    return model
