@@ -3,10 +3,11 @@
 `wide_resnet_cifar` in timm's registry, with `depth` n = 6 k + 4 (k blocks of two 3x3 convolutions in each of three
 stages; n counts their convolutions, the stem and the three projections) and `width` (channels
 are 16, 32 and 64 times it). `order="pre"`: norm and ReLU before each convolution (v2, the one in the tables);
-`order="post"`: after it, with a ReLU on the skip path (v1). Convolutions start from He's initialization. The file is
-imported when a name is asked for that timm does not know, so recipes and commands have it.
+`order="post"`: after it, with a ReLU on the skip path (v1). `norm=False` leaves the norms out. Convolutions start from
+He's initialization. The file is imported when a name is asked for that timm does not know, so recipes and commands have
+it.
 
-Zagoruyko & Komodakis 2016, arXiv:1605.07146, section 2; De & Smith 2020, arXiv:2002.10444, sections 2 and 4.
+Zagoruyko & Komodakis 2016, arXiv:1605.07146, section 2; De & Smith 2020, arXiv:2002.10444, section 2.3.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ _STAGES = 3
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of CIFAR-10's training images, per channel
 
 
+def batchnorm(channels: int, norm: bool) -> nn.Module:
+    """A BatchNorm, or the identity in a network without norms."""
+    return nn.BatchNorm2d(channels) if norm else nn.Identity()
+
+
 class Before(nn.Module):
     """v2: y = skip + conv(relu(norm(conv(relu(norm(x)))))), times `factor`; (N, C, H, W) -> (N, C', H / s, W / s).
 
     Where the shape changes, the skip is a 1x1 convolution of relu(norm(x)).
     """
 
-    def __init__(self, inside: int, outside: int, stride: int, factor: float) -> None:
+    def __init__(self, inside: int, outside: int, stride: int, factor: float, norm: bool) -> None:
         super().__init__()
         self.factor = factor
-        self.norm1, self.act1 = nn.BatchNorm2d(inside), nn.ReLU()
+        self.norm1, self.act1 = batchnorm(inside, norm), nn.ReLU()
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm2, self.act2 = nn.BatchNorm2d(outside), nn.ReLU()
+        self.norm2, self.act2 = batchnorm(outside, norm), nn.ReLU()
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
         self.downsample = (
             None if inside == outside and stride == 1 else nn.Conv2d(inside, outside, 1, stride, bias=False)
@@ -54,17 +60,17 @@ class After(nn.Module):
     Where the shape changes, the skip is a 1x1 convolution and a norm.
     """
 
-    def __init__(self, inside: int, outside: int, stride: int, factor: float) -> None:
+    def __init__(self, inside: int, outside: int, stride: int, factor: float, norm: bool) -> None:
         super().__init__()
         self.factor = factor
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm1, self.act1 = nn.BatchNorm2d(outside), nn.ReLU()
+        self.norm1, self.act1 = batchnorm(outside, norm), nn.ReLU()
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outside)
+        self.norm2 = batchnorm(outside, norm)
         self.downsample = None
         if inside != outside or stride != 1:
             projection = nn.Conv2d(inside, outside, 1, stride, bias=False)
-            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(outside))
+            self.downsample = nn.Sequential(projection, batchnorm(outside, norm))
         self.act2 = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,6 +87,8 @@ class WideResNet(nn.Module):
         width: factor on the channels 16, 32, 64 of the stages; the stem has 16.
         order: `pre` (v2) or `post` (v1).
         divide: residual sums are divided by sqrt(2) (Balduzzi et al. 2017, arXiv:1702.08591).
+        norm: whether there are BatchNorms. A network without them that is converted to `skipinit` has He's weights.
+        per_image: each image is standardized over all of its values, after the normalization per channel.
         drop_rate: dropout before the classifier.
     """
 
@@ -90,6 +98,8 @@ class WideResNet(nn.Module):
         width: int = 2,
         order: str = "pre",
         divide: bool = False,
+        norm: bool = True,
+        per_image: bool = False,
         num_classes: int = 10,
         in_chans: int = 3,
         drop_rate: float = 0.0,
@@ -99,19 +109,20 @@ class WideResNet(nn.Module):
             raise ValueError(f"depth {depth} must be 10, 16, 22 ..., width {width} >= 1, order {order!r} pre or post")
         self.num_classes, self.num_features = num_classes, 64 * width
         self.head_hidden_size = self.num_features
+        self.per_image = per_image
         self.conv1 = nn.Conv2d(in_chans, 16, 3, 1, 1, bias=False)
         before = order == "pre"  # then the first block has the stem's norm, and the last block's is outside of it
-        self.norm1: nn.Module = nn.Identity() if before else nn.BatchNorm2d(16)
+        self.norm1: nn.Module = nn.Identity() if before else batchnorm(16, norm)
         self.act1: nn.Module = nn.Identity() if before else nn.ReLU()
         self.stages, inside = nn.Sequential(), 16
         kind, factor = Before if before else After, math.sqrt(0.5) if divide else 1.0
         for stage in range(_STAGES):
             outside, blocks = 16 * 2**stage * width, nn.Sequential()
             for place in range((depth - 4) // 6):
-                blocks.append(kind(inside, outside, 2 if stage and not place else 1, factor))
+                blocks.append(kind(inside, outside, 2 if stage and not place else 1, factor, norm))
                 inside = outside
             self.stages.append(blocks)
-        self.norm2: nn.Module = nn.BatchNorm2d(inside) if before else nn.Identity()
+        self.norm2: nn.Module = batchnorm(inside, norm) if before else nn.Identity()
         self.act2: nn.Module = nn.ReLU() if before else nn.Identity()
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head_drop = nn.Dropout(drop_rate)
@@ -142,6 +153,9 @@ class WideResNet(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, 64 width, H / 4, W / 4)."""
+        if self.per_image:
+            variance, mean = x.var((1, 2, 3), correction=0, keepdim=True), x.mean((1, 2, 3), keepdim=True)
+            x = (x - mean) / (variance + 1e-6).sqrt()
         return self.act2(self.norm2(self.stages(self.act1(self.norm1(self.conv1(x))))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

@@ -61,6 +61,8 @@ def advise(
         command = f"normswap convert {name} --to {target}" + " --calibrate DATA" * is_fitted + " --for opacus" * private
         try:
             list(plan_steps(network, target, measured=is_fitted, purpose="opacus" if private else None))
+            if target == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
+                why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
             possible.append(Advice(target, why, command, not is_fitted))
         except RefusedError as error:
             refused[target] = str(error)

@@ -1,7 +1,7 @@
 """Signal propagation: how mean and variance of the hidden activations change from one residual block to the next.
 
-Brock et al. 2021, "Characterizing signal propagation to close the performance gap in unnormalized ResNets"
-(arXiv:2101.08692), section 3, signal propagation plots (SPPs). For an activation (N, C, H, W):
+Signal propagation plots (SPPs): Brock et al. 2021, arXiv:2101.08692, as the ICLR 2022 blog post "Normalization is dead,
+long live normalization!" defines and codes them. For an activation (N, C, H, W):
 
 - average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
 - average channel variance: the variance over N, H and W, averaged over C (shows explosion and attenuation).

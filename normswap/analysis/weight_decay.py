@@ -1,27 +1,24 @@
 """Which parameters decay: optimizer groups by the role of every parameter.
 
-The policy `kim2022` follows Kim et al. 2022, "Guidelines for the Regularization of Gammas in Batch Normalization for
-Deep Residual Networks" (arXiv:2205.07260; ACM TIST 2024, doi 10.1145/3643860), which sorts the gammas of a residual
-network into four classes. Classes and answers are from a summary of it, the reasons are in our words:
+The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM TIST 2024, doi 10.1145/3643860):
 
-- gamma_last, of the last norm of a residual branch: yes. A small one brings the block near the identity (De & Smith
-  2020, arXiv:2002.10444).
-- gamma_down, of the norm on a projection skip, in pre-activation networks the first norm of the downsampling block:
-  no. It sets the variance of the skip path; a small one takes the signal away.
-- gamma_0, of a norm in the stem: no.
-- gamma_other: yes. A norm follows, so its size changes nothing but the effective learning rate, which goes as
-  1 / |gamma|^2 (van Laarhoven 2017, arXiv:1706.05350, section 3). `gamma_head`, after the last block, likewise.
+- Guideline 1: gamma_last, of the last norm of a residual branch, decays: small, the block is near the identity.
+- Guideline 2: gamma_down, of the norm on a projection skip, in pre-activation networks the first norm of the
+  downsampling block, does not: it sets the variance of the skip path.
+- Guideline 3: gamma_0, of a norm in the stem, does not: it sets the variance that the first stage starts from.
+- Guideline 4: gamma_other decays. A norm follows, so its size changes nothing but the effective learning rate, which
+  goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, likewise.
 
 Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one before the first block a
 `gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. The scale per channel that stands where a norm stood
-decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020), nor do the gains of NF networks
-(Brock et al. 2021, arXiv:2102.06171).
+decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020, arXiv:2002.10444, appendix G: its
+code), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -41,6 +38,7 @@ from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
+Policy = str | Collection[str]
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 _GAMMA = {"stem": "gamma_0", "last": "gamma_last", "down": "gamma_down", "head": "gamma_head", "other": "gamma_other"}
 _KIM = {
@@ -74,17 +72,18 @@ class Assignment:
     reason: str
 
 
-def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = None) -> list[Assignment]:
+def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None = None) -> list[Assignment]:
     """Assign every trainable parameter its role and whether it decays, in the order of `named_parameters`.
 
     Args:
+        policy: one of `POLICIES`, or the roles that decay.
         network: its record, or that of a network which it is a copy of, where one has been made.
 
     Raises:
-        OptionError: unknown policy.
+        OptionError: unknown policy or role.
     """
-    if policy not in POLICIES:
-        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join(POLICIES)}")
+    if policy not in POLICIES and not set(policy) <= set(_KIM):
+        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}")
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]
@@ -92,15 +91,15 @@ def roles(model: nn.Module, policy: str = "kim2022", network: Network | None = N
         groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
         decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
     else:
-        decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role == "weight"}
-    reason = f"so says {policy}"
-    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, reason) for path, role in named]
+        classes = ("weight",) if policy == "weights-only" else policy
+        decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role in classes}
+    return [Assignment(path, role, id(model.get_parameter(path)) in decaying, f"by {policy}") for path, role in named]
 
 
 def param_groups(
     model: nn.Module,
     weight_decay: float = 1e-4,
-    policy: str = "kim2022",
+    policy: Policy = "kim2022",
     *,
     lr: float | None = None,
     layer_decay: float | None = None,
@@ -111,13 +110,12 @@ def param_groups(
 
     Args:
         policy: `kim2022`, `timm` (none for 1-D parameters, as `timm.optim.param_groups_weight_decay`), `all`,
-            or `weights-only` (no gamma).
+            `weights-only` (no gamma), or the roles that decay, such as ["weight", "gamma_last"].
         lr: given, a group's `lr` is `lr` times its scale. Without it a group carries its scale as `lr_scale`, which
             timm's schedulers multiply by; the two are never combined.
         layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i), by timm's own
             `param_groups_layer_decay`.
         scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its scalars at 1/10).
-        network: as in `roles`.
 
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.

@@ -1,8 +1,8 @@
 """Fold timm's normalizer-free networks: their scalars move into the convolutions around them.
 
-A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692, section 3). beta, and the gamma of an
-activation, are factors of what the next convolutions read; alpha, the attention's gain and SkipInit's gain are factors
-of the branch, and go back through its gate into its last convolution. The standardized weights are baked
+A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names). beta, and the gamma of
+an activation, are factors of what the next convolutions read; alpha, the attention's gain and SkipInit's gain are
+factors of the branch, and go back through its gate into its last convolution. The standardized weights are baked
 (`reparametrized`). The rest stays: it is a number in the block, and exact where it is. The last activation
 keeps its gamma, since the features that the network returns would change.
 """

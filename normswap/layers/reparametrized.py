@@ -1,8 +1,8 @@
 """Linear layers whose weight is made anew at each step, and the plain layer that each of them is in eval mode.
 
-Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021, arXiv:2101.08692,
-eq. 4), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input bias
-(`ShiftedConv2d` ...). Their weight depends on parameters alone, so in eval mode it is a constant, which can be baked.
+Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021,
+arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input
+bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval mode it is a constant, which can be baked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
 
 
 class InputBiased(OwnLayer):
-    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019, section 3."""
+    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019."""
 
     ROLES = {"in_bias": "scalar_bias"}
     in_bias: nn.Parameter

@@ -16,10 +16,10 @@ from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
 class Scale(PlannedLayer, OwnLayer):
-    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 4.
+    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 2.2.
 
-    The optional scalar bias is the one that regularized SkipInit adds after the residual sum, before the ReLU
-    (appendix F); addition commutes, so it stands here.
+    The optional scalar bias is appendix F's, which stands after the residual sum and before the ReLU of a v1 network;
+    addition commutes, so it stands here.
     """
 
     AFFINE = SCALES_BRANCH = True

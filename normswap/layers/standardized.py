@@ -3,8 +3,8 @@
 timm's ScaledStdConv2d, and the same of one and of three dimensions, which timm does not have.
 
 timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et al. 2021,
-section 3.3). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to zero,
-exactly. A convolution whose filters do not sum to zero needs one more number per filter, its mean.
+arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to
+zero, exactly. A convolution whose filters do not sum to zero needs one more number per filter, its mean.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def alphas(facts: Facts) -> Figure:
     axes.axhline(len(facts.blocks) ** -0.5, color=_REFERENCE, linestyle="--", label=start)
     axes.set_ylabel("alpha")
     plots.over_blocks(axes, [block.stage for block in facts.blocks])
-    caption = f"y = skip + {ALPHA}·f(x). For reference {start}, a start that De & Smith 2020 propose."
+    caption = f"y = skip + {ALPHA}·f(x). Deep networks train from {start} or less; De & Smith 2020 propose 0."
     return Figure("Alpha per residual block", _svg(axes), caption)
 
 

@@ -98,7 +98,7 @@ TARGETS: dict[str, Scheme] = {
     "fixup": Scheme(
         Function("schemes.fixup.plan"),
         summary="Fixup: no norm; a multiplier per residual branch, scalar biases before each layer and activation.",
-        paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321, section 3",
+        paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321",
         exact=_keeps("init", "keep"),
         on_branches=True,
         decay="all",
@@ -145,8 +145,8 @@ TARGETS: dict[str, Scheme] = {
     ),
     "nf": Scheme(
         Function("schemes.filters.plan_nf"),
-        summary="Normalizer-free: y = skip + beta f(x), every convolution with standardized weights; no norm.",
-        paper="Brock et al. 2021, arXiv:2101.08692, sections 3 and 4",
+        summary="Normalizer-free: y = skip + alpha f(x), every convolution with standardized weights; no norm.",
+        paper="Brock et al. 2021, arXiv:2101.08692",
         exact=_keeps("mean", "keep"),
         needs_data=True,
         fit=Function("schemes.filters.fit"),
@@ -166,7 +166,7 @@ TARGETS: dict[str, Scheme] = {
     ),
     "residual-scale": Scheme(
         Function("schemes.residual_scale.plan"),
-        summary="Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no norm.",
+        summary="Residual scaling: y = a x + b f(x), a and b fixed by a rule; no norm. On v2 the branches hold a, too.",
         paper="Balduzzi et al. 2017, arXiv:1702.08591; Szegedy et al. 2016, arXiv:1602.07261, section 3.3; "
         "Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341; Shao et al. 2020, "
         "arXiv:2001.07094",
@@ -180,7 +180,7 @@ TARGETS: dict[str, Scheme] = {
     ),
     "skipinit": Scheme(
         Function("schemes.skipinit.plan"),
-        summary="SkipInit: no norm, one learned scalar at the end of every residual branch, biases on convolutions.",
+        summary="SkipInit: no norm, a learned scalar ends each branch; for v1 from scratch: `regularized-skipinit`.",
         paper="De & Smith 2020, arXiv:2002.10444, section 2.2",
         exact=_keeps("alpha", "match"),
         on_branches=True,

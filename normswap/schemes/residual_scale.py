@@ -3,7 +3,7 @@
 Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and the last is multiplied
 by a g / b, so the function is kept. b sits at the end of the branch. a needs a module on the sum: a ReLU module after
 it, where relu(a z) = a relu(z). Without one (pre-activation networks) the branches, which write to the stream, hold it
-instead: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
+instead, and the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "rescale": lambda block, depth: (math.sqrt(1 - 1 / (block + depth)), math.sqrt(1 / (block + depth))),
 }
 
+# Half precision ends at 2^16, which `balduzzi` reaches on the skips of 32 blocks.
+LARGEST = 2.0**15
+
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Fold, then give block l its (a, b).
-
-    a (x + (b / a) f): the branch is made a / b times as large, what comes out of the activation after the sum 1 / a
-    times, which goes back through the identity skips to where the stage's stream is made.
-    """
+    """Fold, then give block l its (a, b)."""
     check_blocks(anatomy)
     depth = len(anatomy.blocks)
     factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]
@@ -76,6 +75,8 @@ def _scale(
     if after_sum is None:
         owed[block.total] = a * _owed_before(builder, block, owed)
         b /= owed[block.total]
+        if b > LARGEST:
+            raise NotFoldable(f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision")
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
     act, path = after_sum

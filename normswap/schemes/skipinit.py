@@ -194,18 +194,17 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         conv, readers = last_linear(builder, block.branch, block.total)
         mean, deviation = _output_moments(builder.anatomy, block, conv)
     except NotFoldable as why:
-        builder.notes.append(f"{block.path}: alpha = 1, because {why}")
+        builder.notes.append(f"{block.path}: its last convolution stays as large as it is, because {why}")
         return 1.0
     reads = builder.linear(conv).reads
     rms = math.sqrt(float(deviation.square().mean()))
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
-        note = "its last gamma and beta are 0, so alpha starts at 0; the branch can still learn"
-        builder.notes.append(f"{block.path}: {note}")
+        builder.notes.append(f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn")
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
     if not math.isfinite(rms) or rms < 1e-12:
-        builder.notes.append(f"{block.path}: alpha = 1, because the branch's output does not vary")
+        builder.notes.append(f"{block.path}: its last convolution stays as large as it is: its output does not vary")
         return 1.0
     _divide(builder, conv, readers, rms)
     return rms

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap import provenance, schemes
-from normswap.analysis.weight_decay import param_groups
+from normswap.analysis.weight_decay import Policy, param_groups
 from normswap.errors import OptionError, SourceError, first_line, quiet
 from normswap.models import zoo
 from normswap.models.network_input import scores
@@ -41,7 +41,7 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     Raises:
         OptionError: timm does not know it, or it does not take such groups.
     """
-    policy: str = optim.decay
+    policy: Policy = optim.decay
     if policy == "auto":
         steps = (provenance.of(model) or Provenance()).plan.steps
         policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
@@ -100,7 +100,7 @@ def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: C
 def adaptive_clip_(model: nn.Module, parameters: Iterable[nn.Parameter], share: float) -> None:
     """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
 
-    Brock et al. 2021, arXiv:2102.06171, section 4. It gives what timm's `adaptive_clip_grad` gives, with a third of
+    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a third of
     the kernels; and the outputs of a transposed convolution are found in the second dimension of its weight.
     """
     transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}

@@ -84,8 +84,8 @@ class Optim(Part):
     lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
     momentum: Share = 0.9
     weight_decay: NotNegative = 5e-5
-    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] = Field(
-        "auto", description="Who decays: a policy of `normswap decay`; auto: kim2022, or the scheme's paper's."
+    decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] | tuple[str, ...] = Field(
+        "auto", description="Who decays: a policy of `normswap decay`, or roles; auto: kim2022, or the scheme's."
     )
     scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
     layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")

@@ -96,7 +96,7 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
 
 
 def expected_nf(seen: Anatomy, alpha: float) -> list[float]:
-    """The variance after each block if all branches have 1 (Brock et al. 2021, section 4).
+    """The variance after each block if all branches have 1 (the code of the ICLR 2022 blog post, "Multi-layer SPPs").
 
     1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block.
     """
@@ -131,7 +131,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
 
 
 def test_normalized_branches_add_one_each() -> None:
-    """De & Smith 2020, section 3: every branch adds 1; a projection starts anew, from 1."""
+    """De & Smith 2020, section 2.1: every branch adds 1; a projection starts anew, from 1."""
     model = fresh("resnet50")
     points = signal(Network(model, noise(8, 64)), batch_statistics=True)
     assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
@@ -140,6 +140,8 @@ def test_normalized_branches_add_one_each() -> None:
     ]
     assert [p.variance for p in starts] == pytest.approx([2.0] * 4, rel=0.05)
     assert expected_nf(inspection.inspect(model), alpha=1.0)[:4] == [2.0, 3.0, 4.0, 2.0]
+    # E[x^2] of what the blocks of the second stage read after its reset: 1, 1, 1 by Kim et al., equation 11.
+    assert [p.variance + p.mean_sq - 1 for p in points[4:7]] == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
 
 
 def test_awake_revives_what_timm_zeroes() -> None:

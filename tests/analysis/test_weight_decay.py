@@ -114,6 +114,7 @@ def test_the_other_policies() -> None:
     model = skeleton("resnet18")
     assert all(one.decay for one in roles(model, "all"))
     assert {one.role for one in roles(model, "weights-only") if one.decay} == {"weight"}
+    assert {one.role for one in roles(model, ["weight", "gamma_last"]) if one.decay} == {"weight", "gamma_last"}
 
 
 NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
@@ -276,6 +277,7 @@ def test_shared_and_parametrized_weights() -> None:
     ("arguments", "said"),
     [
         ({"policy": "kim"}, "kim2022"),
+        ({"policy": ["weight", "gamma"]}, "gamma_last"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"weight_decay": float("nan")}, "weight_decay"),
         ({"layer_decay": 0.0}, "layer_decay"),

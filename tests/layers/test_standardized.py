@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_formula_filter_by_filter(name: str, mean: bool) -> None:
-    """Brock et al. 2021, section 3.3: (w - mean w) / sqrt(var w + eps) gain / sqrt(fan in)."""
+    """Brock et al. 2021, as timm has it: (w - mean w) / sqrt(var w + eps) gain / sqrt(fan in)."""
     torch.manual_seed(0)
     kind, options = CASES[name]
     conv = kind(4, 6, 3, mean=mean, **options).double()

@@ -221,7 +221,7 @@ def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, k
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnet50", "mobilenetv2_035", "regnetx_002"])
 def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
-    """Counted: timm's drop_block, an identity, stands between norm and activation (Zhang et al. 2019, section 3)."""
+    """Counted: timm's drop_block, an identity, stands between norm and activation (Zhang et al. 2019)."""
     model = timm.create_model(arch, num_classes=3).eval()
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
     result = normswap.convert(model, "fixup", input_size=(3, 64, 64)).model

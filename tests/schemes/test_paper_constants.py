@@ -84,7 +84,7 @@ def test_what_rescalenet_is_for(depth: int) -> None:
 
 
 def test_fixups_exponent_in_bottlenecks() -> None:
-    """arXiv:1901.09321, section 3, rule 2: with m = 3 convolutions in a branch, L^(-1/4)."""
+    """De & Smith 2020, section 6, Fixup's component 2: with m = 3 convolutions in a branch, L^(-1/4)."""
     torch.manual_seed(0)
     make = timm.create_model("resnet26", channels=(4, 8, 12, 16), num_classes=10)
     model: Any = lived_in(make, torch.randn(2, 3, 33, 33).double())

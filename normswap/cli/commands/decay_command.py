@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.analysis.weight_decay import Assignment
 
 KEYS = "source, policy, roles, parameters (path, role, decay, reason), frozen (how many tensors)"
-EXAMPLES = ("decay resnet50", "decay demo --policy timm")
+EXAMPLES = ("decay resnet50", "decay demo --policy timm", "decay demo --policy weight,gamma_last")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OpeningByStructure(Opening):
 def run(
     model: Model,
     *,
-    policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only", help="Who decays.")] = "kim2022",
+    policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays.")] = "kim2022",
     opening: OpeningByStructure,
     json: Json = False,
 ) -> int:
@@ -50,9 +50,9 @@ def run(
     (Kim et al. 2022), timm spares whatever is 1-D. --json lists every parameter.
     """
     net = opening.open(model)
-    from normswap.analysis.weight_decay import roles
+    from normswap.analysis.weight_decay import POLICIES, roles
 
-    assignments = roles(net, policy)
+    assignments = roles(net, policy if policy in POLICIES else policy.split(","))
     body = {
         "source": model,
         "policy": policy,
