@@ -45,7 +45,7 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         skip = self.drop(self.bn1(self.stem(x)).relu())
-        up = self.bn3(self.up(self.bn2(self.down(skip)).relu())).relu()
+        up = self.bn3(self.up(self.bn2(self.down(skip).relu()))).relu()
         return self.out(self.bn4(torch.cat([skip, up], 1))).mean((2, 3))
 
 

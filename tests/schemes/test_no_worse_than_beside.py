@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
 from typing import Any
 
 import pytest
@@ -39,13 +40,14 @@ def off(model: nn.Module, result: nn.Module, x: Tensor) -> float:
     return distance(run(model, x), run(result, x))
 
 
-@crossed("name, row", SIX, APPROXIMATE, every=2, mark=pytest.mark.slow)
-@settings(max_examples=1)
-@given(seed=st.integers(0, 3))
-def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row, seed: int) -> None:
-    without = lost(name, seed, row.scheme, **row.options)
-    fitted = lost(name, seed, row.scheme, **row.options, calibrate=[images(96, seed + 9)])
-    assert fitted <= CHANCE * without
+@crossed("name, row", SIX, APPROXIMATE, every=4, mark=pytest.mark.slow)
+def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
+    """On average over three networks: of one of so few channels a third may be lost, or won, by chance."""
+    ratios = []
+    for seed in range(3):
+        without = lost(name, seed, row.scheme, **row.options)
+        ratios.append(lost(name, seed, row.scheme, **row.options, calibrate=[images(96, seed + 9)]) / without)
+    assert statistics.geometric_mean(ratios) <= CHANCE, ratios
 
 
 @crossed("name, row", SIX, APPROXIMATE, every=3, mark=pytest.mark.slow)

@@ -40,7 +40,7 @@ def whole(name: str, row: str) -> Step:
 def units(name: str) -> list[tuple[str, ...]]:
     """What is taken together: a residual block, or a layer and the norm after it."""
     if name in BRANCHLESS:
-        return [("stem", "bn1"), ("down", "bn2")]
+        return [("stem", "bn1"), ("down", "bn2", "up", "bn3")]
     return [(block.path,) for block in anatomy(name).blocks]
 
 
