@@ -37,13 +37,6 @@ ModelOrFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
-def keeps_enough(share: float | None, agreement: float | None) -> bool:
-    """Whether two networks agree on as large a share of images as was asked for."""
-    if share is not None and agreement is None:
-        raise OptionError(f"--min-kept {share:g}", "no agreement was measured", "Give --data IMAGES, or leave it out")
-    return share is None or (agreement or 0.0) >= share
-
-
 def output_option(metavar: str, help: str) -> Any:
     """The option that says where to write."""
     return typer.Option("-o", "--output", metavar=metavar, show_default=False, help=help)
@@ -63,10 +56,6 @@ Weights = Annotated[
 ]
 Trust = Annotated[
     bool, typer.Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
-]
-MinKept = Annotated[
-    float | None,
-    typer.Option("--min-kept", min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less of them."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
 Value = bool | int | float | str | None

@@ -9,12 +9,12 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Json, MinKept, ModelOrFile, keeps_enough, last_part
+from normswap.cli.options import Json, ModelOrFile, last_part
 from normswap.cli.tables import facts, next_step, show
 from normswap.models import kinds
 from normswap.plan import Body
 
-KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, agreement (null without --against)"
+KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s"
 EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
 
 
@@ -25,31 +25,16 @@ class Labelled(Images):
     data: Annotated[str, typer.Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
 
-def run(
-    model: ModelOrFile,
-    *,
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Also count the images on which both answer alike.")
-    ] = None,
-    min_kept: MinKept = None,
-    images: Labelled,
-    opening: ImageOpening,
-    json: Json = False,
-) -> int:
-    """Accuracy, loss and speed on labelled images.
-
-    The exit code is 1 if both networks agree on less than --min-kept.
-    """
+def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
+    """Accuracy, loss and speed on labelled images."""
     net = opening.open(model, device=images.device, runs=True)
-    from normswap.images.accuracy import agreement, classify
+    from normswap.images.accuracy import evaluate
 
-    other = None if against is None else opening.open(against, device=images.device, runs=True)
     loader = images.loader(net)
     with progress.bar(f"evaluating {model}") as advance:
-        result, answers = classify(net, loader, progress=advance)
-        same = None if other is None else agreement(answers, classify(other, loader, progress=advance)[1])
-    show({"source": model, "data": images.data, **asdict(result), "agreement": same}, json, _print)
-    return 0 if keeps_enough(min_kept, same) else 1
+        result = evaluate(net, loader, progress=advance)
+    show({"source": model, "data": images.data, **asdict(result)}, json, _print)
+    return 0
 
 
 def _print(body: Body) -> None:
@@ -59,7 +44,6 @@ def _print(body: Body) -> None:
         ("top-1", f"{body['top1']:.2f} %"),
         ("top-5", f"{body['top5']:.2f} %"),
         ("loss", f"{body['loss']:.4f}"),
-        ("same answer", None if body["agreement"] is None else f"{100 * body['agreement']:.2f} %"),
         ("speed", f"{body['images_per_s']:.0f} images/s"),
     )
     source = body["source"]

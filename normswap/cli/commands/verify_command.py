@@ -10,7 +10,7 @@ import typer
 
 from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Json, MinKept, exported_file, keeps_enough, last_part, open_model
+from normswap.cli.options import Json, exported_file, last_part, open_model
 from normswap.cli.result_tables import proof, verdict
 from normswap.cli.tables import facts, next_step, show, small
 from normswap.errors import OptionError, SourceError
@@ -35,7 +35,9 @@ def run(
     against: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
     ] = None,
-    min_kept: MinKept = None,
+    min_kept: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
+    ] = None,
     images: Images,
     opening: ImageOpening,
     json: Json = False,
@@ -55,7 +57,11 @@ def run(
     else:
         body = _of_file(file, against, images, opening)
     agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
-    body["enough"] = keeps_enough(min_kept, agreement)
+    if min_kept is not None and agreement is None:
+        raise OptionError(
+            f"--min-kept {min_kept:g}", "no agreement was measured", "Give --data IMAGES, or leave it out"
+        )
+    body["enough"] = min_kept is None or agreement >= min_kept
     show(body, json, _print)
     return int(not (body["passed"] and body["enough"]))
 
