@@ -290,8 +290,8 @@ class Twice(nn.Module):
 
 
 def test_a_body_that_is_called_twice_shares_no_norm_by_mistake() -> None:
-    conv = nn.Conv2d(3, 8, 3)
-    assert names(settled(Twice(conv, conv))) == names(settled(Twice(nn.Identity(), nn.Identity(), 3))) == []
+    conv, same = nn.Conv2d(3, 8, 3), nn.Identity()
+    assert names(settled(Twice(conv, conv))) == names(settled(Twice(same, same, 3))) == []
     assert names(settled(Twice(conv, nn.Conv2d(3, 8, 3)))) == ["shared-norm"]
 
 
