@@ -61,7 +61,7 @@ def run(
         raise OptionError(
             f"--min-kept {min_kept:g}", "no agreement was measured", "Give --data IMAGES, or leave it out"
         )
-    body["enough"] = min_kept is None or agreement >= min_kept
+    body["enough"] = min_kept is None or (agreement or 0.0) >= min_kept
     show(body, json, _print)
     return int(not (body["passed"] and body["enough"]))
 
