@@ -39,6 +39,6 @@ def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
 
 def test_plain_pictures_without_classes_do(here: Path, capfd: Capture) -> None:
     """Labels are not needed, nor as many classes as the network has."""
-    pictures(8)(here / "d")
+    pictures(32)(here / "d")
     assert main([*DEMO, "groupnorm", "--only", "layer4", "--calibrate", "d", "--samples", "8", "-o", "out"]) == 0
     assert main(["recalibrate", MODEL, "--data", "d", "-o", "new", "--workers", "0"]) == 0

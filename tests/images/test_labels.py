@@ -182,6 +182,8 @@ def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[s
     out = str(tmp_path / "out")
     done = run_json(capfd, "convert", MODEL, "--to", "groupnorm", "--calibrate", str(tmp_path / "photos"), "-o", out)
     assert done["steps"][0]["report"]["kept"]["count"] == 2
+    for i in range(32):
+        photograph(tmp_path / "photos" / f"{i}.png", 7 * i)
     run_json(capfd, "recalibrate", MODEL, "--data", str(tmp_path / "photos"), "-o", out, "--force", "--workers", "0")
 
 
