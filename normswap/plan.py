@@ -207,11 +207,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Read what `to_json` wrote, possibly edited by hand (so the digest is not compared here).
-
-        Raises:
-            PlanError: not JSON, another version, or a record with missing, unknown or ill-typed fields.
-        """
+        """Read what `to_json` wrote, possibly edited by hand: no digest is compared; raises PlanError: ill-formed."""
         try:
             body = json.loads(text)
         except json.JSONDecodeError as error:

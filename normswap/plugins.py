@@ -10,11 +10,7 @@ from normswap.errors import OptionError
 
 @functools.cache
 def load(group: str) -> None:
-    """Import every entry point of `group`, which registers what it brings while it is imported.
-
-    Raises:
-        OptionError: one of them cannot be imported.
-    """
+    """Import every entry point of `group`, which registers what it brings; raises OptionError: one fails."""
     for point in entry_points(group=group):
         try:
             point.load()

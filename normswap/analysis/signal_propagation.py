@@ -110,8 +110,6 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 class _SignalSums:
-    """Sums per channel, in float64, of every value of one node."""
-
     def __init__(self) -> None:
         self.batches: list[tuple[int, Tensor, Tensor]] = []
 
@@ -131,7 +129,6 @@ class _SignalSums:
 
 
 def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channels_last: bool) -> None:
-    """Look at some values, by the names of their nodes, as they are made, before anything can overwrite them."""
     missing = set(sums)
 
     def look(name: str, value: object) -> None:

@@ -173,7 +173,6 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
-    """Return the role that the class of the owner says; None if it does not."""
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role
@@ -210,7 +209,6 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
 
 def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
-    """Tell whether no linear layer stands between the norm and the residual sum."""
     node: fx.Node | None = block.branch
     while node is not None and str(node.target) != path:
         if isinstance(anatomy.traced.module(node), LINEAR):

@@ -102,7 +102,6 @@ class Moments:
 
 
 def _about(rows: Tensor, point: Tensor) -> Tensor:
-    """Rows (G, n, f) or (G, N, p, f) less a point (G, f), (G, n, f), in float32 at least."""
     precision = torch.promote_types(rows.dtype, torch.float32)
     return rows.flatten(1, -2).to(precision) - point[:, None].to(precision)
 

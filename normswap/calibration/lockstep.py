@@ -82,7 +82,6 @@ class Interpreter:
 
 
 def _filled(value: object, values: Values) -> Any:
-    """A node's arguments with the values of the nodes among them; lists are new, as they may be written to."""
     if isinstance(value, fx.Node):
         return values[value.name]
     if isinstance(value, dict):
@@ -177,7 +176,6 @@ class Lockstep:
 
 
 def _stored(values: Values, before: Values) -> Values:
-    """The values, large tensors in files; what was stored before stays where it is."""
     # Views of one memory stay there together, as a network may write into one and read the other.
     sharing = Counter(value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor))
     stored: Values = {}

@@ -91,7 +91,6 @@ def restore(
 
 
 def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
-    """The layers that are called once in every network, in order of the last one's forward."""
     *references, changed = [interpreter.traced for interpreter in recorded]
     for node in changed.nodes:
         layer = changed.module(node)
@@ -128,7 +127,6 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
-    """Those of the layer's output in each network, over all images."""
     moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
     for batch in lockstep.run_to([*place.nodes]):
         for interpreter, values, node, each in zip(lockstep.interpreters, batch, place.nodes, moments, strict=True):

@@ -69,7 +69,6 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:
-    """Over the images, summed; infinite where the answers cannot be compared."""
     answers = dict(named_tensors(example.like(result).call(result)))
     if answers.keys() != expected.keys() or any(answers[name].shape != expected[name].shape for name in expected):
         return float("inf")

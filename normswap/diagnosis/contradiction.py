@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from normswap.diagnosis import weight_moments
-from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
+from normswap.calibration import channel_moments
+from normswap.diagnosis import drift
+from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, correlation, paths_of, share
+from normswap.errors import NormswapError
 from normswap.layers.known_norms import Pair
 
-# A correlation over fewer channels says nothing.
-_FEWEST = 8
 # Means that correlate less with the foretold ones, and are further off, contradict the weights.
 _UNLIKE = 0.35
 # In deviations: the means of trained networks are nearer (weight_moments).
 _FAR = 0.5
+# By so many kept deviations what reaches a norm exceeds 1 where statistics of other weights have multiplied: 100 to
+# 100,000 behind some layers. Trained with frozen statistics, networks stay below 10.
+_EXPLODED = 30.0
 
 
-def contradicted(case: Case) -> Iterator[Finding]:
-    """Running means that the norm before and the weights cannot make: stale, or another norm's."""
-    if case.traced is None:
-        return
-    foretold = weight_moments.foretold(case.traced)
+def contradicted(case: Case) -> Iterator[Finding | str]:
+    """Running means that the norm before and the weights cannot make: stale, another norm's, or frozen in training."""
+    foretold = case.foretold
     sites = [
         site
         for site in case.sites
-        if site.path in foretold
-        and not site.starts_at_init
-        and _is_off(site, foretold[site.path], _bias_before(case, site))
+        if (case.likeness(site) or 0.0) < _UNLIKE
+        and case.likeness(site) is not None
+        and float(_distances(site, foretold[site.path]).median()) > _FAR
     ]
     if not sites:
         return
@@ -45,27 +47,30 @@ def contradicted(case: Case) -> Iterator[Finding]:
         f"the running means of {share(len(sites), len(foretold), 'norms')} contradict the weights before them: "
         f"{float(distances.median()):.1f} deviations off in the median channel"
     )
+    if case.of_other_weights and _may_be_frozen(case):
+        yield drift.frozen_or_stale(case, evidence)
+        return
     cost = "eval mode normalizes by what these weights do not make; training mode hides it"
-    yield Finding("stale-statistics", paths_of(sites), evidence, Certainty.LIKELY, cost, case.recalibrate)
+    yield Finding("stale-statistics", paths_of(sites), evidence, Certainty.LIKELY, cost, case.recalibrate_and_measure)
 
 
-def _is_off(site: StoredNorm, foretold: Pair, bias: Tensor) -> bool:
-    """Without the bias that stands in both: a convolution that absorbed a norm has its beta there, and little else."""
-    if site.mean is None or len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
+def _may_be_frozen(case: Case) -> bool:
+    """Whether answers vary from image to image; without images, whether what norms give does not grow by layers."""
+    if case.images is not None:
+        return drift.tells_images_apart(case)
+    model = copy.deepcopy(case.model)
+    norms = {site.path: model.get_submodule(site.path) for site in case.sites}
+    try:
+        moments = channel_moments.measure(model, norms, case.network.examples[:1]).moments
+    except NormswapError:
         return False
-    alike = _correlation(foretold[0] - bias, site.mean - bias)
-    return alike < _UNLIKE and float(_distances(site, foretold).median()) > _FAR
-
-
-def _bias_before(case: Case, site: StoredNorm) -> Tensor:
-    """The bias that is added right before a norm; 0 where there is none."""
-    bias = getattr(case.layer_before(site), "bias", None)
-    return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
-
-
-def _correlation(first: Tensor, second: Tensor) -> float:
-    first, second = first - first.mean(), second - second.mean()
-    return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
+    for site in case.sites:
+        if site.path in moments and site.mean is not None and site.var is not None:
+            mean, var = moments[site.path].mean.to(site.mean), moments[site.path].variance.to(site.mean)
+            squares = ((mean - site.mean).square() + var) / (site.var + site.eps)
+            if float(squares.median()) > _EXPLODED**2:
+                return False
+    return True
 
 
 def _distances(site: StoredNorm, foretold: Pair) -> Tensor:
@@ -81,7 +86,7 @@ def _exchanged(case: Case, off: list[StoredNorm], foretold: dict[str, Pair]) -> 
         if first.mean is None or second.mean is None or first is second or len(first.mean) != len(second.mean):
             continue
         there = foretold.get(second.path)
-        back = 1.0 if there is None else _correlation(there[0], first.mean)
-        if min(_correlation(foretold[first.path][0], second.mean), back) > 2 * _UNLIKE:
+        back = 1.0 if there is None else correlation(there[0], first.mean)
+        if min(correlation(foretold[first.path][0], second.mean), back) > 2 * _UNLIKE:
             return first, second
     return None

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from torch import nn
 
 from normswap.diagnosis import contradiction, settings, stored_numbers
-from normswap.diagnosis.drift import drifted
-from normswap.diagnosis.findings import Case, Check, Diagnosis, sites_of
+from normswap.diagnosis.drift import drifted, roots_for_variances
+from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
 from normswap.errors import NormswapError
@@ -35,7 +35,11 @@ CHECKS: tuple[Check, ...] = (
     contradiction.contradicted,
 )
 
-ON_IMAGES: tuple[Check, ...] = (unfit_preprocessing, settings.unfit_eps, drifted)
+ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)
+# What only images show.
+_NOT_LOOKED_AT = (
+    "whether images are prepared as in training, and whether statistics and eps fit them, was not looked at"
+)
 
 
 def diagnose(
@@ -63,17 +67,30 @@ def diagnose(
     """
     network = model if isinstance(model, Network) else Network(module_of(model), inputs)
     try:
-        anatomy, notes = network.anatomy, tuple[str, ...]()
+        anatomy, notes = network.anatomy, list[str]()
     except NormswapError as error:
-        anatomy, notes = None, (f"its forward was not looked at: {error}",)
+        anatomy, notes = None, [f"its forward was not looked at: {error}"]
     sites = sites_of(network.module, anatomy)
     batches = None if images is None else ImageBatches.read(network.module, images)
     case = Case(network, anatomy, sites, name, data, batches)
-    faults = [fault for check in CHECKS for fault in check(case)]
-    if not faults and images is not None and sites:
+    faults, open_questions = _split(check(case) for check in CHECKS)
+    notes += open_questions
+    if not faults and not open_questions and sites and images is not None:
         # The first fault explains those behind it: images that are prepared wrongly fit no statistics.
-        faults = next((faults for check in ON_IMAGES if (faults := [*check(case)])), [])
-    return Diagnosis(tuple(faults), len(sites), notes)
+        for check in ON_IMAGES:
+            faults, open_questions = _split([check(case)])
+            if faults or open_questions:
+                notes += open_questions
+                break
+    if not faults and sites and images is None:
+        notes.append(f"{_NOT_LOOKED_AT}: normswap doctor {name} --data {data}")
+    return Diagnosis(tuple(faults), len(sites), tuple(notes))
+
+
+def _split(checks: Iterable[Iterable[Finding | str]]) -> tuple[list[Finding], list[str]]:
+    answers = [answer for check in checks for answer in check]
+    faults = [answer for answer in answers if isinstance(answer, Finding)]
+    return faults, [answer for answer in answers if isinstance(answer, str)]
 
 
 def body_of(diagnosis: Diagnosis, source: str) -> Body:

@@ -29,6 +29,13 @@ _CHANCE = 3.0
 _DETAIL, _BEYOND_CHANCE = 0.15, 4.0
 # The share of answers that changes together, and how many times one half's difference from the other that is.
 _TOGETHER, _BEYOND = 0.2, 2.0
+# A network works with its statistics where its answers vary from image to image by so much of what they vary with those
+# of the images. After a training with frozen statistics: 0.97 to 1.7; with statistics of other weights: 0.1 to 0.9.
+_AS_VARIED = 0.95
+# Logarithms of variances: those of the roots are off by less than this, and by so many times less than those kept.
+_ROOTS, _CLEARLY = 0.35, 3.0
+# Variances below this are those of dead channels.
+_NOTHING = 1e-10
 # Fewer images say nothing; the statistics of smaller batches are biased, which no half shows.
 _ENOUGH, _BATCH = 64, 8
 
@@ -107,7 +114,6 @@ def _typical(parts: Tensor) -> tuple[float, float]:
 
 
 def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and variance per channel of each norm's input, by path."""
     other = copy.deepcopy(model)
     population.estimate_population(other, calls)
     norms = population.norms_of(other)
@@ -119,14 +125,65 @@ def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[
     }
 
 
-def drifted(case: Case) -> Iterator[Finding]:
+def roots_for_variances(case: Case) -> Iterator[Finding | str]:
+    """Standard deviations where variances belong: in all norms their squares are what the images show."""
+    drifts = [drift for drift in measured(case) if drift.site.var is not None]
+    if not drifts:
+        return
+    kept_var = torch.cat([drift.site.var.cpu() for drift in drifts if drift.site.var is not None])
+    seen_var = torch.cat([drift.seen[1] for drift in drifts])
+    varies = (kept_var > _NOTHING) & (seen_var > _NOTHING)
+    kept_log, seen_log = kept_var[varies].log(), seen_var[varies].log()
+    as_variances, as_roots = ((seen_log - factor * kept_log).abs().median() for factor in (1, 2))
+    if as_roots < _ROOTS and as_roots * _CLEARLY < as_variances:
+        evidence = f"in all {len(drifts)} norms the squares of the kept variances are the variances that images show"
+        cost = "channels are scaled by the fourth root of their variance"
+        mend = f"norm.running_var.square_() for every norm in model.modules(); or {case.recalibrate}"
+        paths = paths_of(drift.site for drift in drifts)
+        yield Finding("deviations-for-variances", paths, evidence, Certainty.LIKELY, cost, mend)
+
+
+def drifted(case: Case) -> Iterator[Finding | str]:
     """Norms whose statistics are not those of the images: another domain, or statistics of other weights."""
     drifts = measured(case)
     hit = [drift for drift in drifts if drift.is_off]
     findings = [*(_far_off(case, drifts, hit) if hit else _little_by_little(case, drifts))]
     if not findings and case.images is not None and case.images.colourless and drifts[:1]:
         findings = [*_without_colours(case, drifts[0])]
-    yield from (_with_cause(case, finding) for finding in findings)
+    for finding in findings:
+        named = _with_cause(case, finding)
+        # What has a name of its own, or begins with what the images make of the first norm, is no matter of training.
+        of_statistics = named.name in ("wrong-statistics", "drifted-domain") and not drifts[0].is_off
+        if of_statistics and case.of_other_weights and tells_images_apart(case):
+            yield frozen_or_stale(case, named.evidence)
+        else:
+            yield named
+
+
+def frozen_or_stale(case: Case, evidence: str) -> str:
+    """What to say of statistics that are not of these weights, where the network may have been trained with them."""
+    how_to_tell = "" if case.images is not None else f" (normswap doctor {case.name} --data {case.data} tells more)"
+    return (
+        f"{evidence}. Either the training ended with frozen statistics, and they are right as they are, or they were "
+        f"not measured after the weights changed{how_to_tell}. If you know the latter: {case.recalibrate}, and measure "
+        f"before and after"
+    )
+
+
+def tells_images_apart(case: Case) -> bool:
+    """Whether answers vary from image to image about as much as with the statistics of these images."""
+    assert case.images is not None
+    renewed = copy.deepcopy(case.model)
+    population.estimate_population(renewed, case.images.calls)
+    now, then = (_variation(model, case.images.calls) for model in (case.model, renewed))
+    return now > _AS_VARIED * then > 0
+
+
+@torch.no_grad()
+def _variation(model: nn.Module, calls: tuple[Example, ...]) -> float:
+    """The share of the size of answers (N, numbers) that differs from image to image; 0 without answers."""
+    answers = torch.cat([_outputs(model, call) for call in calls])
+    return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))
 
 
 def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
@@ -166,9 +223,9 @@ def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Find
 
 
 def _of_statistics(case: Case, drifts: list[Drift], evidence: str, cost: str, *, by_images: bool) -> Finding:
-    name, mend = "wrong-statistics", case.recalibrate
+    name, mend = "wrong-statistics", case.recalibrate_and_measure
     if by_images:
-        name, mend = "drifted-domain", f"{mend} (images like those of its use)"
+        name, mend = "drifted-domain", f"{case.recalibrate} (images like those of its use)"
     return Finding(name, paths_of(drift.site for drift in drifts), evidence, Certainty.LIKELY, cost, mend)
 
 
@@ -202,4 +259,6 @@ def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
 def _outputs(model: nn.Module, call: Example) -> Tensor:
     with undisturbed(model):
         outputs = named_tensors(call.map(torch.clone).call(model))
-        return torch.cat([value.double().flatten() for _, value in outputs if value.is_floating_point()])
+    floats = [value for _, value in outputs if value.is_floating_point() and value.shape[:1] == (call.count,)]
+    rows = [value.double().cpu().reshape(call.count, -1) for value in floats]
+    return torch.cat([torch.zeros(call.count, 0, dtype=torch.float64), *rows], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -12,15 +13,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap import provenance
+from normswap.diagnosis import weight_moments
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
+from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.surgery.network import Network
+
+# A correlation over fewer channels says nothing.
+_FEWEST = 8
+# Kept and foretold means correlate by more than this where they are of the same weights (by 0.99 usually).
+_OF_THESE_WEIGHTS = 0.9
 
 
 class Certainty(str, Enum):
@@ -141,6 +149,31 @@ class Case:
         module = self.traced.module(before[0]) if self.traced is not None and before else None
         return module if isinstance(module, LINEAR) else None
 
+    def bias_before(self, site: StoredNorm) -> Tensor:
+        """The bias that is added right before a norm; 0 where there is none."""
+        bias = getattr(self.layer_before(site), "bias", None)
+        return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
+
+    @cached_property
+    def foretold(self) -> dict[str, Pair]:
+        """Mean and variance of what norms read, by path, as far as the norms before and the weights foretell it."""
+        return {} if self.traced is None else weight_moments.foretold(self.traced)
+
+    def likeness(self, site: StoredNorm) -> float | None:
+        """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""
+        if site.mean is None or site.path not in self.foretold or site.starts_at_init:
+            return None
+        if len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
+            return None
+        bias = self.bias_before(site)
+        return correlation(self.foretold[site.path][0] - bias, site.mean - bias)
+
+    @cached_property
+    def of_other_weights(self) -> bool:
+        """Whether the statistics of most norms are those of other weights, be it that training went on with them."""
+        likenesses = [likeness for site in self.sites if (likeness := self.likeness(site)) is not None]
+        return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
+
     @cached_property
     def bare(self) -> nn.Module | None:
         """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
@@ -164,8 +197,14 @@ class Case:
         """The command that measures statistics anew."""
         return f"normswap recalibrate {self.name} --data {self.data}"
 
+    @property
+    def recalibrate_and_measure(self) -> str:
+        """The same where the network may have been trained with the statistics that it keeps."""
+        return f"{self.recalibrate}; measure before and after: a training with frozen statistics is undone by it"
 
-Check: TypeAlias = Callable[[Case], Iterator[Finding]]
+
+# Yields faults, and as text what cannot be told apart.
+Check: TypeAlias = Callable[[Case], Iterator[Finding | str]]
 
 
 def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = "") -> Check:
@@ -175,7 +214,7 @@ def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cos
         evidence: "{}" stands for how many norms have it; mend: "{}" for the network's name; by default new statistics.
     """
 
-    def check(case: Case) -> Iterator[Finding]:
+    def check(case: Case) -> Iterator[Finding | str]:
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
             shown = evidence.format(share(len(sites), len(case.sites), "norms"))
@@ -204,6 +243,12 @@ def _site(path: str, module: nn.Module) -> StoredNorm:
 
 def _double(value: object) -> Tensor | None:
     return value.detach().double() if isinstance(value, Tensor) else None
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    """Pearson's; 0 where one is constant."""
+    first, second = first - first.mean(), second - second.mean()
+    return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
 
 
 def share(part: int, whole: int, word: str) -> str:

@@ -29,11 +29,7 @@ class ImageBatches:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[object]) -> ImageBatches:
-        """At most `MOST` images of what the network takes (`Example.read`).
-
-        Raises:
-            SourceError: unusable images, or too few to tell a sampling error.
-        """
+        """At most `MOST` images of what the network takes (`Example.read`); raises SourceError: unusable, too few."""
         calls: list[Example] = []
         for call in checked(model, batches):
             calls.append(call)

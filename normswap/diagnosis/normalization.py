@@ -43,8 +43,6 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to prepare pixels in 0..1: mean and std, and whether blue comes first."""
-
     mean: tuple[float, ...]
     std: tuple[float, ...]
     reverses: bool

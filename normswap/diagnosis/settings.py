@@ -141,7 +141,7 @@ def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
 
 def shared(case: Case) -> Iterator[Finding]:
     """One norm, or one tensor of statistics, for several places."""
-    twice = [site for site in case.sites if case.traced is not None and case.traced.called(site.module) > 1]
+    twice = [site for site in case.sites if _serves_several_layers(case, site)]
     owners: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         buffer = getattr(site.module, "running_mean", None)
@@ -154,6 +154,14 @@ def shared(case: Case) -> Iterator[Finding]:
         cost = "each place is normalized by the mixture; training mode, which takes each apart, hides it"
         mend = "share the weights, not the norms: give each place its own (nn.BatchNorm2d per level), then train on"
         yield Finding("shared-norm", paths, evidence, Certainty.CERTAIN, cost, mend)
+
+
+def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
+    """Whether one forward calls a norm behind several layers; two arms with one body call it behind the same."""
+    if case.traced is None or case.traced.called(site.module) < 2:
+        return False
+    before = [case.traced.module(node) for call in case.calls(site) for node in inputs(call)]
+    return len({id(module) for module in before if module is not None}) > 1
 
 
 def in_a_row(case: Case) -> Iterator[Finding]:

@@ -68,7 +68,6 @@ def never_updated(case: Case) -> Iterator[Finding]:
 
 
 def _never_updated_in_part(case: Case) -> Iterator[Finding]:
-    """Norms in which some channels have statistics of training and others do not."""
     counts = {site: int((site.at_init).sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
@@ -104,10 +103,7 @@ def zero_variance(case: Case) -> Iterator[Finding]:
     for site in case.sites:
         if site.var is None or site.starts_at_init:
             continue
-        missing = (site.var.abs() < _TINY * site.eps) & ~_without_weights(case, site)
-        if site.mean is not None:
-            # Mean and variance 0: a ReLU before it never fires, and nothing reaches the channel.
-            missing &= site.mean.square() >= _TINY * site.eps
+        missing = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
         if float(missing.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
     if hit:
@@ -116,14 +112,24 @@ def zero_variance(case: Case) -> Iterator[Finding]:
         yield Finding("zero-variance", paths_of(hit), evidence, Certainty.LIKELY, cost, case.recalibrate)
 
 
-def _without_weights(case: Case, site: StoredNorm) -> Tensor:
-    """Which channels get nothing, (C,): the weights before them have decayed to 0, as those of dead channels do."""
-    assert site.var is not None
+def _reached(case: Case, site: StoredNorm) -> Tensor:
+    """Which channels something reaches, (C,).
+
+    Nothing does where mean and variance are 0 but for a bias, where the norm before and the weights foretell the
+    variance 0, and where the weights have decayed to 0.
+    """
+    values = next(values for values in (site.var, site.gamma) if values is not None)
+    reached = torch.ones_like(values, dtype=torch.bool)
+    if site.mean is not None and site.var is not None:
+        varies = site.var.abs() >= _TINY * site.eps
+        reached &= varies | ((site.mean - case.bias_before(site)).square() >= _TINY * site.eps)
+    if site.path in case.foretold:
+        reached &= case.foretold[site.path][1].to(values) >= _TINY * site.eps
     layer = case.layer_before(site)
     lengths = torch.zeros(0) if layer is None else _filters(layer).square().sum(1)
-    if len(lengths) != len(site.var):
-        return torch.zeros_like(site.var, dtype=torch.bool)
-    return lengths < _DECAYED * lengths.median()
+    if len(lengths) == len(values):
+        reached &= lengths.to(values) >= _DECAYED * lengths.median()
+    return reached
 
 
 def _filters(layer: Linearity) -> Tensor:
@@ -136,7 +142,9 @@ def _filters(layer: Linearity) -> Tensor:
 
 def dead_gammas(case: Case) -> Iterator[Finding]:
     """More than a tenth of a norm's channels with a gamma of 0."""
-    zeros = {site: int((site.gamma == 0).sum()) for site in case.sites if site.gamma is not None}
+    zeros = {
+        site: int(((site.gamma == 0) & _reached(case, site)).sum()) for site in case.sites if site.gamma is not None
+    }
     hit = [site for site, count in zeros.items() if count > _SWITCHED_OFF * _width(site)]
     hit = [site for site in hit if not (site.starts_at_init and site.is_untouched)]
     if hit:

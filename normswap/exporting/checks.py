@@ -130,6 +130,9 @@ def check(
         if not example.count:
             continue
         answers = signature.answers(reference.source, x)
+        if any(value.is_complex() for value in answers.values()):
+            remedy = "Let it give both parts: torch.view_as_real"
+            raise OptionError("the network gives complex numbers", "files hold real ones", remedy)
         try:
             outputs = reference.answers(runs, x)
         except Exception as error:  # every runtime has its own
@@ -211,7 +214,7 @@ class Distance:
     def add(self, expected: Tensor, values: Tensor) -> None:
         self.whole += float(expected.double().square().sum())
         fits = expected.shape == values.shape and bool(torch.isfinite(values).all())
-        self.off += float((expected - values).double().square().sum()) if fits else math.inf
+        self.off += float((expected.double() - values.double()).square().sum()) if fits else math.inf
 
     @property
     def relative(self) -> float:
@@ -233,6 +236,7 @@ class _AnswerSums:
 
     def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
         self.first = logits if self.first is None else self.first
+        expected, actual = expected.double(), actual.double()
         self.count += count
         self.peak = max(self.peak, _largest(logits))
         self.top = max(self.top, _largest(expected))
@@ -240,8 +244,14 @@ class _AnswerSums:
         if not math.isfinite(self.distance.off):
             self.largest = math.inf
             return
-        self.largest = max(self.largest, _largest((expected - actual).double()))
-        if not self.scores or expected.ndim < 2 or expected.shape[1] < 2 or len(expected) != count:
+        self.largest = max(self.largest, _largest(expected - actual))
+        if (
+            not self.scores
+            or not logits.is_floating_point()
+            or expected.ndim < 2
+            or expected.shape[1] < 2
+            or len(expected) != count
+        ):
             return
         self.compared += count
         same = expected.argmax(1) == actual.argmax(1)
@@ -262,7 +272,7 @@ class _AnswerSums:
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
+    return float(values.double().abs().max()) if values.numel() else 0.0
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

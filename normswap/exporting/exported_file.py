@@ -102,11 +102,7 @@ class ExportedFile:
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
-        """How many images it takes at a time (None: any number), and their size (C, H, W).
-
-        Raises:
-            SourceError: the file does not say so.
-        """
+        """How many images it takes at once (None: any), and their size (C, H, W); raises SourceError: it says none."""
         if "normalize" not in self.body:
             self._require_images()
         if "input" in self.body:

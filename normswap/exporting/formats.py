@@ -128,11 +128,7 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path) -> Runs:
-        """The file in its own runtime: from what goes in to what the network computes.
-
-        Raises:
-            VerificationError: the runtime does not take it.
-        """
+        """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
         from normswap.exporting.signature import alone, together
 
         try:
@@ -259,11 +255,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Format:
-    """A format.
-
-    Raises:
-        OptionError: there is none of that name, or a package it needs is not installed.
-    """
+    """A format; raises OptionError: there is none of that name, or a package it needs is not installed."""
     form = _named(name)
     require_packages(name, form.needs, form.extra)
     return form
@@ -272,8 +264,7 @@ def get(name: str) -> Format:
 def choose(file: Path, name: str | None) -> Format:
     """The format of `file`: the one that is named, or the one that its ending says.
 
-    Raises:
-        OptionError: the ending says nothing, or something else than the name; or as `get`.
+    Raises OptionError: the ending says nothing, or something else than the name; or as `get`.
     """
     return get(_name_of(file, name))
 

@@ -94,7 +94,6 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
-    """The same file, whose inputs and outputs have the signature's names and order, with the metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
@@ -122,7 +121,6 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
 
 def _aligned(buffer: BufferT, builder: Builder) -> int:
-    """Pack a buffer where the schema wants it to begin."""
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
     return int(type(buffer).Pack(buffer, builder))

@@ -60,7 +60,6 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
 
 
 def _named(text: str, signature: Signature) -> list[str]:
-    """The lines of a graph, whose inputs and outputs have the signature's names instead of in0, in1, out0 ..."""
     names = {f"in{i}": name for i, name in enumerate(signature.inputs)}
     names |= {f"out{i}": name for i, name in enumerate(signature.outputs)}
     magic, count, *layers = text.splitlines()
@@ -74,7 +73,6 @@ def _named(text: str, signature: Signature) -> list[str]:
 
 
 def _missing(file: Path) -> str:
-    """Which layers of a graph ncnn lacks, in words; pnnx writes what it does not know under torch's name."""
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]

@@ -44,8 +44,7 @@ def write(contents: FileContents, file: Path) -> None:
 def graph(contents: FileContents) -> onnx.ModelProto:
     """The model in fp32 or fp16, without what torch notes on each node: the user's file names and lines.
 
-    Raises:
-        RefusedError: it is too large.
+    Raises RefusedError: it is too large.
     """
     tensors = (*contents.network.parameters(), *contents.network.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors)

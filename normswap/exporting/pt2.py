@@ -61,7 +61,6 @@ class _Cast(nn.Module):
 
 
 def _with_bf16(network: Shipped) -> Shipped:
-    """A copy that holds the weights in bfloat16, and casts them."""
     twin = copy.deepcopy(network)
     for module in [module for module in twin.modules() if isinstance(module, LINEAR)]:
         module.weight.data = module.weight.data.bfloat16()

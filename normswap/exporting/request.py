@@ -51,11 +51,7 @@ class ExportRequest:
     def of(
         cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
     ) -> ExportRequest:
-        """The request that `export` got, if it can be carried out.
-
-        Raises:
-            OptionError: as `export`.
-        """
+        """The request that `export` got, if it can be carried out; raises OptionError: as `export`."""
         if inputs is not None:
             _require_plain(settings)
         network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
@@ -105,8 +101,7 @@ class ExportRequest:
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
         """The request, and what the network gives, by name; where that is no answer the request is for all of it.
 
-        Raises:
-            OptionError: the network does not run, or something asks for one answer.
+        Raises OptionError: the network does not run, or something asks for one answer.
         """
         settings = self.settings
         try:
@@ -192,7 +187,6 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _is_encoder(source: nn.Module) -> bool:
-    """Whether the network says of itself that it has no classifier."""
     return getattr(source, "num_classes", None) == 0
 
 

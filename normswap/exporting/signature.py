@@ -46,8 +46,7 @@ class Signature:
     def of(cls, model: nn.Module, example: Example) -> Signature:
         """Everything in and everything out, by the names that dicts, records and forward give it.
 
-        Raises:
-            OptionError: the network does not run on the example, or something that it gives is no number.
+        Raises OptionError: the network does not run on the example, or something that it gives is no number.
         """
         taken = _named(named_arguments(model, example), "input")
         try:

@@ -109,7 +109,6 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """The argument of which a node reads no more than shape and dtype, as a tensor of those."""
     place = _FORM.get(node.target)
     argument = None if place is None else node.args[place]
     if not isinstance(argument, fx.Node):
@@ -118,7 +117,6 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
-    """Arguments with these values in the places of nodes."""
     return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
@@ -154,7 +152,6 @@ def _as_slices(node: fx.Node) -> None:
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
-    """Which of the parts along a dimension each of these nodes is, where all of them are known."""
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}
     if node.target is _ATEN.unbind.int and all(user.target is operator.getitem for user in node.users):

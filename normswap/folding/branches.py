@@ -85,7 +85,6 @@ def _adds_nothing(node: fx.Node) -> bool:
 
 
 def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
-    """The terms of a sum, through sums in it that nothing else reads."""
     traced = builder.anatomy.traced
     for term in inputs(node):
         behind, end = barrier, term
@@ -149,7 +148,6 @@ def _is_scale(module: nn.Module | None) -> bool:
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
-    """The terms of one source as one convolution, as many of them as go."""
     modules = builder.anatomy.traced.modules
     barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
     arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
@@ -166,7 +164,6 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer is a convolution that pads with zeros as its numbers say."""
     if not isinstance(module, _ConvNd) or type(module).forward not in _FORWARDS or "forward" in vars(module):
         return False
     plain = not reparametrized.is_reparametrized(module) and not isinstance(module.padding, str)

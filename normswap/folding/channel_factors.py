@@ -147,7 +147,6 @@ class Channels:
         return True
 
     def _called(self, module: nn.Module) -> int:
-        """How often, on the way that was recorded first: an export has one size, and goes one way."""
         return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
 
     def _new(self, count: int) -> list[int]:
@@ -177,7 +176,6 @@ def _shifts(module: nn.Module | None) -> bool:
 
 
 def _dim(node: fx.Node, default: object) -> object:
-    """The `dim` that a function is called with."""
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
 
 

@@ -60,8 +60,7 @@ def move(builder: PlanBuilder) -> None:
 def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
     """Paths of the linear layers that read the norm's output, channel by channel, where nothing else does.
 
-    Raises:
-        NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
+    Raises NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
     """
     traced = builder.anatomy.traced
     why = channel_norm.refusal(norm)
@@ -119,8 +118,7 @@ def move_layer_scales(builder: PlanBuilder) -> None:
 def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     """The path of the linear layer whose output this LayerScale, and nothing else, reads, at each of their calls.
 
-    Raises:
-        NotFoldable: there is none, or it cannot absorb a scale of its output.
+    Raises NotFoldable: there is none, or it cannot absorb a scale of its output.
     """
     traced = builder.anatomy.traced
     if module._forward_hooks or module._forward_pre_hooks:
@@ -139,7 +137,6 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
 
 
 def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
-    """The node that makes the input of this call."""
     (node,) = inputs(scale)
     while builder.is_identity(node) and len(builder.anatomy.traced.users[node]) == 1:
         (node,) = inputs(node)

@@ -40,7 +40,6 @@ def free(builder: PlanBuilder) -> None:
 
 @contextmanager
 def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
-    """What cannot be folded is noted."""
     try:
         with attempt(builder):
             yield

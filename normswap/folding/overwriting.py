@@ -78,7 +78,6 @@ def shares(traced: Traced, node: fx.Node) -> bool:
 
 
 def _copies(builder: PlanBuilder, path: str) -> bool:
-    """Whether something will sit there that makes a tensor of its own."""
     return path in builder.scalars or (path in builder.replacements and not builder.removes(path))
 
 

@@ -47,8 +47,7 @@ def readers(
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(value, reader) wherever the value of `start` is read by more than a step that passes it on.
 
-    Raises:
-        NotFoldable: the model returns it.
+    Raises NotFoldable: the model returns it.
     """
     for user in builder.anatomy.traced.users[start]:
         if user.op == "output":
@@ -62,8 +61,7 @@ def readers(
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
     """Paths of the linear layers that the nodes call, which can absorb a scale and shift of their input.
 
-    Raises:
-        NotFoldable: a node calls something else, or one of the layers is called elsewhere, or cannot.
+    Raises NotFoldable: a node calls something else, or one of the layers is called elsewhere, or cannot.
     """
     traced = builder.anatomy.traced
     for node in nodes:
@@ -101,8 +99,7 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
     """Convolutions that read `start` beside the `main` path, through steps that commute with a positive scalar.
 
-    Raises:
-        NotFoldable: something else reads it.
+    Raises NotFoldable: something else reads it.
     """
     traced = builder.anatomy.traced
 

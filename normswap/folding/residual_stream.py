@@ -44,8 +44,7 @@ class Stream:
 def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
     """The stream that the values of `starts` belong to, one for each way through the network, if it can be centred.
 
-    Raises:
-        NotFoldable: something reads its mean, or something writes to it that cannot leave its mean out.
+    Raises NotFoldable: something reads its mean, or something writes to it that cannot leave its mean out.
     """
     for start in starts:
         if axes.get(start) is None:

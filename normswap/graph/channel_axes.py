@@ -137,7 +137,6 @@ class _Reading:
         return _Label(shape[dim], 1 if dim == -1 else math.prod(shape[2:]))
 
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
-        """The label of a sum, if both arms, broadcast to its shape, agree on it."""
         for arm, other in (arms, arms[::-1]):
             label = self.labels.get(other)
             if arm.op == "get_attr" and label and not math.prod(arm.meta["shape"]) % (label.size * label.stride):

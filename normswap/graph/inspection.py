@@ -174,13 +174,11 @@ class _GraphReader(NodeReader):
         return role
 
     def _on_branch(self, path: str, block: Block) -> bool:
-        """Whether the norm lies on the branch alone (not on the skip, nor before the fork)."""
         skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
         nodes = self.traced.calls[id(self.traced.modules[path])]
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
     def _entry(self, fork: fx.Node, container: str) -> fx.Node | None:
-        """The norm of the block's own that feeds both arms of a pre-activation downsampling block."""
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):

@@ -106,7 +106,6 @@ def _check_closures(model: nn.Module) -> None:
 
 
 def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
-    """The record of the first example that runs, that example, and others to try."""
     if inputs is not None:
         device = calling.anchor(model).device
         batches = [batch.on(device) for batch in calling.batches(inputs)]
@@ -202,7 +201,6 @@ def _other(x: Tensor, side: tuple[int, int]) -> Tensor:
 
 
 def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
-    """A network of linear layers may take rows of features, too."""
     if len(size) == 1:
         out = next((m.out_features for m in tree(model).values() if isinstance(m, nn.Linear)), 1)
         yield network_input.noise(model, (out, *size), batch=3)
@@ -213,6 +211,9 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
     for name, path in first.untracked.items():
         a, b = first.constants[name], second.constants.get(name)
+        if torch._C._functorch.is_functorch_wrapped_tensor(a):
+            where = path or type(model).__name__
+            raise TraceError(f"the forward of {where} calls torch.func (vmap)", "what happens in there cannot be seen")
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
                 f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes cannot be followed",
@@ -234,7 +235,6 @@ def _same(first: Traced, second: Traced) -> bool:
 
 
 def _outline(traced: Traced) -> object:
-    """The modules in the order of their calls, and who reads whom, however often."""
 
     def label(node: fx.Node) -> object:
         if node.op == "placeholder":
@@ -251,8 +251,7 @@ def record_once(
 ) -> Traced:
     """Record one forward of `model`, which is not changed; with `heads`, as in training (`modes.with_heads`).
 
-    Raises:
-        TraceError: it does not run on the example; says where.
+    Raises TraceError: it does not run on the example; says where.
     """
     copied = twin(model)
     if heads:

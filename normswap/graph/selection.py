@@ -47,16 +47,11 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
 
 
 def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
-    """The modules that the patterns name, by any of their names."""
     return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
-    """The patterns among a scheme's options, as a plan keeps them; a single one may be given as a string.
-
-    Raises:
-        OptionError: one is no text.
-    """
+    """The patterns among a scheme's options, one perhaps as a string, as a plan keeps them; or raises OptionError."""
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []

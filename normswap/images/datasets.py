@@ -206,7 +206,6 @@ def _counted(model: nn.Module) -> int | None:
 
 
 def _place(data: str, split: str) -> Path | None:
-    """The file or folder that holds the images; None for a dataset of timm's."""
     path = Path(data)
     if data == demo_files.NAME and not path.exists():
         path = demo_files.IMAGES
@@ -233,7 +232,6 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
 
 
 def _names(dataset: object) -> Mapping[str, int]:
-    """The dataset's number of each label, by its name; empty where it has no names."""
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
             names = getattr(holder, attribute, None)
@@ -306,7 +304,6 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether that is a part, and not the class of trains: folders are in it, or only parts are beside it."""
     if path.is_file():
         return True
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}

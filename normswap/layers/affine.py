@@ -227,11 +227,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None:
-    """Set the beta of a norm, in place, so that its t is `shift`, in a part of its channels.
-
-    Raises:
-        RefusedError: it has no beta, or that is no shift.
-    """
+    """Set a norm's beta, in place, so that t is `shift` in a part of its channels; raises RefusedError: it has none."""
     beta = getattr(norm, "bias", None)
     if not isinstance(beta, Tensor):
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
@@ -240,11 +236,7 @@ def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None
 
 
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
-    """Set the gamma and beta of a norm, in place, so that its s and t are these.
-
-    Raises:
-        RefusedError: it has none, or they are no scale and shift.
-    """
+    """Set gamma and beta of a norm, in place, so that s and t are these; raises RefusedError: it has none such."""
     gamma = getattr(norm, "weight", None)
     if not isinstance(gamma, Tensor):
         raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")

@@ -125,7 +125,6 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
 
 
 def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linearity:
-    """A copy of `old` with these tensors (None: it has no bias and gets none); the old ones are never copied."""
     grad = old.weight.requires_grad
     parameter = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=grad)
     memo: copying.Memo = {id(old.weight): parameter}

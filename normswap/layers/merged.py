@@ -56,7 +56,6 @@ class Merged(PlannedLayer):
 
 
 def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
-    """Add the kernel of another branch to `weight`, in place; returns its bias."""
     if not isinstance(other, _ConvNd):
         scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
         _add_scale(weight, main, scale)
@@ -71,7 +70,6 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
 
 
 def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
-    """The factors of a kernel (O, I, ...) at one of its taps, (O, I): a view."""
     for index in reversed(place):
         kernel = kernel.select(-1, index)
     return kernel

@@ -59,8 +59,7 @@ def padded(layer: _ConvNd, x: Tensor) -> Tensor:
 def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """Give what the call of a convolution reads of x (N, I, ...), and how many zeros it puts around each side.
 
-    Raises:
-        TypeError: its forward calls no convolution.
+    Raises TypeError: its forward calls no convolution.
     """
     watch = _Watch()
     try:
@@ -149,10 +148,8 @@ def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:
 
 
 def _sides(layer: _ConvNd, room: int) -> list[int]:
-    """The sides of an input that has so many positions beyond the kernel's reach."""
     return [d * (k - 1) + room for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
 
 
 def _ends(read: Tensor) -> list[tuple[int, int]]:
-    """The first and the last place along each side that is not zero."""
     return [(int(at.min()), int(at.max())) for at in read.nonzero().unbind(1)]

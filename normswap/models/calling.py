@@ -178,7 +178,6 @@ class Example:
         return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
 
     def _around(self, images: list[object]) -> Example:
-        """Return the same call with another list."""
         args = tuple(images if isinstance(value, list) else value for value in self.args)
         return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
 

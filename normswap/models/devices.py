@@ -12,8 +12,7 @@ from normswap.models import calling
 def find(name: str) -> torch.device:
     """Find the device of a name: cpu, cuda, cuda:1, mps ...; auto is the accelerator, or the CPU where there is none.
 
-    Raises:
-        OptionError: torch does not know the name, or has no such device here.
+    Raises OptionError: torch does not know the name, or has no such device here.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":

@@ -70,7 +70,6 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    """Return the file; None where the repository is there and has none of that name."""
     # The client retries an unreachable hub for minutes. A first HEAD of our own, without retries, settles it quickly.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
@@ -214,7 +213,6 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
 
 
 def _sides(size: object) -> tuple[int, int] | None:
-    """Read (height, width) of a size, as the processors write it: a number, two, or by name."""
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))

@@ -53,15 +53,21 @@ Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:
-    """What the module holds itself and may write into: tensors and plain collections."""
-    own = [value for name, value in vars(module).items() if name not in _HOOKS]
-    for value in (*own, *module._parameters.values(), *module._buffers.values()):
-        if isinstance(value, Tensor):
-            if value.is_meta:
-                continue
+    """What the module holds itself and may write into: tensors and plain collections, those inside of others too."""
+    values = [value for name, value in vars(module).items() if name not in _HOOKS]
+    values += [*module._parameters.values(), *module._buffers.values()]
+    visited = set[int]()
+    while values:
+        value = values.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, Tensor) and not value.is_meta:
             yield value, value.detach().clone(), value.data
-        elif type(value) in (dict, OrderedDict, list, set):
-            yield value, copy.copy(value), None
+        elif type(value) in (dict, OrderedDict, list, set, tuple):
+            values += value.values() if isinstance(value, dict) else value
+            if not isinstance(value, tuple):
+                yield value, copy.copy(value), None
 
 
 @torch.no_grad()
@@ -119,7 +125,7 @@ def with_heads(*models: nn.Module) -> Iterator[None]:
 
     Back in each module's own mode afterwards. Random draws meanwhile are the same each time.
     """
-    with evaluating(*models):
+    with undisturbed(*models):
         for model in models:
             show_heads(model)
         with seeded(*{p.device for model in models for p in model.parameters()}):

@@ -114,11 +114,7 @@ def check_calls(calls: Sequence[Example]) -> None:
 
 
 def answer(output: object) -> Tensor:
-    """Find the network's answer in its output: the tensor, or the one in a dict or record of that name, or alone.
-
-    Raises:
-        OptionError: there is none, or nobody can say which.
-    """
+    """The network's answer in its output: the tensor, or the one of that name, or alone; raises OptionError: none."""
     if isinstance(output, Tensor):
         return output
     named = dict(named_tensors(output, depth=1)) if not isinstance(output, list) else {}

@@ -52,11 +52,7 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """The network itself, whose record says that it is made for images of this size (C, H, W).
-
-    Raises:
-        OptionError: it is built for another.
-    """
+    """The network itself, whose record says this size (C, H, W); raises OptionError: it is built for another."""
     _record(model, {"input_size": tuple(size)})
     built = network_input.size(model)
     if tuple(built) != tuple(size):

@@ -49,7 +49,6 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record of the weights that a name without a tag stands for; empty where it was given none."""
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -64,11 +63,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, or a directory in timm's layout.
-
-    Raises:
-        SourceError: it cannot be found, read, understood or built.
-    """
+    """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or raises SourceError."""
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
         return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.given)
@@ -94,7 +89,6 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
-    """Return the architecture without a tag; what the tag implied (classes, channels, a fixed size) is an argument."""
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
@@ -126,7 +120,6 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
 
 
 def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: Cfg) -> Built:
-    """Build what a config.json describes; `find` gives the first file of some names that lies beside it."""
     arch, cfg = _configured(find(("config.json",)), origin, arguments)
     model = create(arch)
 

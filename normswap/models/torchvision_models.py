@@ -29,11 +29,7 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the bare network of `torchvision:BUILDER` as its weights want it: those behind the @, or the default ones.
-
-    Raises:
-        SourceError: unknown builder, weights or arguments.
-    """
+    """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or raises SourceError."""
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.named("num_classes", "in_chans")
     tag = str(arguments.pop("weights", "") or tag)
@@ -92,7 +88,6 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
-    """Return the tensors, from torch's cache or from torchvision's server; nothing in the file is run."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch says there what it fetches
             state: State = torch.hub.load_state_dict_from_url(
@@ -108,14 +103,12 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
 
 def _rehead(state: State, model: nn.Module, classes: int) -> State:
-    """Return the weights but for the layers with a row for each class: those keep their random values."""
     bare = model.state_dict()
     heads = [name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare]
     return {**state, **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]}}
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
-    """Return torchvision's preprocessing in timm's words, as far as it can be said in those."""
     preset = None if member is None else member.transforms()
     if isinstance(preset, presets.ObjectDetection):  # the network itself normalizes
         return {"mean": [0.0] * 3, "std": [1.0] * 3}

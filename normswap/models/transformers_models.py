@@ -28,11 +28,7 @@ _NOT_RUN = "Code that a repository brings is not run"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with its config as arguments.
-
-    Raises:
-        SourceError: it cannot be found, read, understood or built.
-    """
+    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises SourceError."""
     place, source = name.partition(":")[2], name
     arguments = request.named("num_labels", "num_channels")
     stated, processor = arguments, dict[str, Any]()
@@ -78,7 +74,6 @@ def _fetch(place: str, *names: str) -> Path:
 
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
-    """Return the class that the config names, else the one that AutoModel takes, and the config with the arguments."""
     config = _config(Arch(name, hub.bare(stated)))
     strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
     if strange is not None:
@@ -102,7 +97,6 @@ def _config(arch: Arch) -> transformers.PretrainedConfig:
 
 
 def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
-    """Return the network with all weights of the files, and none of its own but those of a fresh head."""
     file = _fetch(place, *_FILES)
     if file.name.endswith(".index.json"):
         for shard in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):

@@ -7,11 +7,13 @@ import hashlib
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -49,12 +51,23 @@ def _own_hash(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
 
 
-def read(file: Path) -> State:
-    """Read the state dict in a weights file, unwrapped and with clean names. No code in the file is ever run.
+class Wrapped(NamedTuple):
+    """The state dict in a weights file, and which others beside it were not taken."""
 
-    Raises:
-        SourceError: missing, truncated, not a state dict, a pickle of other objects, or NaN or inf inside.
-    """
+    state: State
+    notes: tuple[str, ...]
+
+
+def read(file: Path) -> State:
+    """The state dict in a weights file (`read_wrapped`); a warning says which others in it were not taken."""
+    state, notes = read_wrapped(file)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return state
+
+
+def read_wrapped(file: Path) -> Wrapped:
+    """Read the state dict in a weights file by clean names, and run no code in it; raises SourceError: unreadable."""
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     try:
@@ -71,28 +84,34 @@ def read(file: Path) -> State:
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
-    state = _unwrapped(content, file)
-    check_plain(state, str(file))
-    check_finite(state, str(file))
-    return state
+    wrapped = _unwrapped(content, file)
+    check_plain(wrapped.state, str(file))
+    check_finite(wrapped.state, str(file))
+    return wrapped
 
 
 def _foreign_names(file: Path) -> list[str]:
-    """Return the classes and functions that an archive wants to import, read without importing them."""
     with suppress(Exception):  # of what is no archive of torch.save
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
     return []
 
 
-def _unwrapped(content: object, file: Path) -> State:
+def _unwrapped(content: object, file: Path) -> Wrapped:
     """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
+    notes: list[str] = []
     while isinstance(content, Mapping):
         inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
         states = [key for key, value in inner.items() if all(isinstance(entry, Tensor) for entry in value.values())]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if key is None and len(states) > 1:
+            remedy = "Save one of them by itself"
+            raise SourceError(f"{file} holds several state dicts", some(map(str, states)), remedy)
         if key is None and len(states) != 1:
             break
-        content = content[key or states[0]]
+        taken = key or states[0]
+        if others := [str(other) for other in states if other != taken]:
+            notes.append(f"{file} holds {some(others)} beside {taken}, which was taken")
+        content = content[taken]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
     strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
@@ -104,7 +123,7 @@ def _unwrapped(content: object, file: Path) -> State:
         if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         state[name] = tensor
-    return state
+    return Wrapped(state, tuple(notes))
 
 
 def _without_prefix(state: State, bare: State) -> State:
@@ -225,11 +244,11 @@ def listed(misfits: Mapping[str, Sequence[str]]) -> str:
 
 
 def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming a tensor that is sparse, quantized or complex, which no weights here may be."""
+    """Raises SourceError naming a tensor that is sparse or quantized, which no weights here may be."""
     for name, tensor in state.items():
-        if tensor.is_quantized or tensor.layout is not torch.strided or torch.is_complex(tensor):
-            what = f"{origin} holds a sparse, quantized or complex tensor"
-            raise SourceError(what, name, "Save what it was made from: plain tensors of real numbers.")
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            what = f"{origin} holds a sparse or quantized tensor"
+            raise SourceError(what, name, "Save what it was made from: plain tensors of numbers.")
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:
@@ -244,7 +263,7 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
             for key, tensor, own in both
             if tensor.shape != own.shape
         ],
-        "of whole numbers, not real ones": [
+        "not of real numbers": [
             f"{key} is {str(tensor.dtype).removeprefix('torch.')}"
             for key, tensor, own in both
             if own.is_floating_point() and not tensor.is_floating_point()

@@ -141,7 +141,6 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
-    """Let the model carry its origin, and let timm see the same preprocessing."""
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)  # plain attributes, as timm sets them
     record = Provenance(built.arch, source, sha256, built.preprocessing)

@@ -73,7 +73,6 @@ def share(value: float | None) -> str:
 
 
 def _cited(paper: str) -> Markup:
-    """Text in which papers of arXiv are links."""
     return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
 
 

@@ -198,7 +198,6 @@ def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, st
 
 
 def _source(network: Network) -> tuple[Network | None, str, list[str]]:
-    """Return the network before the conversion, where it is from (`source`, `unfolded`, ``), and notes on it."""
     result, record = network.module, network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
@@ -262,7 +261,6 @@ def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    """Return the scalars in order of the blocks whose branches they end; others after those."""
     planned = {edit.path: edit.args.get("alpha") for step in plan.steps for edit in step.edits if edit.layer == "Scale"}
     blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
     order = list(blocks)

@@ -32,7 +32,6 @@ class Function:
 
 
 def _keeps(option: str, value: str) -> Callable[[Options], bool]:
-    """Whether an option has the value with which the function is kept."""
     return lambda options: bool(options[option] == value)
 
 

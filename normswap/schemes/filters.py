@@ -77,7 +77,6 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
 
 def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
-    """How the standardized convolution in the place of `conv` pads."""
     check_linear(builder, path, conv)
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")

@@ -109,7 +109,6 @@ def insert_per_sample_norms(
 
 
 def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
-    """The divisor of the channels that is nearest to the number of groups, but for groups of one channel."""
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)

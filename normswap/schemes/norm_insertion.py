@@ -149,8 +149,8 @@ def _settings(anatomy: Anatomy, path: str) -> Body:
     """What the record keeps of the settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
     norms, names = anatomy.provenance.norms, ("eps", "momentum", "num_batches_tracked")
     values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
-    values = {name: None if math.isnan(value) else value for name, value in values.items()}
-    return {"settings": values} if values else {}
+    settings = {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {"settings": settings} if settings else {}
 
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:

@@ -104,5 +104,4 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
 
 
 def _owners(traced: Traced, node: fx.Node) -> list[str]:
-    """The modules with parameters of their own that return the value of `node`, innermost first."""
     return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.calibration import channel_moments
-from normswap.calibration.population import estimate_population
+from normswap.calibration.population import MOST_ERROR, estimate_population
 from normswap.calibration.sequential_fit import refit
 from normswap.errors import RefusedError, VerificationError, spelled
 from normswap.folding.plan_builder import PlanBuilder
@@ -167,4 +167,4 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
     """Estimate the population statistics anew."""
     assert task.batches is not None
-    return (estimate_population(task.result, task.batches, task.progress),)
+    return (estimate_population(task.result, task.batches, task.progress, most_error=MOST_ERROR),)

@@ -50,8 +50,7 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
 def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
     """Move files to `folder`, the last one last; those of their names go to `old` before, the last one first.
 
-    Raises:
-        OSError: it cannot be done; the old files are back.
+    Raises OSError: it cannot be done; the old files are back.
     """
     old.mkdir()
     removed: list[str] = []
@@ -78,11 +77,7 @@ def text(file: Path, content: str) -> Path:
 
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
-    """Write a table (CSV), whole or not at all: of each row these columns, what is missing or None as nothing.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write these columns of each row as CSV, whole or not at all, None as nothing; or raises OutputError."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)

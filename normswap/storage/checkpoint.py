@@ -133,7 +133,8 @@ def load(
     norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, header.arch, trust_factory)
-    model = applying.apply(bare, plan).to(_dtype(state))
+    dtype = _dtype(state)
+    model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
@@ -145,7 +146,6 @@ def load(
 
 
 def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Check that the files hold the tensors that plan and proof were written beside."""
     for name, expected in hashes.items():
         if weight_files.hash_tensors(states.get(name, {})) != expected:
             what = f"the tensors of {folder / name} are not those that were saved"
@@ -208,7 +208,6 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write tensors; those that share memory are copied, as safetensors refuses them."""
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in addresses and tensor.numel():
@@ -216,6 +215,9 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         addresses.add(tensor.data_ptr())
     try:
         save_file(tensors, file, metadata)
+    except KeyError as error:
+        remedy = "Convert model.to(torch.complex64)"
+        raise OutputError(f"cannot write {file.name}", f"safetensors has no {error}", remedy) from None
     except SafetensorError as error:  # it words errors of the disk in its own way
         raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 
@@ -230,6 +232,5 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the widest dtype: an export with bfloat16 weights computes in float32."""
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32

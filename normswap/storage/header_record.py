@@ -38,11 +38,7 @@ class Header(BaseModel):
 
 
 def read_header(folder: Path) -> Header:
-    """Read the record of a directory that normswap wrote; its fields are there and of their types.
-
-    Raises:
-        SourceError: missing, truncated, not ours, damaged, or from a later normswap.
-    """
+    """Read the record of a directory that normswap wrote; raises SourceError: missing, damaged, or of a later one."""
     file = folder / WEIGHTS
     if not file.is_file():
         raise SourceError(f"{folder} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")

@@ -12,8 +12,7 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "nor
 def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
-    Raises:
-        OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
+    Raises OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
     """
     check_beside(place)
     if not place.exists():
@@ -30,11 +29,7 @@ def check_writable(place: Path, *, force: bool) -> None:
 
 
 def check_beside(place: Path) -> None:
-    """See that `place` lies in a directory, and not in that of a network, which is replaced as a whole.
-
-    Raises:
-        OutputError: it does not.
-    """
+    """See that `place` lies in a directory, and not in that of a network; or raises OutputError."""
     for parent in place.absolute().parents:
         if parent.is_file():
             raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")

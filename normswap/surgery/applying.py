@@ -90,7 +90,6 @@ def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacemen
 
 
 def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
-    """The replacement in float64; what it keeps is not in it."""
     if edit.keep:
         old = nn.Identity()
     elif not layer_of(edit).CASTS:

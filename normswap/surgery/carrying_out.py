@@ -43,8 +43,8 @@ class Conversion:
         word = "exact" if self.report.exact else "approximate"
         worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
-        passed = "passed" if self.report.passed else "FAILED"
-        return f"Conversion({passed}, {word}, {worst}: {type(self.model).__name__} -> {steps or 'unfolded'})"
+        measured = f"{self.report.verdict}, {word}, {worst}"
+        return f"Conversion({measured}: {type(self.model).__name__} -> {steps or 'unfolded'})"
 
     @property
     def model(self) -> nn.Module:
@@ -77,11 +77,7 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
-    """Measure the result of one step against its source, and on the images that it was not fitted to.
-
-    Raises:
-        VerificationError: the result is wrong.
-    """
+    """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
     exact = schemes.exact(step)
     precise = _precise(network, result, step) if exact else None  # others differ by far more than float32 does
     report = comparison.compare(network, result, exact=exact, precise=precise)

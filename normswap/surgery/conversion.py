@@ -228,7 +228,6 @@ def _ends_in_a_factor(anatomy: Anatomy, block: Block) -> bool:
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
-    """BatchNorm back in the class of an architecture."""
     like = options["like"]
     for name, value in schemes.changed(to, options).items():
         if name != "like" and value:
@@ -242,7 +241,6 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
 
 
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
-    """Several steps as one conversion, measured from end to end."""
     last = conversions[-1]
     steps = last.plan.steps[-len(conversions) :]
     exact = all(schemes.exact(step) for step in steps)

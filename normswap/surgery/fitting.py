@@ -46,7 +46,6 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
-    """The options with which the scheme keeps the function."""
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
     return [spelled(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
 
@@ -91,11 +90,7 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
 
 
 def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
-    """Let the step's scheme set the values of `result`, in place; without images, those that need none.
-
-    Raises:
-        SourceError: unusable or too few images.
-    """
+    """Let the step's scheme set the values of `result`, in place; raises SourceError: unusable or too few images."""
     if not chosen.fits:
         return Fitted()
     batches = None if images is None else calls_of(images, network)

@@ -76,7 +76,6 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
 
 @torch.no_grad()
 def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
-    """Let gamma and beta undo the norms' statistics, in the precision of `module`, but for the shifts."""
     for path, shift in shifts.items():
         norm: Any = module.get_submodule(path)
         norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())
@@ -95,7 +94,6 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(anatomy: Anatomy) -> int:
-    """How many outputs the classifier has; 0 without one."""
     return 0 if anatomy.classifier is None else int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
 
 

@@ -151,11 +151,7 @@ class Network:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy, from one recorded forward.
-
-        Raises:
-            TraceError: the network does not run, or something in its forward cannot be seen.
-        """
+        """The anatomy, from one recorded forward; raises TraceError where it does not run, or cannot be seen."""
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
         shown = network_input.noise(self.module, self.size, batch=2) if self.size else None
@@ -180,8 +176,7 @@ class Network:
     def calls(self) -> list[Example]:
         """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two.
 
-        Raises:
-            OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
+        Raises OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
         """
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
@@ -191,11 +186,7 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that tell whether a result is right: of noise, one where every size takes the same way.
-
-        Raises:
-            TraceError: as `anatomy`.
-        """
+        """The calls that tell whether a result is right: of noise, one where every size takes the same way."""
         if self.inputs is not None:
             return self.calls
         traced = self.anatomy.traced

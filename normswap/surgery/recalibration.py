@@ -83,7 +83,6 @@ def _keeps_statistics(model: nn.Module) -> bool:
 
 
 def _restored(network: Network, references: Sequence[nn.Module], means_only: bool, record: Body) -> Conversion:
-    """The network with the moments per channel of the references."""
     if _keeps_statistics(network.module):
         remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
         raise RefusedError("the network keeps statistics of its own", remedy=remedy)
@@ -106,7 +105,6 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
 
 
 def _without_broken_statistics(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The network, where statistics cannot be run a copy with mean 0 and variance 1 in their place; and their paths."""
     modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
     broken = [path for path, module in modules if network_input.has_broken_statistics(module)]
     if broken:

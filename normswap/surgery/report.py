@@ -88,6 +88,12 @@ class Report:
     unmeasured: str = ""
 
     @property
+    def verdict(self) -> str:
+        """One word: only what claims to be exact can pass."""
+        good = "passed" if self.exact else "measured"
+        return good if self.passed else "FAILED"
+
+    @property
     def worst(self) -> Error:
         """The largest relative L2 error at the logits in the network's own precision."""
         errors = [error for error in self.logits if error.precision != "float64"] or list(self.logits)

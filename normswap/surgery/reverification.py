@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
@@ -50,11 +51,7 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a result that was loaded with its source, on what that is called with.
-
-    Raises:
-        TraceError, VerificationError: the source cannot be traced, or does not run.
-    """
+    """Compare a loaded result with its source; raises TraceError or VerificationError where that does not run."""
     exact = all(schemes.exact(step) for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
 
@@ -81,7 +78,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
     figures = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
     if figures is None:
         raise SourceError("no images to compare on")
-    return {"agreement": figures.agreement, "relative_l2": figures.relative_l2, "count": figures.count}
+    return asdict(figures)
 
 
 def labels_are_missing(loader: Loader) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ def run(
 
     present = tree(model)
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
-    with hooked(handles), undisturbed(model), with_heads(model) if heads else nullcontext():
+    with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
     return dict(named_tensors(output)), outputs_at_paths
 
@@ -53,8 +52,7 @@ def both(
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
     """Both outputs (`running.run`), or None where the source does not take this size of input, but took the first.
 
-    Raises:
-        VerificationError: one of them does not run, or the source gives nothing.
+    Raises VerificationError: one of them does not run, or the source gives nothing.
     """
     first = first or example
     try:
@@ -103,10 +101,8 @@ def by_parts(
     @_unseen  # as it is made elsewhere: what is cast there is cast
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
-        double_tensors = dict(_tensors(replacements[module]()))
-        ready.update(
-            {id(tensor): double_tensors[name].detach() for name, tensor in _tensors(module) if name in double_tensors}
-        )
+        doubles = dict(_tensors(replacements[module]()))
+        ready.update({id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles})
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
@@ -146,7 +142,6 @@ def _unseen(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by their dotted names, those of several names by each."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

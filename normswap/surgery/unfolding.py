@@ -106,7 +106,6 @@ def _canonical(network: Network) -> nn.Module:
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by the paths they had before a `Holder` put an `inner` into them."""
     chains = [path for path, module in model.named_modules() if isinstance(module, Holder)]
     modules = {}
     for path, module in model.named_modules():
@@ -128,7 +127,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _living(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the norms that the conversions left in place, as they are now."""
     norms = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
     return {f"{path}.{name}": tensor for path, module in norms.items() for name, tensor in module.state_dict().items()}
 
@@ -140,7 +138,6 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _leave_out(source: nn.Module, names: Collection[str]) -> None:
-    """Let the LayerNorms and LayerScales whose tensors are not given multiply by one and add nothing."""
     for path, module in source.named_modules():
         if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
             for name, parameter in module.named_parameters(recurse=False):

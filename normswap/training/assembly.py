@@ -128,8 +128,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
 def trackers(asked: str) -> list[str]:
     """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there), `none`, or a comma list.
 
-    Raises:
-        OptionError: unknown, or not installed.
+    Raises OptionError: unknown, or not installed.
     """
     if asked == "auto":
         return [name for name in _TRACKERS[:1] if importlib.util.find_spec(name)]

@@ -61,8 +61,7 @@ class Subject:
     def teacher(self, distill: Distill) -> nn.Module:
         """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
 
-        Raises:
-            SourceError: it cannot be had, or is no longer what the network was made from.
+        Raises SourceError: it cannot be had, or is no longer what the network was made from.
         """
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)

@@ -189,8 +189,7 @@ class _StoppedError(Exception):
 def parse_rates(text: str) -> list[float]:
     """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power), ascending, each once.
 
-    Raises:
-        OptionError: a part names none, or one that is not positive.
+    Raises OptionError: a part names none, or one that is not positive.
     """
     rates: set[float] = set()
     for word in text.split(","):
@@ -260,7 +259,6 @@ class Sweep:
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
-        """Open the database; SQLite, where a read locks nothing, is told to lock, or two workers get the same trial."""
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":  # as SQLAlchemy's documentation has it
             from sqlalchemy import event

@@ -21,10 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
@@ -200,8 +198,7 @@ def ignore_sigterm(worker: int) -> None:
 def places(data: DataPart) -> tuple[str, str | None]:
     """Return where the training and the validation images are (as `data.make_loader` takes them).
 
-    Raises:
-        SourceError: the recipe names no images.
+    Raises SourceError: the recipe names no images.
     """
     if data.root is None:
         remedy = "Give data.root=PATH, the folder of the images"
@@ -245,9 +242,6 @@ def _digest(images: LabelledImages) -> str:
     return digest.hexdigest()
 
 
-_MODES = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
-
-
 def transform(model: Body, augment: Augment) -> transforms.Compose:
     """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
     size = tuple(model["input_size"][1:])
@@ -271,28 +265,4 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         if augment.padding:
             whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
         primary.transforms[:1] = whole
-    else:
-        primary.transforms[0] = RandomResizedCrop(primary.transforms[0])
     return transforms.Compose([primary, secondary, last])
-
-
-class RandomResizedCrop:
-    """timm's crops from the same random numbers, resized by torch; pixels differ from Pillow's by rounding.
-
-    torch has code of its own for pixels of 8 bits where the processor has AVX2; elsewhere Pillow resizes.
-    """
-
-    def __init__(self, crops: RandomResizedCropAndInterpolation) -> None:
-        self.crops = crops
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        crops, mode = self.crops, _MODES.get(self.crops.interpolation)
-        if mode is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-            resized_by_pillow: Image.Image = crops(image)
-            return resized_by_pillow
-        top, left, height, width = crops.get_params(image, crops.scale, crops.ratio)
-        pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height))))
-        # (1, C, H, W), in the order (H, W, C) in memory: `channels_last`, which is faster.
-        planes = pixels.reshape(1, height, width, -1).movedim(-1, 1)
-        resized = functional.interpolate(planes, crops.size, mode=mode, antialias=True)
-        return Image.fromarray(resized[0].movedim(0, -1).squeeze(-1).numpy())

@@ -160,3 +160,13 @@ def test_one_value_per_channel_is_too_few() -> None:
     alone = normswap.convert(flat, "batchnorm", ghost_batch=1, input_size=SIZE).model
     with pytest.raises(SourceError, match="1 sees one value per channel"):
         recalibrate(alone, shifted(dtype=torch.float32), input_size=SIZE)
+
+
+def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
+    """Of one value per channel and image the error is 1 / sqrt(N): 0.35 of a deviation for 8 images, 0.27 for 14."""
+    torch.manual_seed(0)
+    flat = nn.Sequential(nn.Conv2d(3, 64, 32), nn.BatchNorm2d(64)).eval()
+    few, many = (torch.randn(count, *SIZE) for count in (8, 14))
+    with pytest.raises(SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] of its deviation.*Give 1[0-3] or"):
+        recalibrate(flat, [few], input_size=SIZE)
+    assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]

@@ -275,6 +275,16 @@ def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Pa
     refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
+def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, here: Path) -> None:
+    assert main(["convert", MODEL, "--to", "groupnorm", "-o", "other"]) == 0
+    command = ("verify", "other", "--data", IMAGES, "--samples", "40", "--workers", "0")
+    share = run_json(capfd, *command)["data"]["agreement"]
+    assert main([*command, "--min-kept", str(share)]) == 0
+    assert "measured: it is not exact" in capfd.readouterr().out
+    assert main([*command, "--min-kept", str(share + 0.01)]) == 1
+    refused(("verify", "other", "--min-kept", "0.5"), ("no agreement was measured", "--data IMAGES"), here, capfd)
+
+
 def test_schemes(capfd: Capture) -> None:
     bodies = {body["name"]: body for body in run_json(capfd, "schemes")}
     assert {"folded", "skipinit", "regularized-skipinit", "unfold"} <= set(bodies)

@@ -19,6 +19,7 @@ import normswap
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.findings import Diagnosis
 from normswap.graph.inspection import inspect
+from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
 ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
@@ -237,27 +238,108 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     assert "zero-variance" not in [fault.name for fault in faults]
 
 
-@torch.no_grad()
-def test_channels_behind_a_relu_that_never_fires_are_no_fault() -> None:
-    """Nothing reaches them: mean and variance are rightly 0, and recalibrating would measure the same."""
+def settled(*layers: Any) -> Any:
+    """A network of these layers, with the statistics that noise has in it."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1))
-    model[0].bias[:6] = -9.0
-    for _ in range(20):
-        model.train()(torch.randn(16, 3, 8, 8))
-    model[2].running_var[:6] = 0.0
-    found = [fault.name for fault in normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults]
-    assert "zero-variance" not in found
-    model[2].running_var[6:12] = 0.0
-    found = [fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 8, 8)).faults]
-    assert "zero-variance" in found
+    net = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+    with torch.no_grad():
+        for _ in range(60):
+            net.train()(torch.randn(16, 3, 12, 12))
+    return net.eval()
+
+
+def names(model: nn.Module) -> list[str]:
+    return [fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 12, 12)).faults]
+
+
+def behind_a_relu() -> Any:
+    net: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1))
+    nn.init.constant_(net[0].bias[:6], -9.0)
+    return settled(net), net[2]
+
+
+def behind_a_dead_norm() -> Any:
+    """Six channels never fire, and the depthwise convolution behind them gives its biases alone."""
+    net: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU6(), nn.Conv2d(32, 32, 3, groups=32),
+                             nn.BatchNorm2d(32), nn.ReLU6(), nn.Conv2d(32, 4, 1))  # fmt: skip
+    nn.init.constant_(net[1].weight[:6], 1e-3)
+    nn.init.constant_(net[1].bias[:6], -0.5)
+    return settled(net), net[4]
+
+
+@pytest.mark.parametrize("make", [behind_a_relu, behind_a_dead_norm])
+@torch.no_grad()
+def test_channels_that_nothing_reaches_are_no_fault(make: Callable[[], Any]) -> None:
+    """Mean and variance are rightly 0 but for a bias, and recalibrating would measure the same."""
+    net, norm = make()
+    norm.running_var[:6] = 0.0
+    assert names(net) == []
+    norm.running_var[6:12] = 0.0
+    assert names(net) == ["zero-variance"]
+
+
+class Twice(nn.Module):
+    """One norm for an image and its mirror image: behind one layer, or behind two."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, channels: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = first, second, nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).mean((2, 3)) + self.norm(self.second(x.flip(-1))).mean((2, 3))
+
+
+def test_a_body_that_is_called_twice_shares_no_norm_by_mistake() -> None:
+    conv, same = nn.Conv2d(3, 8, 3), nn.Identity()
+    assert names(settled(Twice(conv, conv))) == names(settled(Twice(same, same, 3))) == []
+    assert names(settled(Twice(conv, nn.Conv2d(3, 8, 3)))) == ["shared-norm"]
+
+
+@pytest.fixture(scope="module")
+def frozen_in_training() -> tuple[nn.Module, list[torch.Tensor]]:
+    """A network that tells six noisy pictures apart, trained to the end with frozen statistics; and pictures."""
+    torch.manual_seed(0)
+    kinds = torch.randn(6, 3, 12, 12)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.randint(6, (64,))
+        return kinds[labels] * torch.rand(64, 1, 1, 1) * 2 + torch.randn(64, 3, 12, 12), labels
+
+    layers = [(nn.Conv2d(fan, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for fan in (3, 16, 16)]
+    net = nn.Sequential(*[layer for three in layers for layer in three], nn.Flatten(), nn.Linear(16 * 144, 6))
+    for frozen, rate in ((False, 1e-3), (True, 1e-2)):
+        optimizer = torch.optim.Adam(net.parameters(), rate)
+        for _ in range(300):
+            x, y = draw()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net.train(not frozen)(x), y).backward()
+            optimizer.step()
+    return net.eval(), [draw()[0] for _ in range(4)]
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
+    frozen_in_training: tuple[nn.Module, list[torch.Tensor]], *, with_images: bool
+) -> None:
+    """Its statistics are not those of its weights: both explanations are named, and nothing else is sure."""
+    net, images = frozen_in_training
+    diagnosis = normswap.diagnose(net, inputs=images[0][:2], images=images if with_images else None)
+    assert diagnosis.faults == ()
+    assert "Either the training ended with frozen statistics" in diagnosis.notes[0]
+    assert "measure before and after" in diagnosis.notes[0]
+
+
+def test_what_was_not_looked_at_without_images_is_said() -> None:
+    assert "normswap doctor MODEL --data IMAGES" in diagnosed(opened("demo")).notes[0]
 
 
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
+    """Channels in another order look like statistics that were frozen in training, until answers to images are seen."""
     plant, expected = FAULTS[fault]
     model = opened(name)
     plant(model)
-    return diagnosed(model, name), expected
+    images = make_loader(model, "demo", workers=0, samples=96, batch_size=12) if fault == "shuffled channels" else None
+    return diagnosed(model, name, images=images), expected
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -152,6 +152,13 @@ def without_betas(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return batches
 
 
+@torch.no_grad()
+def roots(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    for norm in norms(model):
+        norm.running_var.sqrt_()
+    return batches
+
+
 def sharpened(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """A little: the means stay, and no norm is far off."""
     smooth = [nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False) for batch in batches]
@@ -161,6 +168,7 @@ def sharpened(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 SUBTLE: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
     "no colours": (grey, "grey-images", "one picture"),
     "betas not loaded": (without_betas, "zero-betas", "whose gammas were trained"),
+    "deviations": (roots, "deviations-for-variances", "squares of the kept variances"),
     "sharpened": (sharpened, "drifted-domain", "other details"),
 }
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
-from normswap.models.weight_files import check_finite, with_broken_statistics
+from normswap.models.weight_files import check_finite, read, read_wrapped, with_broken_statistics
 from normswap.models.zoo import hash_tensors, open_source
 
 
@@ -50,6 +50,7 @@ def _noise(state: State) -> State:
     return {key: value + 1 for key, value in state.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*which was taken")
 @pytest.mark.parametrize(
     ("wrapper", "suffix"),
     [*((wrapper, ".pth") for wrapper in WRAPPERS), *(("ddp", suffix) for suffix in (".pt", ".bin", ".pth.tar"))],
@@ -131,8 +132,14 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
     "pointer of LFS": (_raw("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), ["of Git LFS"]),
     "whole numbers": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}), ["fc.weight is int8"]),
-    "complex": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}), ["complex tensor: fc.bias"]),
-    "sparse": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}), ["complex tensor: fc.weight"]),
+    "complex": (
+        _pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}),
+        ["not of real numbers: fc.bias is complex64"],
+    ),
+    "sparse": (
+        _pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}),
+        ["sparse or quantized tensor: fc.weight"],
+    ),
     "twice": (_pickled(lambda s, _: {**s, "_orig_mod.fc.bias": s["fc.bias"]}), ["holds fc.bias twice"]),
     "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
 }
@@ -168,6 +175,13 @@ def by_hand(state: State) -> str:
         shape = tuple(state[name].shape)
         digest.update(f"{name}|{state[name].dtype}|{shape}|".encode() + hashlib.sha256(raw).digest())
     return digest.hexdigest()
+
+
+def test_what_was_not_taken_from_a_file_is_said(tmp_path: Path, state: State) -> None:
+    torch.save({"state_dict": state, "ema_state_dict": {**state}}, tmp_path / "w.pth")
+    assert "holds ema_state_dict beside state_dict, which was taken" in read_wrapped(tmp_path / "w.pth").notes[0]
+    with pytest.warns(UserWarning, match="ema_state_dict beside state_dict"):
+        assert read(tmp_path / "w.pth").keys() == state.keys()
 
 
 def test_hash_tensors() -> None:

@@ -162,6 +162,7 @@ class Keeper(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 4, 1, 1))
         self.register_buffer("total", torch.zeros(1))
         self.calls, self.sizes, self.cache, self.before = 0, [], {}, None
+        self.nested: dict[str, Any] = {"deep": ([],)}
 
     total: Tensor
 
@@ -172,6 +173,7 @@ class Keeper(nn.Module):
         self.total += 1
         self.sizes.append(x.shape)
         self.cache[len(self.cache)] = x
+        self.nested["deep"][0].append(self.calls)
         self.before = x
         return x + self.shift
 
@@ -180,7 +182,7 @@ def _state(model: nn.Module) -> list[object]:
     keeper: Any = model[-1]  # type: ignore[index]
     tensors = [(name, value.tolist()) for name, value in model.state_dict().items()]
     modes = [module.training for module in model.modules()]
-    return [tensors, modes, keeper.calls, list(keeper.sizes), dict(keeper.cache), keeper.before]
+    return [tensors, modes, keeper.calls, list(keeper.sizes), dict(keeper.cache), str(keeper.nested), keeper.before]
 
 
 FUNCTIONS: dict[str, Callable[[Any], object]] = {
@@ -394,3 +396,32 @@ def test_norms_that_share_their_statistics_are_not_recalibrated() -> None:
     layers[4].running_mean, layers[4].running_var = layers[1].running_mean, layers[1].running_var
     with pytest.raises(NormswapError, match="1 and 4 share their running statistics"):
         recalibration.recalibrate(nn.Sequential(*layers).eval(), [IMAGES[:32]], inputs=IMAGES[:2])
+
+
+class Imaginary(nn.Module):
+    """Complex weights behind a norm, and perhaps what `torch.vmap` calls."""
+
+    def __init__(self, *, maps: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm, self.maps = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), maps
+        self.weight = nn.Parameter(torch.randn(8, 1, 1, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.norm(self.conv(x)) * self.weight).abs()
+        return torch.vmap(self.conv)(y[:, None, :3]) if self.maps else y
+
+
+def test_complex_weights_are_saved_and_loaded(tmp_path: Path) -> None:
+    done = normswap.convert(Imaginary().eval(), "folded", inputs=IMAGES[:2])
+    normswap.save(done, tmp_path / "net")
+    again = normswap.load(tmp_path / "net", skeleton=Imaginary())
+    assert torch.equal(again(IMAGES[:2]), done.model(IMAGES[:2]))
+    with pytest.raises(NormswapError, match="what happens in there cannot be seen"):
+        normswap.convert(Imaginary(maps=True).eval(), "folded", inputs=IMAGES[:2])
+
+
+def test_sync_batchnorms_are_recalibrated_as_others() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    sync = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    first, second = (recalibration.recalibrate(net, [IMAGES], inputs=IMAGES[:2]).model for net in (plain, sync))
+    assert torch.equal(first[1].running_var, second[1].running_var)  # type: ignore[index]

@@ -71,7 +71,6 @@ def run(
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    """Return what is timed, the size (C, H, W) of its images, and what could not be timed."""
     from normswap.benchmarking.timing import Contender
     from normswap.models import network_input
 
@@ -104,7 +103,6 @@ def _contenders(
 
 
 def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Module, list[Contender], list[str]]:
-    """A network: its source, if it was converted, itself, and folded; and why one of them is not there."""
     import torch
 
     from normswap import provenance

@@ -161,7 +161,6 @@ def run(
 
 
 def _requested_plan(request: Request, asked: Options) -> Plan | None:
-    """Read the plan that --from-plan names, if it does; else see that scheme, options and purpose exist."""
     file = request.from_plan
     if file is None:
         _check(request, asked)

@@ -89,4 +89,4 @@ def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     proof(body["report"])
     print(f"written to {body['output']}")
-    next_step("evaluate", body["output"], "--data", body["data"])
+    next_step("verify", body["output"], "--data", body["data"])

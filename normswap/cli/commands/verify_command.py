@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "directory, against, passed, source_unchanged (null if not known), report, data (null, or agreement, count, top-1 "
-    "of source and result, or relative_l2); of an exported file: directory, against, passed, figures (as in `export`)"
+    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), report, data (null, or "
+    "agreement, count, top-1 of source and result, or relative_l2); of an exported file: directory, against, passed, "
+    "enough, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
@@ -34,13 +35,17 @@ def run(
     against: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
     ] = None,
+    min_kept: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
+    ] = None,
     images: Images,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Compare a converted network or exported file with its source.
 
-    The exit code is 1 if they differ. A file runs in its own runtime, and needs --against.
+    The exit code is 1 if they differ, or agree on less than --min-kept. A file runs in its own runtime, and needs
+    --against.
     """
     asked = [name for name, _ in opening.asked()]
     if against is None and asked:
@@ -51,8 +56,14 @@ def run(
         body = _of_directory(directory, against, images, opening)
     else:
         body = _of_file(file, against, images, opening)
+    agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
+    if min_kept is not None and agreement is None:
+        raise OptionError(
+            f"--min-kept {min_kept:g}", "no agreement was measured", "Give --data IMAGES, or leave it out"
+        )
+    body["enough"] = min_kept is None or (agreement or 0.0) >= min_kept
     show(body, json, _print)
-    return int(not body["passed"])
+    return int(not (body["passed"] and body["enough"]))
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -120,8 +131,13 @@ def _print(body: Body) -> None:
             ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
-    print("passed" if body["passed"] else "FAILED: they differ")
-    if body["passed"] and figures:
+    is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
+    good = "passed" if is_exact else "measured: it is not exact, and what it keeps stands above"
+    good = good if body["enough"] else "FAILED: they agree on less than --min-kept asks"
+    print(good if body["passed"] else "FAILED: they differ")
+    if not (body["passed"] and body["enough"]):
+        return
+    if figures:
         next_step("bench", against, directory)
-    elif body["passed"]:
+    else:
         next_step("export", directory, "-o", f"{last_part(str(directory))}.onnx")

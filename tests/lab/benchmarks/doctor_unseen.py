@@ -235,7 +235,7 @@ FAULTS: dict[str, Planted] = {
         "resnet18_narrow", on_norms(exchanged_affine), ()
     ),  # no name for it
     "betas are 0": Planted("plain", on_norms(no_betas), ("zero-betas",)),
-    "deviations for variances": Planted("efficientnet_lite0", on_norms(deviations), STATISTICS),
+    "deviations for variances": Planted("efficientnet_lite0", on_norms(deviations), ("deviations-for-variances",)),
     "one norm's statistics in another order": Planted("regnet", on_norms(permuted), STATISTICS),
     "half of all channels never updated": Planted("preact", on_norms(half_updated), ("never-updated",)),
     "momentum of 1": Planted("dense", on_norms(all_momentum), ("momentum",)),
