@@ -41,12 +41,12 @@ class Joined(nn.Module):
         self.stem, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
         self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 4, 1)
         self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8))
-        self.drop = nn.Dropout2d(0.3)
+        self.drop, self.head = nn.Dropout2d(0.3), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         skip = self.drop(self.bn1(self.stem(x)).relu())
         up = self.bn3(self.up(self.bn2(self.down(skip).relu()))).relu()
-        return self.out(self.bn4(torch.cat([skip, up], 1))).mean((2, 3))
+        return self.head(self.out(self.bn4(torch.cat([skip, up], 1))).relu().mean((2, 3)))
 
 
 SIX: dict[str, Callable[[], nn.Module]] = {

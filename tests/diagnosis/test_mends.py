@@ -28,10 +28,13 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
     plant, name = FAULTS[fault]
     model = opened("demo")
     plant(model)
+    torch.nn.init.ones_(model.get_parameter("fc.bias"))
     torch.save(model.state_dict(), "faulty.pth")
     images = ("--data", "demo", "--samples", "96", "--workers", "0") if fault == "shuffled channels" else ()
     ill = run_json(capfd, "doctor", MODEL, "--weights", "faulty.pth", *images, code=1)
     finding = next(each for each in ill["findings"] if each["name"] == name)
     (words,) = named_commands(finding["mend"])
     run_json(capfd, *words, *QUICK[words[0]], "-o", "mended")
-    assert normswap.diagnose(normswap.load("mended")).faults == ()
+    mended = normswap.load("mended")
+    assert normswap.diagnose(mended).faults == ()
+    assert bool((mended.get_parameter("fc.bias") == 1).all()), "another network than the one with the fault"
