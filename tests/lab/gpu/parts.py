@@ -161,10 +161,6 @@ def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
     return f"| {name} | {' | '.join(figures)} |"
 
 
-def losses(result: Any) -> list[float]:
-    return [row["train_loss"] for row in result.rows[1:]]
-
-
 def training(machine: Machine) -> Iterator[str]:
     """`finetune` by the same recipe on the CPU and the GPU, in float32 and bf16, with all that a recipe may ask for."""
     yield "# finetune on the GPU"
@@ -195,9 +191,10 @@ def training(machine: Machine) -> Iterator[str]:
             common = {"train": {"epochs": 3}, "convert": {"to": "skipinit"}}
             recipe = trained.recipe(images, **trained.merged(common, changed))
             model = trained.network()
-            found = losses(trained.train(model, recipe, place / name.replace(" ", "-"), device=device))
-            first = base.setdefault("teacher" if "teacher" in name else "plain", found)
-            yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in found)} | {found[0] / first[0] - 1:+.1e} |"
+            result = trained.train(model, recipe, place / name.replace(" ", "-"), device=device)
+            losses = [row["train_loss"] for row in result.rows[1:]]
+            first = base.setdefault("teacher" if "teacher" in name else "plain", losses)
+            yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} | {losses[0] / first[0] - 1:+.1e} |"
         yield ""
         yield killed(machine, images, place)
 
@@ -299,8 +296,7 @@ def speed(machine: Machine) -> Iterator[str]:
     networks = {name: converted(source, name, machine) for name in TRAINED}
     # Compiling takes a minute for each, on the CPU too.
     compiled = ("batchnorm", "skipinit", "groupnorm", "folded") if machine.device == "cuda" else ()
-    rows = [*itertools.product(TRAINED, (False,)), *itertools.product(compiled, (True,))]
-    for name, is_compiled in rows:
+    for name, is_compiled in (*itertools.product(TRAINED, (False,)), *itertools.product(compiled, (True,))):
         figures = []
         for trains in (False, True):
             if trains and name == "folded":
