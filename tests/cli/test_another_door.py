@@ -27,7 +27,7 @@ ASKED = (
     Row("folded", {"only": ["layer2"]}),
     Row("skipinit", {"skip": ["layer1", "layer4.1"]}),
     Row("groupnorm", {"purpose": "opacus"}),
-    Row("batchnorm", {"purpose": "federated"}),
+    Row("skipinit", {"purpose": "federated"}),
     *(Row(scheme, {"calibrate": "demo"}) for scheme in FITTED),
 )
 
