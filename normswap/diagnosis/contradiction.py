@@ -30,8 +30,8 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
     sites = [
         site
         for site in case.sites
-        if (case.likeness(site) or 0.0) < _UNLIKE
-        and case.likeness(site) is not None
+        if (likeness := case.likeness(site)) is not None
+        and likeness < _UNLIKE
         and float(_distances(site, foretold[site.path]).median()) > _FAR
     ]
     if not sites:

@@ -302,8 +302,8 @@ def compare_double(
     if error is None or not error.relative_l2 <= FLOAT64_TOLERANCE:
         result = make()
         error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
-    if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":
-        error = _error_on_cpu(source, make(), example)
+        if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":
+            error = _error_on_cpu(source, result, example)
     own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
         again = outputs_double(source, _in_the_last_digit(example))

@@ -100,7 +100,7 @@ def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: C
 def adaptive_clip_(model: nn.Module, parameters: Iterable[nn.Parameter], share: float) -> None:
     """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
 
-    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a third of
+    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a fifth of
     the kernels; and the outputs of a transposed convolution are found in the second dimension of its weight.
     """
     transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
