@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.errors import OptionError, TraceError
 from normswap.exporting import checks, formats, sidecar
+from normswap.exporting.bias_correction import correct_biases
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.request import Batches, ExportRequest
@@ -136,6 +137,9 @@ def export(
         network = network.in_half(HALVES[dtype])
     remarks = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
     notes = tuple(filter(None, remarks))
+    if how:
+        log("correcting biases")
+        correct_biases(network, how)
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)

@@ -82,7 +82,16 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
 
 def is_own(layer: nn.Module) -> bool:
     """Whether the class or the instance of a linear layer has a forward that is not torch's."""
-    return "forward" in vars(layer) or not type(layer).forward.__module__.startswith("torch.nn.modules.")
+    if "forward" in vars(layer) or remakes_filter(layer):
+        return True
+    return not type(layer).forward.__module__.startswith("torch.nn.modules.")
+
+
+def remakes_filter(layer: nn.Module) -> bool:
+    """Whether a convolution has its own `_conv_forward`, which the forward of torch's class calls with the filter."""
+    helper = getattr(type(layer), "_conv_forward", None)
+    own = helper is not None and not helper.__module__.startswith("torch.nn.modules.")
+    return own or "_conv_forward" in vars(layer)
 
 
 @torch.no_grad()

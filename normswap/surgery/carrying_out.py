@@ -72,7 +72,11 @@ def carry_out(network: Network, step: Step) -> Conversion:
     images = fitting.images_for(scheme, network)
     result = applied(network, step)
     fitted = fitting.fit(scheme, network, result, step, images)
-    report = prove(network, result, step, fitted)
+    try:
+        report = prove(network, result, step, fitted)
+    except (AssertionError, AttributeError, TypeError):
+        _check_runs(result, network.examples[0].first(1), step.scheme)
+        raise
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
 
 
@@ -113,7 +117,7 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Refuse a norm that does not take what reaches it on this example."""
+    """Refuse a norm that does not take what reaches it on this example, and a forward that asks for the old layers."""
     try:
         running.run(model, example)
     except (RuntimeError, ValueError) as error:
@@ -121,3 +125,7 @@ def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
         remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
         remedy += f"'{spelled('skip', metavar='PATTERN')}'"
         raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None
+    except (AssertionError, AttributeError, TypeError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"
+        raise RefusedError("forward asks a layer for what the new layer has not", why, remedy) from None

@@ -125,7 +125,8 @@ class Network:
     @property
     def has_double(self) -> bool:
         """Whether the network can be made in float64, and is not yet."""
-        return self.dtype != torch.float64 and self.device_has_double
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module))
+        return self.dtype != torch.float64 and self.device_has_double and not scripted
 
     @cached_property
     def device_has_double(self) -> bool:
