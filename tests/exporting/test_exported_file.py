@@ -52,7 +52,7 @@ def opened(file: Path) -> nn.Module:
     return exported.network() if exported else checkpoint.open_model(str(file))
 
 
-@pytest.mark.parametrize("name", quick(FILES, ("onnx", "pt2", "pixels")))
+@pytest.mark.parametrize("name", quick(FILES, ("onnx", "pixels")))
 def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
     ending, options = FILES[name]
     file, settings = tmp_path / ending, dict[str, Any](options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -22,6 +23,9 @@ from normswap.cli.app import main
 from normswap.cli.commands import export_command
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
 from normswap.exporting import exporter, formats, pt2
+from normswap.exporting.bias_correction import correct_biases
+from normswap.exporting.exported_module import Shipped
+from normswap.exporting.settings import Quantization
 from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
@@ -212,6 +216,32 @@ def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.Mon
     assert {value.dtype for value in held(tmp_path / "net.pt2").values()} == {torch.int8}
     assert done.nodes["quantized_decomposed.dequantize_per_channel.default"] in (4, 6)
     assert done.figures.relative_l2 < 0.02
+
+
+def test_rounding_shifts_the_mean_of_no_channel() -> None:
+    """Each layer, its weight rounded by torch's own function, has the mean that it had; without the correction not."""
+    network: Any = Unusual().eval()
+    corrected: Any = Shipped(copy.deepcopy(network))
+    batches = pictures(64).split(16)
+    correct_biases(corrected, Quantization(batches, 7))
+    for path in ("stem", "twice", "again", "head"):
+        layer, inputs = network.get_submodule(path), []
+        with layer.register_forward_pre_hook(lambda _layer, args, inputs=inputs: inputs.append(args[0])):
+            for batch in batches:
+                network(batch)
+        rounded = copy.deepcopy(corrected.network.get_submodule(path))
+        scale = rounded.weight.abs().flatten(1).amax(1) / 64
+        zeros = torch.zeros(len(scale), dtype=torch.int32)
+        rounded.weight.data = torch.fake_quantize_per_channel_affine(rounded.weight, scale, zeros, 0, -64, 64)
+        places = [0, *range(2, inputs[0].ndim)]
+        uncorrected = copy.deepcopy(rounded)
+        uncorrected.bias = layer.bias
+        before, after, without = (
+            torch.cat([candidate(x) for x in inputs]).double().mean(places)
+            for candidate in (layer, rounded, uncorrected)
+        )
+        assert (before - after).abs().max() < 1e-6
+        assert (before - without).abs().max() > 1e-5
 
 
 def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:

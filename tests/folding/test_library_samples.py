@@ -43,7 +43,7 @@ SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a s
 }
 
 
-@pytest.mark.parametrize("arch", sampled(SAMPLE, every=2))
+@pytest.mark.parametrize("arch", sampled(SAMPLE, every=3))
 @pytest.mark.filterwarnings("default")
 def test_fold(arch: str) -> None:
     row = network.check(arch)
@@ -76,7 +76,7 @@ def need(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sampled(OTHERS, every=2))
+@pytest.mark.parametrize("name", sampled(OTHERS, every=3))
 def test_other_libraries_fold(name: str) -> None:
     need(name)
     row = wild.check(name)

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from crossed import crossed, named
+from crossed import crossed, named, sampled
 from lived import distance, lived_in, run
 from own_networks import Net, PreAct
 from timm.layers import BatchNormAct2d
@@ -49,8 +49,6 @@ NARROW: dict[str, dict[str, Any]] = {
     "test_efficientnet": {},
 }
 UNFIT = {("test_efficientnet", to) for to in ("skipinit", "regularized-skipinit", "fixup")}  # no residual blocks
-ways = pytest.mark.parametrize(("to", "options"), WAYS, ids=[way[0] for way in WAYS])
-architectures = pytest.mark.parametrize("arch", NARROW)
 
 
 def small(arch: str) -> nn.Module:
@@ -166,8 +164,9 @@ def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str
     assert record.plan == done.plan
 
 
-@ways
-def test_federated_training_changes_parameters_only(to: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", sampled(WAYS, every=2, mark=pytest.mark.slow), ids=named)
+def test_federated_training_changes_parameters_only(way: tuple[str, dict[str, Any]]) -> None:
+    to, options = way
     model = normswap.convert(
         small("resnetv2_18"), to, purpose="federated", input_size=(3, 32, 32), **options
     ).model.train()

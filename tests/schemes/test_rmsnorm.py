@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from crossed import crossed
 from lived import distance, run, step
 from small_transformers import inhabit, skeleton, small
 from timm.layers import RmsNorm
@@ -95,8 +96,7 @@ def test_laws(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("scheme", ["rmsnorm", "folded"])
-@pytest.mark.parametrize("name", EXACT)
+@crossed("name, scheme", EXACT, ["rmsnorm", "folded"], every=2)
 def test_there_and_back(name: str, scheme: str) -> None:
     """The source's class, tensors by the same names, and what was learned; or, where a bias has no place, a refusal."""
     model, x = small(name)

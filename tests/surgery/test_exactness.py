@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ ANSWERS: dict[str, Callable[[Tensor], Any]] = {
     "a dict of labels and a constant": lambda y: {"labels": y.argmax(1), "scale": torch.ones(3)},
     "squeezed": lambda y: y[:, :1].sigmoid().squeeze(),
     "counts": lambda y: (y > 0).sum((2, 3)),
+    "sparse": lambda y: y.relu().to_sparse(),
 }
 IMAGES = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -266,6 +268,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a norm called by keyword": (lambda: Called(lambda net, x: net.norm(input=net.conv(x))), "norm is called by keyw"),
     "a layer in a plain list": (lambda: Called(_by_list, [nn.Conv2d(8, 4, 1)]), "no state_dict has"),
     "a compiled layer": (_compiled, "conv is compiled"),
+    "a forward that asks its layers": (
+        lambda: Called(lambda net, x: net.norm(net.conv(x)) / net.norm.num_features),
+        "asks a layer for what the new",
+    ),
 }
 
 
@@ -290,10 +296,33 @@ def _one_by_one(net: Any, x: Tensor) -> Tensor:
     return best
 
 
+class Clamped(nn.Conv2d):
+    """Its filter is made anew where torch's forward calls for it."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight.clamp(-0.1, 0.1), bias)
+
+
+def _remade() -> nn.Module:
+    net = Called(lambda net, x: net.norm(net.conv(x)))
+    net.conv = Clamped(3, 8, 3)
+    return net
+
+
+def _scripted() -> nn.Module:
+    net = Called(lambda net, x: net.head(net.norm(net.conv(x))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.head = torch.jit.script(nn.Conv2d(8, 4, 1))
+    return net
+
+
 WORKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a method as hook": (lambda: Tapped(lambda net: net.keep), IMAGES[:2]),
     "a list, masked": (lambda: Called(_illegal), IMAGES[:2]),
     "a loop over the images": (lambda: Called(_one_by_one), IMAGES[:2]),
+    "a scripted part": (_scripted, IMAGES[:2]),
+    "a filter remade in _conv_forward": (_remade, IMAGES[:2]),
     "a record of tensors": (
         lambda: Called(lambda net, x: {"boxes": net.norm(net.conv(x.tensors)) * ~x.mask[:, None]}),
         (Record(IMAGES[:2], torch.zeros(2, 14, 14, dtype=torch.bool)),),
