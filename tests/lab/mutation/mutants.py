@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import json
 import multiprocessing
 import os
 import random
@@ -24,7 +23,6 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,19 +130,6 @@ def tests_of(room: str) -> list[str]:
     return [str(test.relative_to(ROOT)) for test in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
 
 
-class Durations:
-    """A plugin of pytest: seconds of each test, with what it set up."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        Path("durations.json").write_text(json.dumps(self.seconds), encoding="utf-8")
-
-
 def run_tests(place: Path, tests: Sequence[str], limit: int | None, options: Sequence[str]) -> None:
     """In a process of its own: pytest in the copy, up to the first failure, with at most `limit` seconds of a processor."""
     os.chdir(place)
@@ -160,7 +145,7 @@ def run_tests(place: Path, tests: Sequence[str], limit: int | None, options: Seq
     # A plugin of pytest is among what was imported before.
     quiet = ["-q", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = ["-x", *quiet, "-p", "no:cacheprovider", *options, "@tests.txt"]
-    os._exit(pytest.main(arguments, plugins=[Durations()]))
+    os._exit(pytest.main(arguments))
 
 
 def fails(place: Path, tests: Sequence[str], limit: int | None, *options: str) -> bool:
@@ -182,16 +167,10 @@ class Baseline:
 
     @classmethod
     def read(cls, folder: Path) -> Baseline:
-        data = CoverageData(str(folder / ".coverage"))
+        data, log = CoverageData(str(folder / ".coverage")), (folder / "pytest.log").read_text(encoding="utf-8")
         data.read()
-        return cls(data, json.loads((folder / "durations.json").read_text(encoding="utf-8")))
-
-    @classmethod
-    def measured(cls, place: Path, tests: Sequence[str]) -> Baseline:
-        """None of the tests may fail."""
-        if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report="):
-            raise SystemExit("without a mutant: " + (place / "pytest.log").read_text(encoding="utf-8")[-500:])
-        return cls.read(place)
+        slow = re.findall(r"^([\d.]+)s (?:call|setup) +(.+?) *$", log, re.M)
+        return cls(data, {test: float(seconds) for seconds, test in reversed(slow)})
 
     def tests_at(self, file: Path, lines: Sequence[int]) -> set[str]:
         measured = [name for name in self.coverage.measured_files() if name.endswith(f"/{file}")]
@@ -245,15 +224,15 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
         for name in ("normswap", "tests", "recipes", "README.md", "pyproject.toml"):
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
-        if args.baseline is not None and (args.baseline / "durations.json").is_file():
-            baseline = Baseline.read(args.baseline)
-        else:
-            tests = [test for room in args.rooms for test in tests_of(room)]
-            baseline = Baseline.measured(place, list(dict.fromkeys([*tests, *ALSO])))
+        if args.baseline is None or not (args.baseline / ".coverage").is_file():
+            tests = list(dict.fromkeys([*(test for room in args.rooms for test in tests_of(room)), *ALSO]))
+            if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report=", "--durations=0"):
+                raise SystemExit("without a mutant: " + (place / "pytest.log").read_text(encoding="utf-8")[-500:])
             if args.baseline is not None:
                 args.baseline.mkdir(parents=True, exist_ok=True)
-                for name in (".coverage", "durations.json"):
+                for name in (".coverage", "pytest.log"):
                     shutil.copy(place / name, args.baseline / name)
+        baseline = Baseline.read(args.baseline or place)
         for mutant in draw(files, args.count, args.seed):
             failed = noticed(mutant, place, baseline, args.limit)
             survivors += not failed
