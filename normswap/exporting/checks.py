@@ -9,7 +9,7 @@ be off by a few times what rounding its numbers to that precision costs the netw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ _STRAYING = 4
 _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
+# Labels may be off by half of the squares that chance would be off by.
+_INT8_LABELS = 0.5**0.5
 # images (N, C, H, W), or all that goes in, and labels (N,) if there are any
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 
@@ -130,9 +132,7 @@ def check(
         if not example.count:
             continue
         answers = signature.answers(reference.source, x)
-        if any(value.is_complex() for value in answers.values()):
-            remedy = "Let it give both parts: torch.view_as_real"
-            raise OptionError("the network gives complex numbers", "files hold real ones", remedy)
+        _require_plain(answers)
         try:
             outputs = reference.answers(runs, x)
         except Exception as error:  # every runtime has its own
@@ -185,7 +185,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
         first: the batch that the source's own rounding is measured on; name, sums: the output that differs most.
     """
     if dtype == "int8":
-        return _INT8
+        return _INT8_LABELS if sums.distance.discrete else _INT8
     allowed = comparison.FLOAT32_TOLERANCE
     if reference.softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
         allowed *= max(1.0, 2 * sums.peak)
@@ -201,24 +201,42 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
     outputs = running.outputs_double(reference.source, running.double(first))
     wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
     assert sums.first is not None
-    precise = wide.double().flatten()
-    return float((precise - sums.first.flatten()).norm() / precise.norm())
+    own = Distance()
+    own.add(wide, sums.first)
+    return own.relative
+
+
+def _require_plain(answers: Mapping[str, Tensor]) -> None:
+    if any(value.is_complex() for value in answers.values()):
+        remedy = "Let it give both parts: torch.view_as_real"
+        raise OptionError("the network gives complex numbers", "files hold real ones", remedy)
+    if any(value.layout != torch.strided for value in answers.values()):
+        raise OptionError("the network gives sparse tensors", "files hold dense ones", "Let it give x.to_dense()")
 
 
 class Distance:
-    """The relative L2 of some values to others, over the batches."""
+    """The relative L2 of some values to others, over the batches; of labels, masks and counts relative to chance."""
 
     def __init__(self) -> None:
-        self.off = self.whole = 0.0
+        self.off = self.sum = self.squares = 0.0
+        self.count = 0
+        self.discrete = False
 
     def add(self, expected: Tensor, values: Tensor) -> None:
-        self.whole += float(expected.double().square().sum())
+        self.discrete = not expected.is_floating_point()
         fits = expected.shape == values.shape and bool(torch.isfinite(values).all())
-        self.off += float((expected.double() - values.double()).square().sum()) if fits else math.inf
+        expected, values = expected.double(), values.double()
+        self.off += float((expected - values).square().sum()) if fits else math.inf
+        self.sum, self.squares = self.sum + float(expected.sum()), self.squares + float(expected.square().sum())
+        self.count += expected.numel()
 
     @property
     def relative(self) -> float:
-        return math.sqrt(self.off / max(self.whole, 1e-300))
+        whole = self.squares
+        if self.discrete:
+            # Two draws of the same labels are off by twice their variance.
+            whole = 2 * (self.squares - self.sum**2 / max(self.count, 1))
+        return math.sqrt(self.off / max(whole, 1e-300))
 
 
 class _AnswerSums:
@@ -236,11 +254,11 @@ class _AnswerSums:
 
     def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
         self.first = logits if self.first is None else self.first
+        self.distance.add(expected, actual)
         expected, actual = expected.double(), actual.double()
         self.count += count
         self.peak = max(self.peak, _largest(logits))
         self.top = max(self.top, _largest(expected))
-        self.distance.add(expected, actual)
         if not math.isfinite(self.distance.off):
             self.largest = math.inf
             return

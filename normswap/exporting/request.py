@@ -167,7 +167,10 @@ class ExportRequest:
         """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
         noise = "smooth noise, seed 0" if self.on_noise(images) else ""
         if self.inputs:
-            return self._calls(self.inputs if images is None else images), noise or "given inputs"
+            calls: Batches = self.inputs
+            if images is not None:
+                calls = (x for x, _ in labelled(images)) if self.imaged else images
+            return self._calls(calls), noise or "given inputs"
         pairs = labelled(self.pictures() if images is None else images)
         return checks.split(pairs, singly=not self.settings.dynamic_batch), noise or "given images"
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from alone import skip_without
 from commands import as_documented
 from crossed import quick
-from torch import nn
+from torch import Tensor, nn
 
 import normswap
 from normswap.cli.app import main
@@ -127,7 +128,7 @@ def test_a_file_of_somebody_else_is_looked_at_but_not_run(tmp_path: Path) -> Non
 
 def test_a_file_that_takes_more_than_images_is_not_fed_any(tmp_path: Path) -> None:
     class Pair(nn.Module):
-        def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        def forward(self, one: Tensor, two: Tensor) -> Tensor:
             return one + two
 
     file = tmp_path / "pair.pt2"
@@ -184,3 +185,47 @@ def test_the_next_step_that_is_named_can_be_done(
     assert last.endswith(" --data IMAGES")
     assert main([*shlex.split(last)[2:-2], *some]) == 0
     assert ("same answer" in capsys.readouterr().out) is (name == "maps")
+
+
+class Answers(nn.Module):
+    """Convolutions and a norm, and what `answer` makes of their output."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.body(x))
+
+
+ANSWERS: dict[str, Callable[[Tensor], Any]] = {
+    "labels": lambda y: y.argmax(1),
+    "mask": lambda y: y[:, 0] > 0,
+    "places": lambda y: y.flatten(2).topk(2).indices,
+    "a dict": lambda y: {"labels": y.argmax(1), "scores": y.softmax(1)},
+    "boxes": lambda y: [{"boxes": maps.flatten(1)[:, :4], "scores": maps.mean((1, 2))} for maps in y],
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_file_of_another_network_never_passes(name: str, dtype: str, tmp_path: Path) -> None:
+    """Its last weights have the other sign."""
+    network, other = Answers(ANSWERS[name]).eval(), Answers(ANSWERS[name]).eval()
+    other.body[3].weight.data.neg_()
+    images = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    file = tmp_path / "a.onnx"
+    options: dict[str, Any] = {"input_size": (3, 16, 16)}
+    if dtype == "int8":
+        options |= {"dtype": dtype, "calibrate": images[:32], "images": images[32:]}
+    if dtype == "int8" and name in ("a dict", "boxes"):
+        with pytest.raises(OptionError, match="does not give one tensor"):
+            normswap.export(network, file, **options)
+        return
+    normswap.export(network, file, **options)
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    assert exported_file.verify(exported, network, images[:16]).passed
+    assert not exported_file.verify(exported, other, images[:16]).passed
