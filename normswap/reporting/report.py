@@ -147,7 +147,6 @@ def collect(
     say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
-    assert record is not None
     assert record.arch is not None
     say("opening the source")
     loader = None if images is None else images(result)
