@@ -4,7 +4,7 @@ Everything random is a function of (seed, epoch, image) and of nothing else: not
 loader workers, nor of where a run was interrupted. So N processes see together what one process sees, and a resumed
 run sees what the uninterrupted one would have seen.
 
-The transforms are timm's, two of them computed in less time: a process prepares a third more images a second.
+The transforms are timm's.
 """
 
 from __future__ import annotations
