@@ -61,6 +61,12 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     return model
 
 
+def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
+    """The network itself, whose record says what it takes: by name the shape without the batch, and the type."""
+    _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
+    return model
+
+
 def _record(model: nn.Module, values: Cfg) -> None:
     origin = provenance.of(model) or Provenance()
     provenance.attach(model, replace(origin, pretrained_cfg={**stated(model), **values}))

@@ -39,7 +39,8 @@ def how(result: nn.Module) -> Body:
     name = kinds.named(record.arch) if Path(record.source).is_file() else None
     trusted = kinds.by_builder(record.arch.builder).foreign  # or it would not have been loaded
     size = network_input.size(result) if record.pretrained_cfg.get("input_size") else None
-    return {"arch": name, "arch_args": record.arch.kwargs, "input_size": size, "named": False, "trust_factory": trusted}
+    taken = {"input_size": size, "inputs": record.pretrained_cfg.get("inputs")}
+    return {"arch": name, "arch_args": record.arch.kwargs, **taken, "named": False, "trust_factory": trusted}
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
@@ -82,5 +83,6 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 
 
 def labels_are_missing(loader: Loader) -> bool:
-    """Whether images of the first batch have no label: -1."""
-    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))
+    """Whether samples of the first batch have no label: -1."""
+    firsts = itertools.islice(loader, 1)
+    return any(bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any()) for batch in firsts)
