@@ -19,7 +19,7 @@ import normswap
 from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.reporting import figures, page, report
-from normswap.reporting.report import Facts, StepFact
+from normswap.reporting.report import Facts
 from normswap.storage.checkpoint import open_model
 from normswap.storage.header_record import read_header
 
@@ -207,7 +207,7 @@ def test_names_are_escaped(made: Any) -> None:
     site = replace(stored.sites[0], site=evil)
     facts = replace(
         facts, source=evil, sha256=evil, arch=Arch(evil, {evil: evil}), digest=evil, versions={evil: evil},
-        notes=(evil,), steps=(StepFact(evil, {evil: evil}, evil, evil),),
+        notes=(evil,), steps=({"scheme": evil, "options": {evil: evil}, "summary": evil, "paper": evil},),
         blocks=(block, *facts.blocks[1:]), alphas=(replace(facts.alphas[0], block=evil, path=evil), *facts.alphas[1:]),
         report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])), signal_inputs=evil,
         signal={name: (replace(p[0], block=evil, stage=evil), *p[1:]) for name, p in facts.signal.items()},
