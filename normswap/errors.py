@@ -84,7 +84,8 @@ def counted(count: int, singular: str, more: str) -> str:
 def first_line(error: BaseException) -> str:
     """The error's message cut to one line, or its class when it has none."""
     text = str(error)
-    if isinstance(error, KeyError) and "\\n" in text:  # torch adds lines of its own, and a KeyError spells them out
+    # torch adds lines of its own, and a KeyError spells them out.
+    if isinstance(error, KeyError) and "\\n" in text:
         text = str(error.args[0])
     lines = text.strip().splitlines()
     return next(iter(lines), type(error).__name__)

@@ -133,9 +133,8 @@ def trusting(model: nn.Module) -> list[str]:
     """The option that opens the directory of a network again, where a factory of the user's own builds it."""
     from normswap import provenance
 
-    record = provenance.of(model)
-    builder = record.arch.builder if record and record.arch else ""
-    return ["--trust-factory"] * (bool(builder) and kinds.by_builder(builder).foreign)
+    arch = provenance.of(model).arch
+    return ["--trust-factory"] * (arch is not None and kinds.by_builder(arch.builder).foreign)
 
 
 def exported_file(name: str) -> ExportedFile | None:

@@ -54,7 +54,7 @@ class ExportRequest:
         cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
     ) -> ExportRequest:
         """The request that `export` got, if it can be carried out; raises OptionError: as `export`."""
-        network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
+        network = network_input.require_module(model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
@@ -68,7 +68,7 @@ class ExportRequest:
             calls = tuple(call.like(source) for call in calling.batches(inputs))
             whole = _everything(source, calls[0], settings.dynamic_batch)
             return cls(source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn is not None)
-        size = tuple(config["input_size"] if settings.input_size is None else settings.input_size)
+        size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
         encoder = _is_encoder(source)
@@ -83,7 +83,9 @@ class ExportRequest:
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
         count = 2 if self.settings.dynamic_batch else 1
-        return tuple(self.inputs[0].first(count).tensors()) if self.inputs else (torch.zeros(count, *self.size),)
+        if not self.inputs:
+            return (torch.zeros(count, *self.size),)
+        return tuple(self.inputs[0].first(count).tensors())
 
     @property
     def example(self) -> Example:
@@ -105,7 +107,7 @@ class ExportRequest:
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """The request, and what the network gives, by name; where that is no answer the request is for all of it.
+        """The request and the network's outputs by name; where none is the answer, a request for all of them.
 
         Raises OptionError: the network does not run, or something asks for one answer.
         """
@@ -205,7 +207,8 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 def _require_plain(settings: FileSettings) -> None:
     """Refuse options that are only for files that take images and give one answer (OptionError)."""
-    special = ("input_size", "normalize", "softmax")
-    asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
+    asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
+    if settings.dtype == "int8":
+        asked = ["int8"]
     if asked:
         raise OptionError(f"{asked[0]} is for images in and one answer out", "inputs= says what goes in, as it is")

@@ -145,9 +145,9 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 
 
 def split_for_calibration(loader: Loader, first: int | None, *, most: int | None = None) -> tuple[Loader, Loader]:
-    """Draw `first` images to set numbers by, and `most` others, or all, to measure on.
+    """Draw `first` images to fit to (by default half, at most 512), and `most` others to measure on, or all.
 
-    Without a number half of them, at most 512, are the first part. Raises OptionError where a part has none.
+    Raises OptionError: a part has none.
     """
     total = loader.count or 0
     count = min(total // 2, _MOST_TO_CALIBRATE) if first is None else first
@@ -191,15 +191,12 @@ def open_images(
             class_names = class_names.values()
         classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
         outputs, note = label_map(names, classes, data, needed=labelled is True)
-        notes += [note] if note else []
+        notes += filter(None, [note])
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
 def image_record(model: nn.Module) -> Cfg:
-    """Return how a network wants its images (`zoo.data_config`), and what is known of its classes.
-
-    Their number, `num_classes`, is counted by running the network where nothing states it.
-    """
+    """Return a network's preprocessing (`zoo.data_config`) and classes, counted by a run where none are stated."""
     record = stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
     count = _counted(model) if count is None else count

@@ -117,7 +117,6 @@ def collect(
     """
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
-    assert record is not None
     assert record.arch is not None
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)

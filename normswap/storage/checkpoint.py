@@ -96,8 +96,7 @@ def save(
     model = network_input.require_module(model)
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
-    record = provenance.of(model) or Provenance(source=type(model).__name__)
-    record = replace(record, arch=arch or unfolding.architecture(model))
+    record = replace(provenance.of(model), arch=arch or unfolding.architecture(model))
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -121,8 +121,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     if opening.weights == "random":
         # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
         model = signal_propagation.awake(model)
-    record = provenance.of(model)
-    scheme = record.plan.steps[-1].scheme if record and record.plan.steps else "original"
+    scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
     networks, notes = {}, []
     try:
         if scheme != "original":
