@@ -44,6 +44,7 @@ def open_model(
     source: str,
     *,
     input_size: Sequence[int] | None = None,
+    inputs: Mapping[str, Sequence[object]] | None = None,
     trust_factory: bool = False,
     named: bool = True,
     **asked: Unpack[zoo.Asked],
@@ -51,7 +52,8 @@ def open_model(
     """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its weights file alone.
 
     Args:
-        input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`).
+        input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`); inputs: what it takes, by
+            name, where that is no image (`zoo.for_inputs`).
         trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
@@ -69,6 +71,7 @@ def open_model(
         model = load(hub_copy, trust_factory=trust_factory)
     else:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
+    model = zoo.for_inputs(model, inputs) if inputs else model
     return model if input_size is None else zoo.for_size(model, input_size)
 
 
@@ -96,8 +99,7 @@ def save(
     model = network_input.require_module(model)
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
-    record = provenance.of(model) or Provenance(source=type(model).__name__)
-    record = replace(record, arch=arch or unfolding.architecture(model))
+    record = replace(provenance.of(model), arch=arch or unfolding.architecture(model))
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -27,7 +27,6 @@ from normswap.analysis.weight_decay import Policy, param_groups
 from normswap.errors import OptionError, SourceError, TraceError, first_line, quiet
 from normswap.models import zoo
 from normswap.models.network_input import scores
-from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
@@ -47,7 +46,7 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     """
     policy: Policy = optim.decay
     if policy == "auto":
-        steps = (provenance.of(model) or Provenance()).plan.steps
+        steps = provenance.of(model).plan.steps
         policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
     rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)

@@ -13,7 +13,6 @@ from normswap import provenance
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.images import datasets
 from normswap.plan import Body
-from normswap.provenance import Provenance
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, reverification, unfolding
 from normswap.surgery.network import Network
@@ -46,8 +45,7 @@ class Subject:
 
     def blank(self) -> nn.Module:
         """Return a copy that knows its architecture, so that saving need not find it out each time."""
-        record = provenance.of(self.module) or Provenance(source=type(self.module).__name__)
-        record = replace(record, arch=unfolding.architecture(self.module))
+        record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copy.deepcopy(self.module), record)
 
     def preprocessing(self, side: int | None) -> Body:

@@ -33,24 +33,6 @@ def fresh(name: str, seed: int = 0, **kwargs: object) -> nn.Module:
     return awake(timm.create_model(name, **kwargs))
 
 
-def test_the_numbers_are_those_that_hooks_see() -> None:
-    model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
-    x = noise(seed=1).double()
-    seen: dict[str, Tensor] = {}
-    block = model.layer2[1]
-    block.bn2.register_forward_hook(lambda m, a, y: seen.update(branch=y.clone()))
-    block.act2.register_forward_pre_hook(lambda m, a: seen.update(total=a[0].clone()))
-    with torch.no_grad():
-        model(x)
-    point = next(p for p in signal_propagation(Network(model, x)) if p.block == "layer2.1")
-    dims = (0, 2, 3)
-    assert point.mean_sq == pytest.approx(float(seen["total"].mean(dims).square().mean()))
-    assert point.variance == pytest.approx(float(seen["total"].var(dims, correction=0).mean()))
-    assert point.branch_variance == pytest.approx(float(seen["branch"].var(dims, correction=0).mean()))
-    assert point.added_variance == point.branch_variance
-    assert (point.stage, point.depth) == ("layer2", 4)
-
-
 class TwoFactors(nn.Module):
     """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
 

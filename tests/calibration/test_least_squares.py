@@ -197,18 +197,6 @@ def test_the_ridge_follows_the_data() -> None:
     assert least_squares.regress(blind, prior).ridge == max(least_squares.RIDGES)
 
 
-def test_of_wide_patches_few_ridges_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the smallest on, until the error rises: each costs a factorization."""
-    tried: list[float] = []
-    real = least_squares.Kernel.of
-    monkeypatch.setattr(least_squares.Kernel, "of", lambda c, ridge: tried.append(ridge) or real(c, ridge))
-    folds = Folds()
-    x = torch.randn(400, 1, 4, 5, dtype=torch.float64)
-    folds.add(x, x @ torch.randn(1, 3, 5, dtype=torch.float64).mT)
-    assert least_squares.regress(folds, torch.zeros(1, 3, 5)).ridge == least_squares.RIDGES[0]
-    assert tried == [*least_squares.RIDGES[:2], least_squares.RIDGES[0]]
-
-
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18"])
 def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     model = narrow(arch).double()
@@ -281,30 +269,6 @@ def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: s
 def test_a_narrow_patch_is_fitted_to_fewer_rows(fan: int, rows: int) -> None:
     """128 for each number in a patch, at least 2,048 and at most 32,768, but never fewer than 12 for each."""
     assert sequential_fit.rows_needed(fan) == rows
-
-
-def with_nan() -> list[Tensor]:
-    data = images()
-    data[2][1, 0, 3, 3] = float("nan")
-    return data
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (with_nan(), "batch 2 has values that are not finite"),
-        ([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 33, 32)], r"batch 1 has images of size \(3, 33, 32\)"),
-        ([torch.randn(1, 3, 32, 32)], "1 calibration images"),
-        ([], "0 calibration images"),
-        ([torch.randint(0, 9, (2, 3, 8, 8))], "no batch of images"),
-        ([torch.randn(8)], "no batch of images"),
-        (["a"], "no batch of images"),
-        ([torch.randn(2, 1, 32, 32)], "do not fit the network"),
-    ],
-)
-def test_bad_data_are_named(data: list[Any], message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        conversion.convert(narrow(), "groupnorm", input_size=(3, 32, 32), calibrate=data)
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "nf"])

@@ -333,16 +333,6 @@ def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_p
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"net.param": "ncnn's", "net.bin": "ncnn's"}
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(formats.get("onnx").functions, "write", full)
-    with pytest.raises(OutputError, match="No space left"):
-        normswap.export(_v1(), tmp_path / "net.onnx", input_size=(3, 64, 64))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
     model = _v1()
     model.bn1.running_mean = model.bn1.running_var = None  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from normswap import schemes
 ARCHITECTURES = (
     "resnet18", "resnet34", "resnet50", "resnet50d", "resnet26t", "resnext50_32x4d", "wide_resnet50_2", "seresnet50",
     "ecaresnet50t", "resnetaa50", "resnetblur50", "resnetrs50", "resnetv2_18", "resnetv2_34", "resnetv2_50",
-    "resnetv2_50d",
+    "resnetv2_50d", "regnetx_002", "regnety_002", "seresnext26t_32x4d", "efficientnet_b0", "mobilenetv3_small_050",
 )  # fmt: skip
 BASIC, BOTTLENECK = (64, 32, 64, 128), (16, 32, 64, 128)  # channels: the stem's 64 go on without a downsample, or not
 SIZES = (64, 97)
@@ -67,8 +67,8 @@ def lived(arch: str) -> Lived:
         return torch.randn(2, 3, size, size, generator=generator, dtype=torch.float64)
 
     torch.manual_seed(0)
-    narrow = BASIC if arch.endswith(("18", "34")) else BOTTLENECK
-    model = lived_in(timm.create_model(arch, num_classes=10, channels=narrow), noise(64))
+    narrow = {"channels": BASIC if arch.endswith(("18", "34")) else BOTTLENECK} if "resne" in arch else {}
+    model = lived_in(timm.create_model(arch, num_classes=10, **narrow), noise(64))
     inputs = [noise(size) for size in SIZES]
     features, logits = features_and_logits(model, inputs)
     assert all(distance(values, values.flip(0)) > 0.01 for values in logits)

@@ -386,12 +386,3 @@ def test_noise_of_two_sizes_where_the_network_takes_the_first(least: int, sides:
             return super().forward(x)
 
     assert [x.images.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
-
-
-def test_sizes_that_the_source_does_not_take_are_left_out() -> None:
-    torch.manual_seed(0)
-    model = lived_in(Picky().eval(), torch.randn(4, 3, 32, 32)).float()
-    x = [torch.randn(2, 3, 32, 32), torch.randn(2, 3, 48, 48)]
-    report = conversion.convert(model, "folded", inputs=x).report
-    assert report.passed
-    assert {error.size[-1] for error in report.logits} == {32}

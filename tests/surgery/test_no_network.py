@@ -192,12 +192,6 @@ def test_an_output_inside_a_network_is_refused(tmp_path: Path) -> None:
     assert not (place / "inner").exists()
 
 
-def test_public_names_are_listed() -> None:
-    """An editor and `import *` read `__all__`; each name in it is there."""
-    assert sorted(normswap.__all__) == sorted({*normswap._HOMES, "__version__"})
-    assert all(getattr(normswap, name) for name in normswap.__all__)
-
-
 def test_pixels_as_bytes() -> None:
     bytes_ = torch.zeros(4, *SIZE, dtype=torch.uint8)
     with pytest.raises(NormswapError, match="floating-point"):

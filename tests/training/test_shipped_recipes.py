@@ -21,11 +21,6 @@ from normswap.demo_files import FOLDER
 from normswap.training import recipe_files
 from normswap.training.sweep import parse_rates
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
-
 CHECKOUT = Path(__file__).parents[2]
 WANTED = {
     *(f"finetune_imagenet_{to}" for to in ("skipinit", "nf", "groupnorm")),
@@ -144,14 +139,6 @@ def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert as_documented(capsys.readouterr().out, "recipes")["recipe"]["data"]["batch_size"] == 128
     assert main(["recipes", "demo_trian"]) == 2
     assert "Did you mean demo_train?" in capsys.readouterr().err
-
-
-def test_every_folder_of_code_is_a_package_that_ships() -> None:
-    with (CHECKOUT / "pyproject.toml").open("rb") as file:
-        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    folders = {init.parent for init in (CHECKOUT / "normswap").rglob("__init__.py")}
-    names = {".".join(folder.relative_to(CHECKOUT).parts) for folder in folders}
-    assert set(listed) == names | {"normswap.recipes"}
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@
 
 A mutant is one change of one expression or statement of a function: an operator, a comparison, a number, a condition,
 a statement that is left out. It is written into a temporary copy of the checkout. There first run, without a mutant,
-the tests of its room and those of `ALSO`, and coverage.py notes which of them come by which line; then, with the
-mutant, those that come by its lines, up to the first that fails. A mutant whose tests take longer than `--limit` seconds
-counts as noticed. Some mutants change nothing that the program says or writes; the table lists every survivor, so that a
-person can tell.
+the tests of its room and those of `ALSO`, and coverage.py notes which of them come by which line, and how long each
+takes (`--baseline FOLDER` keeps both for another run); then, with the mutant, those that come by its lines, quick ones
+first, up to the first that fails. A mutant whose tests compute for longer than `--limit` seconds counts as noticed. Some
+mutants change nothing that the program says or writes; the table lists every survivor, so that a person can tell.
 """
 
 from __future__ import annotations
@@ -15,20 +15,31 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import multiprocessing
 import os
 import random
+import re
+import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import timm
+import torch
 from coverage import CoverageData
 
+# They are loaded once, and every run of pytest is a fork of this process.
+__all__ = ["timm", "torch"]
+
 ROOT = Path(__file__).resolve().parents[3]
-ALSO = ("tests/surgery/test_wrong_results.py", "tests/schemes/test_exact_schemes.py")
+ALSO = (
+    "tests/surgery/test_wrong_results.py", "tests/schemes/test_exact_schemes.py", "tests/schemes/test_hidden_by_eval.py",
+    "tests/calibration/test_shift_and_scale.py", "tests/cli/test_another_door.py", "tests/exporting/test_options_beside.py",
+)  # fmt: skip
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Pow: ast.Mult,
 }  # fmt: skip
@@ -50,6 +61,7 @@ class Mutant:
         before: the node's source, on one line.
         after: what stands there instead.
         text: the whole file with the change.
+        reader: instead of the lines: tests matter that come by a line of the package that this expression is found in.
     """
 
     file: Path
@@ -58,6 +70,7 @@ class Mutant:
     before: str
     after: str
     text: str
+    reader: str = ""
 
 
 def changes_of(node: ast.AST) -> list[Change]:
@@ -117,51 +130,89 @@ def tests_of(room: str) -> list[str]:
     return [str(test.relative_to(ROOT)) for test in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
 
 
-def fails(place: Path, tests: Sequence[str], limit: float | None, *options: str) -> bool:
+def run_tests(place: Path, tests: Sequence[str], limit: int | None, options: Sequence[str]) -> None:
+    """In a process of its own: pytest in the copy, up to the first failure, with at most `limit` seconds of a processor."""
+    os.chdir(place)
+    Path("tests.txt").write_text("\n".join(tests), encoding="utf-8")
+    os.environ.update(PYTHONPATH=str(place), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    sys.path.insert(0, str(place))
+    torch.set_num_threads(1)
+    with open("pytest.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    # A plugin of pytest is among what was imported before.
+    quiet = ["-q", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = ["-x", *quiet, "-p", "no:cacheprovider", *options, "@tests.txt"]
+    os._exit(pytest.main(arguments))
+
+
+def fails(place: Path, tests: Sequence[str], limit: int | None, *options: str) -> bool:
     """Whether one of the tests fails, or they take too long."""
-    listed = place / "tests.txt"
-    listed.write_text("\n".join(tests), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *options, f"@{listed}"]
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, cwd=place, env=environment, timeout=limit, check=False, capture_output=True)
-    except subprocess.TimeoutExpired:
-        return True
-    if done.returncode not in (0, 1, 2):
-        raise SystemExit(done.stdout.decode()[-500:])
-    return done.returncode != 0
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(place, tests, limit, options))
+    process.start()
+    process.join()
+    if process.exitcode in (3, 4, 5):
+        raise SystemExit((place / "pytest.log").read_text(encoding="utf-8")[-500:])
+    return process.exitcode != 0
 
 
-def tests_by_line(place: Path, tests: Sequence[str]) -> CoverageData:
-    """Which tests come by which line of the package; none of them may fail."""
-    if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report="):
-        raise SystemExit("the tests fail without a mutant")
-    data = CoverageData(str(place / ".coverage"))
-    data.read()
-    return data
+@dataclass(frozen=True)
+class Baseline:
+    """Which tests come by which line of the package, and the seconds that each takes."""
+
+    coverage: CoverageData
+    seconds: dict[str, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> Baseline:
+        data, log = CoverageData(str(folder / ".coverage")), (folder / "pytest.log").read_text(encoding="utf-8")
+        data.read()
+        slow = re.findall(r"^([\d.]+)s (?:call|setup) +(.+?) *$", log, re.M)
+        return cls(data, {test: float(seconds) for seconds, test in reversed(slow)})
+
+    def tests_at(self, file: Path, lines: Sequence[int]) -> set[str]:
+        measured = [name for name in self.coverage.measured_files() if name.endswith(f"/{file}")]
+        contexts = self.coverage.contexts_by_lineno(measured[0]) if measured else {}
+        return {name.partition("|")[0] for line in lines for name in contexts.get(line, ()) if name}
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Those that come by its lines: quick ones first, and of these those of a file that is named like its file."""
+        tests = self.tests_at(mutant.file, range(mutant.line, mutant.end + 1))
+        if mutant.reader:
+            tests = set()
+            for file in sorted((ROOT / "normswap").rglob("*.py")):
+                lines = file.read_text(encoding="utf-8").splitlines()
+                reading = [i for i, line in enumerate(lines, 1) if re.search(rf"{mutant.reader}\b", line)]
+                tests |= self.tests_at(file.relative_to(ROOT), reading)
+
+        def order(test: str) -> tuple[object, ...]:
+            seconds, path = self.seconds.get(test, 0.0), test.partition("::")[0]
+            return seconds > 5, seconds > 0.5, mutant.file.stem not in path, path, seconds
+
+        return sorted(tests, key=order)
 
 
-def noticed(mutant: Mutant, place: Path, data: CoverageData, limit: float) -> bool:
-    """Whether a test that comes by the mutant's lines fails; those of a file that is named like the mutant's go first."""
-    file = place / mutant.file
-    contexts = data.contexts_by_lineno(str(file))
-    lines = range(mutant.line, mutant.end + 1)
-    tests = sorted({name.partition("|")[0] for line in lines for name in contexts.get(line, ()) if name})
-    tests.sort(key=lambda test: mutant.file.stem not in test.partition("::")[0])
+def noticed(mutant: Mutant, place: Path, baseline: Baseline, limit: int) -> bool:
+    """Whether a test that comes by the mutant's lines fails: first the 60 quickest alone, as pytest imports their files."""
+    file, tests = place / mutant.file, baseline.tests_of(mutant)
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
-        return bool(tests) and fails(place, tests, limit)
+        return any(part and fails(place, part, limit) for part in (tests[:60], tests[60:]))
     finally:
         file.write_text(before, encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int], Iterator[Mutant]]) -> None:
+    """The command: draw mutants, try each, and write the table after each."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", nargs="+", default=["folding", "layers", "surgery", "storage"])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a mutant")
+    parser.add_argument("--limit", type=int, default=1200, help="seconds of a processor for the tests of a mutant")
+    parser.add_argument("--baseline", type=Path, help="a folder with what a run without a mutant says, or for it")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     files = sorted(file for room in args.rooms for file in (ROOT / "normswap" / room).rglob("*.py"))
@@ -173,19 +224,28 @@ def main() -> None:
         for name in ("normswap", "tests", "recipes", "README.md", "pyproject.toml"):
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
-        tests = [test for room in args.rooms for test in tests_of(room)]
-        data = tests_by_line(place, list(dict.fromkeys([*tests, *ALSO])))
-        for mutant in drawn(files, args.count, args.seed):
-            seen = noticed(mutant, place, data, args.limit)
-            survivors += not seen
+        if args.baseline is None or not (args.baseline / ".coverage").is_file():
+            tests = list(dict.fromkeys([*(test for room in args.rooms for test in tests_of(room)), *ALSO]))
+            if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report=", "--durations=0"):
+                raise SystemExit("without a mutant: " + (place / "pytest.log").read_text(encoding="utf-8")[-500:])
+            if args.baseline is not None:
+                args.baseline.mkdir(parents=True, exist_ok=True)
+                for name in (".coverage", "pytest.log"):
+                    shutil.copy(place / name, args.baseline / name)
+        baseline = Baseline.read(args.baseline or place)
+        for mutant in draw(files, args.count, args.seed):
+            failed = noticed(mutant, place, baseline, args.limit)
+            survivors += not failed
             cells = [f"`{mutant.file}:{mutant.line}`", f"`{mutant.before}`", f"`{mutant.after}`",
-                     "noticed" if seen else "**survived**"]  # fmt: skip
+                     "noticed" if failed else "**survived**"]  # fmt: skip
             rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
             print(rows[-1], flush=True)
-            head = f"{len(rows) - survivors} of {len(rows)} mutants were noticed (rooms {' '.join(args.rooms)}; seed {args.seed})."
+            head = (
+                f"{len(rows) - survivors} of {len(rows)} were noticed (rooms {' '.join(args.rooms)}; seed {args.seed})."
+            )
             table = ["| where | it was | it became | outcome |", "|---|---|---|---|", *rows]
-            args.output.write_text("\n".join(["# Mutants drawn at random", "", head, "", *table]) + "\n")
+            args.output.write_text("\n".join([f"# {title}", "", head, "", *table]) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main("Mutants drawn at random", __doc__, drawn)
