@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 
 
-def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Images (N, C, H, W), or signals or clips, of unit variance."""
-    noise = torch.randn(count, *size, generator=torch.Generator().manual_seed(seed))
-    sides, places = noise.shape[2:], tuple(range(2, noise.ndim))
+def coloured(noise: Tensor) -> Tensor:
+    """White noise (N, C, H, W), or of signals or clips, as natural images, up to a factor; differentiable."""
+    sides = noise.shape[2:]
+    places = tuple(range(2, noise.ndim))
     along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
     frequency = torch.stack(torch.meshgrid(*along, indexing="ij")).square().sum(0).sqrt()
     frequency.view(-1)[0] = 1 / max(sides)
-    waves: Tensor = torch.fft.irfftn(torch.fft.rfftn(noise, dim=places) / frequency, s=sides, dim=places)
-    images = float(0.8**0.5) * waves[:, :1] + float(0.2**0.5) * waves
+    spectrum = torch.fft.rfftn(noise, dim=places) / frequency.to(noise.device)
+    images: Tensor = torch.fft.irfftn(spectrum, s=sides, dim=places)
+    return float(0.8**0.5) * images[:, :1] + float(0.2**0.5) * images
+
+
+def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
+    """Images of unit variance."""
+    images = coloured(torch.randn(count, *size, generator=torch.Generator().manual_seed(seed)))
     return images / images.std()
 
 

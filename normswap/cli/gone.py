@@ -24,7 +24,7 @@ REMOVED = (
     Removed("--steady *", "convert", "Use --relative-eps, a multiple of the mean variance: 9 makes a share of 0.9."),
     Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
-    Removed("--calibrate noise|synthetic", "convert", "Give images, 25 or more of anything (`demo`), or none."),
+    Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),
     Removed("--format torchscript", "export", _PT2),
     Removed("-o|--output *.ts", "export", _PT2),
     Removed("--size *", "bench", "Use --input-size C,H,W."),

@@ -134,7 +134,8 @@ def convert(
         input_size: (C, H, W); by default what the model says of itself (`network_input.size`).
         calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
             gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
-            What a batch has beyond the network's arguments is left out. Or the name of images, as on the command line.
+            What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
+            statistics that the network's BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
         options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.

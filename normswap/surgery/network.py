@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from normswap import copying, provenance
+from normswap.calibration import synthetic_images
+from normswap.calibration.synthetic_images import SyntheticImages
 from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
-from normswap.images.datasets import make_loader
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress
@@ -48,7 +49,8 @@ class Network:
             default random ones that its record states (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
-        calibrate: batches to fit values to, a function that gives them, or the name of images (`make_loader`).
+        calibrate: batches to fit values to, a function that gives them, or "synthetic": images made from the statistics
+            that the network's BatchNorms keep.
         progress: called while values are fitted, with what is done and the total.
     """
 
@@ -65,6 +67,8 @@ class Network:
         network_input.require_seed(self.seed)
         if self.inputs is None and self.size is None:
             object.__setattr__(self, "inputs", network_input.drawn_calls(self.module, seed=self.seed))
+        if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
+            raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
 
     @classmethod
     def of(
@@ -194,12 +198,12 @@ class Network:
 
     @cached_property
     def images(self) -> Batches | None:
-        """The images that values are fitted to."""
+        """The images that values are fitted to: those given, or synthetic ones of the network as it is now."""
         if not isinstance(self.calibrate, str):
             return self.calibrate
-        return make_loader(
-            self.module, self.calibrate, workers=0, split="train", samples=1000, seed=self.seed, labelled=False
-        )
+        size = self.size or self.examples[0].size
+        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(make)
 
     @property
     def described(self) -> str:

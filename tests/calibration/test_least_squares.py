@@ -288,6 +288,7 @@ def test_a_layer_whose_numbers_overflow_is_named(to: str) -> None:
         ("nf", {"calibrate": images(), "mean": "keep"}, "no use for calibration data"),
         ("folded", {"calibrate": images()}, "no use for calibration data"),
         ("skipinit", {"calibrate": images(), "alpha": "0"}, "no use for calibration data"),
+        ("groupnorm", {"calibrate": "nose"}, "neither batches of images nor 'synthetic'"),
     ],
 )
 def test_images_where_they_are_needed_alone(to: str, options: dict[str, Any], message: str) -> None:

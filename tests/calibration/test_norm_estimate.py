@@ -16,7 +16,7 @@ from timm import layers as timm_layers
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, RefusedError, SourceError
+from normswap.errors import NormswapError, OptionError, RefusedError, SourceError
 
 SIZE = (3, 33, 33)
 NORMS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def with_nan() -> list[Tensor]:
         ("batchnorm", None, NormswapError, "calibrate=DATA"),
         ("folded", with_nan(), SourceError, "not finite"),
         ("folded", images(1), SourceError, "1 calibration images"),
-        ("folded", "nose", SourceError, "nose does not exist"),
+        ("folded", "nose", OptionError, "nor 'synthetic'"),
         ("folded", [torch.randn(4, 1, 33, 33).double()], SourceError, "calibration images do not fit the network"),
     ],
 )

@@ -151,7 +151,7 @@ LATE: list[Mistake] = [
     ("no weights file", text("w.pth", b"x" * 99), W, ("not a readable",)),
     ("an export of bytes", text("x.onnx", b"junk"), ("inspect", "x.onnx"), ("x.onnx is no readable onnx file",)),
     ("only nothing", None, (*CONVERT, "--only", "nope"), ("--only nope", "normswap inspect")),
-    ("nf without images", None, (*DEMO, "nf"), ("--calibrate DATA", "--calibrate demo")),
+    ("nf without images", None, (*DEMO, "nf"), ("--calibrate DATA", "--calibrate synthetic")),
     ("no images", empty, (*FIT, "empty"), ("empty is not a dataset of images",)),
     ("broken image", images(a="RGB", b="hi", c="L"), (*FIT, "images"), ("b/x.png", "cannot be read")),
     ("another number of classes", images(a="RGB", b="L"), ("evaluate", "demo", "--data", "images"), ("2 classes",)),

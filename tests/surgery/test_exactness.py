@@ -226,6 +226,7 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "groupnorm": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2]),
     "groupnorm on images": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2], calibrate=[IMAGES]),
     "nf on images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "nf on synthetic images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate="synthetic"),
     "dyt on images": lambda net: normswap.convert(net, "dyt", inputs=IMAGES[:2], calibrate=[IMAGES]),
     "export": lambda net: normswap.export(net, Path("network.pt2"), inputs=IMAGES[:1]),
     "param_groups": lambda net: normswap.param_groups(net),

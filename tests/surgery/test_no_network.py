@@ -155,7 +155,7 @@ def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: p
 
 
 PYTHON: list[tuple[Any, dict[str, Any], str]] = [
-    ("nf", {}, '`calibrate=DATA` .*`calibrate="demo"`'),
+    ("nf", {}, '`calibrate=DATA` .*`calibrate="synthetic"`'),
     ("groupnorm", {"groups": 0}, "groups=0 is not"),
     ("groupnorm", {"groups": 2, "group_size": 4}, "groups= and group_size="),
     ("folded", {"only": "layer9"}, 'only="layer9" names no norm'),

@@ -59,8 +59,9 @@ class Fitting:
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA",
-            help="Fit values to these images (as --data elsewhere; no labels are needed); `demo` is shipped along.",
+            metavar="DATA|synthetic",
+            help="Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the "
+            "statistics of its BatchNorms.",
         ),
     ] = None
     samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
@@ -73,8 +74,10 @@ class Fitting:
         """The record of a network whose values are fitted to them."""
         from normswap.surgery.network import Network
 
-        images: Batches | None = None
-        if self.calibrate is not None:
+        images: Batches | str | None = self.calibrate
+        if self.calibrate == "synthetic" and self.samples:
+            raise OptionError("--samples cannot go with --calibrate synthetic", "128 images are made")
+        if self.calibrate not in (None, "synthetic"):
             data = Images(data=self.calibrate, split="train", samples=self.samples or 1000)
             images = data.loader(model, seed=self.seed, labelled=False)
         return Network(model, seed=self.seed, calibrate=images, progress=advance)
