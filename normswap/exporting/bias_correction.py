@@ -21,8 +21,8 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
 
     A layer that does not compute what its weight says keeps its bias.
     """
-    shifts: dict[nn.Module, Tensor] = {}
-    rows: dict[nn.Module, int] = {}
+    # Batches are of one size, so that the mean of their means is that of all.
+    shifts: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
         losing = copy.deepcopy(layer)
@@ -30,18 +30,18 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
         losing.register_parameter("bias", None)
 
         def add_loss(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            channels = losing(*args).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0).flatten(1).double()
-            shifts[layer] = shifts.get(layer, 0) + channels.sum(1)
-            rows[layer] = rows.get(layer, 0) + channels.shape[1]
+            channels = losing(*args).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0).flatten(1)
+            shifts.setdefault(layer, []).append(channels.double().mean(1))
 
         return layer.register_forward_pre_hook(add_loss)
 
-    layers = [module for module in network.modules() if isinstance(module, LINEAR) and _is_plain(module)]
-    with hooked([watch(layer) for layer in layers]):
+    with hooked([watch(module) for module in network.modules() if isinstance(module, LINEAR) and _is_plain(module)]):
         for images in how.images:
             network(images)
-    for layer, shift in shifts.items():
-        bias = (shift / rows[layer]).float() + (0 if layer.bias is None else layer.get_parameter("bias"))
+    for layer, means in shifts.items():
+        bias = torch.stack(means).mean(0).float()
+        if layer.bias is not None:
+            bias += layer.get_parameter("bias")
         layer.bias = nn.Parameter(bias, requires_grad=False)
 
 

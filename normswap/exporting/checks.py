@@ -132,7 +132,7 @@ def check(
         if not example.count:
             continue
         answers = signature.answers(reference.source, x)
-        _require_plain(answers)
+        _require_dense_and_real(answers)
         try:
             outputs = reference.answers(runs, x)
         except Exception as error:
@@ -204,7 +204,7 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
     return own.relative
 
 
-def _require_plain(answers: Mapping[str, Tensor]) -> None:
+def _require_dense_and_real(answers: Mapping[str, Tensor]) -> None:
     if any(value.is_complex() for value in answers.values()):
         remedy = "Let it give both parts: torch.view_as_real"
         raise OptionError("the network gives complex numbers", "files hold real ones", remedy)

@@ -86,9 +86,8 @@ def is_own(layer: nn.Module) -> bool:
 
 def remakes_filter(layer: nn.Module) -> bool:
     """Whether a convolution has its own `_conv_forward`, which the forward of torch's class calls with the filter."""
-    helper = getattr(type(layer), "_conv_forward", None)
-    own = helper is not None and not helper.__module__.startswith("torch.nn.modules.")
-    return own or "_conv_forward" in vars(layer)
+    helper = getattr(layer, "_conv_forward", None)
+    return helper is not None and not helper.__module__.startswith("torch.nn.modules.")
 
 
 @torch.no_grad()
