@@ -19,7 +19,7 @@ import typer
 import typer.core
 
 import normswap
-from normswap.cli import commands, gone
+from normswap.cli import commands
 from normswap.cli.grouped_options import spread
 from normswap.errors import NormswapError, OptionError, command_line, quiet
 
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
-        return fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]
+        return fail(error.format_message())  # type: ignore[attr-defined]
     except NormswapError as error:
-        return fail(gone.instead_of(arguments) or str(error))
+        return fail(str(error))
     except OSError as error:
         _abandon_stdout()
         return fail(": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error))

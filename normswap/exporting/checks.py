@@ -41,7 +41,6 @@ class Figures:
 
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
-        largest: max |file - source| / max |source|.
         agreement: fraction of images, or of places in maps, with the same argmax, where there is one answer.
         count: images that both were run on.
         tolerance: what relative_l2 may be.
@@ -53,7 +52,6 @@ class Figures:
     """
 
     relative_l2: float
-    largest: float
     agreement: float | None
     count: int
     tolerance: float
@@ -157,7 +155,6 @@ def check(
     )
     figures = Figures(
         sums.distance.relative,
-        sums.largest / (sums.top or 1.0),
         shown.agreement,
         sums.count,
         allowed,
@@ -243,7 +240,7 @@ class _AnswerSums:
     def __init__(self, *, scores: bool = True) -> None:
         self.scores = scores
         self.distance, self.rounding = Distance(), Distance()
-        self.largest = self.top = self.peak = 0.0
+        self.peak = 0.0
         self.count = self.argued = self.same = self.compared = 0
         self.unit = "images"
         self.first: Tensor | None = None
@@ -256,14 +253,11 @@ class _AnswerSums:
         self.distance.add(expected, actual)
         expected, actual = expected.double(), actual.double()
         self.count += count
-        self.peak = max(self.peak, _largest(logits))
-        self.top = max(self.top, _largest(expected))
-        if not math.isfinite(self.distance.off):
-            self.largest = math.inf
-            return
-        self.largest = max(self.largest, _largest(expected - actual))
+        if logits.numel():
+            self.peak = max(self.peak, float(logits.double().abs().max()))
         if (
             not self.scores
+            or not math.isfinite(self.distance.off)
             or not logits.is_floating_point()
             or expected.ndim < 2
             or expected.shape[1] < 2
@@ -286,10 +280,6 @@ class _AnswerSums:
     def agreement(self) -> float | None:
         """None where it is no row of scores per image."""
         return self.same / self.argued if self.compared == self.count > 0 else None
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.double().abs().max()) if values.numel() else 0.0
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

@@ -79,16 +79,10 @@ def text(file: Path, content: str) -> Path:
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
     """Write these columns of each row as CSV, whole or not at all, None as nothing; or raises OutputError."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text(file, out.getvalue())
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.8g}"
-    return "" if value is None else str(value)
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:

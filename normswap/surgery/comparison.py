@@ -333,8 +333,8 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
         return max(errors, key=lambda error: error.relative_l2)
     alike = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
     if alike and not exact and all(bool(torch.isfinite(value).all()) for value in b.values()):
-        return Error("logits", precision, tuple(x.shape), 1.0, 1.0, 0.0)
-    return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"), 0.0)
+        return Error("logits", precision, tuple(x.shape), 1.0, 1.0)
+    return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"))
 
 
 def _agreement(a: Tensor, b: Tensor, site: str = "logits") -> float | None:
@@ -349,27 +349,26 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
     agreement, size = _agreement(a, b, site), tuple(x.shape)
     if a.shape != b.shape:
-        return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
+        return Error(site, precision, size, float("inf"), float("inf"), agreement)
     if not a.numel():
-        return Error(site, precision, size, 0.0, 0.0, 1.0, agreement)
+        return Error(site, precision, size, 0.0, 0.0, agreement)
     if not (a.is_floating_point() or a.is_complex()):
         share = float((a != b).double().mean())
-        return Error(site, precision, size, share, share, 1.0 - share, 1.0 - share)
+        return Error(site, precision, size, share, share, 1.0 - share)
     a, b = _numbers(a), _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
         # Classes that are masked out are -inf on purpose, in both outputs.
         a, b = a[~masked], b[~masked]
     difference = a - b
-    numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
+    numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max())
     # The numbers are stacked, so that a device is waited for once.
-    norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()
+    norm, other, error, most, top, other_top = torch.stack(numbers).tolist()
     if not (math.isfinite(top) and math.isfinite(other_top)):
-        return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
+        return Error(site, precision, size, float("inf"), float("inf"), agreement)
     if not norm:
-        return Error(site, precision, size, other, other, float(not other), agreement)
-    cosine = product / max(norm * other, 1e-300)
-    return Error(site, precision, size, error / norm, most / top, cosine, agreement)
+        return Error(site, precision, size, other, other, agreement)
+    return Error(site, precision, size, error / norm, most / top, agreement)
 
 
 def _numbers(value: Tensor) -> Tensor:

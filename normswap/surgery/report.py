@@ -46,7 +46,7 @@ class Error:
     """How far a result is from its reference: at the logits, or at the output of the module `site`.
 
     Args:
-        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|; cosine: of the flattened tensors.
+        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
         agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
         output: the name of the worst output, where there are several.
     """
@@ -56,7 +56,6 @@ class Error:
     size: tuple[int, ...]
     relative_l2: float
     largest: float
-    cosine: float
     agreement: float | None = None
     output: str = ""
 

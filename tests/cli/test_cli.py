@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from normswap import demo_files
-from normswap.cli import commands, gone
+from normswap.cli import commands
 from normswap.cli.app import load, main
 from normswap.cli.commands import schemes_command
 from normswap.cli.options import last_part, parse
@@ -92,23 +92,6 @@ def test_options_stand_in_the_panel_of_their_record(capfd: Capture) -> None:
     assert "--to " in inside["Options"]
     assert "[default: ./NAME-SCHEME]" in inside["Options"]  # rich would take it for markup
     assert "--image-mean " in inside["How its images are prepared, where it does not say so"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["schemes", "dyt", "--check"], "--check was removed. The pytest fixture"),
-        (["evaluate", MODEL, "--data", "demo", "--std=1,1,1"], "--std 1,1,1 was removed. Use --image-std"),
-        (["spp", MODEL, "--side", "32"], "--side 32 was removed. Use --input-size"),
-    ],
-)
-def test_what_was_removed_says_what_to_use(typed: list[str], said: str, here: Path, capfd: Capture) -> None:
-    refused(tuple(typed), (said,), here, capfd)
-
-
-def test_another_mistake_is_not_taken_for_something_removed() -> None:
-    assert gone.instead_of(["convert", "demo", "--to", "nf", "--mean", "none"]) is None
-    assert gone.instead_of(["inspect", "--nope"]) is None
 
 
 def test_no_command_shows_where_to_begin(capfd: Capture) -> None:

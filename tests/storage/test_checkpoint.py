@@ -325,7 +325,7 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
 )
 def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
     record = Provenance(plan=Plan((Step("skipinit", {"alpha": "0"}, ()), Step("groupnorm", {"groups": 2}, ()))))
-    error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 0.75, 1.0)
+    error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 1.0)
     card = model_card.render(record, Report(False, True, "some noise", (error,), kept=kept))
     assert "\n# network converted to groupnorm (groups = 2)\n" in card
     assert "- Conversion: source -> skipinit (alpha = 0) -> groupnorm (groups = 2)\n" in card

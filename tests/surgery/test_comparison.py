@@ -292,7 +292,7 @@ def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(
 
 def test_reports_survive_json() -> None:
     reader = TypeAdapter(Report)
-    error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 0.9, 1.0)
+    error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
     full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8))
     for report in (compared(none), compared(MUTANTS["not a number"]), full):
         assert reader.validate_json(json.dumps(report.to_dict())) == report
