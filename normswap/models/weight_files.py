@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, first_line, quiet, spelled
+from normswap.errors import SourceError, first_line, quiet
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
@@ -83,8 +83,7 @@ def read_wrapped(file: Path) -> Wrapped:
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
             if any(name.startswith("ultralytics.") for name in names):
-                trusted = f"ultralytics.YOLO({str(file)!r}).model.float().state_dict()"
-                remedy = f"If you trust it, in Python: torch.save({trusted}, 'tensors.pth')"
+                remedy = f"If you trust it: torch.save(ultralytics.YOLO('{file}').model.float().state_dict(), FILE)"
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
@@ -280,6 +279,5 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
     if any(misfits.values()):
         remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
         if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
-            like = spelled("like", metavar="ARCH")
-            remedy = f"The file was fused: open it as the network without BatchNorm; --to batchnorm {like} goes back"
+            remedy = "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH` goes back"
         raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

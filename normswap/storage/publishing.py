@@ -21,7 +21,8 @@ from normswap import provenance
 from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet, spelled
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
-from normswap.storage import checkpoint, header_record, model_card
+from normswap.storage import checkpoint, model_card
+from normswap.storage.header_record import read_header
 from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
 from normswap.surgery import comparison
 
@@ -57,15 +58,12 @@ def push(
     message: str = "",
     trust_factory: bool = False,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`, which is made if it is not there.
+    """Publish a directory that `save` wrote as `owner/name`, made if it is not there. Returns what was published.
 
     Args:
         license: of the weights, by the hub's name (apache-2.0, mit, other); by default the source's.
         private: of a new repository.
         message: of the commit.
-
-    Returns:
-        What was published, and where.
 
     Raises:
         OptionError: `repo` is no name of that form, or nobody knows the license.
@@ -92,8 +90,7 @@ def push(
         by_normswap = model_card.loading_code(f"hf-hub:{repo}", record)
         code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
     contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    report = header_record.read_header(folder).report
-    contents[CARD] = model_card.render(record, report, code=code, license=license).encode()
+    contents[CARD] = model_card.render(record, read_header(folder).report, code=code, license=license).encode()
     operations = [
         client.CommitOperationAdd(name, value if isinstance(value, bytes) else str(value))
         for name, value in contents.items()
