@@ -60,11 +60,7 @@ def called(name: str) -> str:
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
-    """An option as whoever reads the error has to write it: `--calibrate DATA`, or `calibrate=DATA`.
-
-    Args:
-        name: as Python spells it; value: that of the option; metavar: stands for a value of the reader's own.
-    """
+    """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is the metavar)."""
     if not _TYPED.get():
         return f"{name}={metavar or _python(value)}"
     shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
@@ -128,8 +124,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     Args:
         what: needs them; extra: of normswap, which brings them.
 
-    Raises:
-        OptionError: one is not.
+    Raises OptionError: one is not.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -64,12 +64,9 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
-    """Batches of dead leaves, as calls of the network; none where it takes no such images.
+    """Batches of dead leaves as calls like `example`; none where the network takes no such images.
 
     The images get the standard deviation with which the first of the norms sees its running variance.
-
-    Args:
-        example: one call: how the network is called, and the size of its images.
     """
     like = anchor(model)
     for size in _sizes(model, example.size):

@@ -31,8 +31,7 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     Args:
         batches: calls, or anything that `Example.read` knows.
 
-    Raises:
-        SourceError: no images, images of another size, or NaN or infinite values.
+    Raises SourceError: no images, images of another size, or NaN or infinite values.
     """
     called, size = form(model), None
     for i, batch in enumerate(batches):

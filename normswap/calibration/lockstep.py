@@ -105,8 +105,7 @@ class Lockstep:
         batches: what they take (`Example.read`); read once.
         mirrored: so many images, the first ones, are followed by their mirror images.
 
-    Raises:
-        SourceError: the batches do not fit the networks, or there are fewer than two images.
+    Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
     """
 
     @torch.no_grad()
@@ -148,8 +147,7 @@ class Lockstep:
 
         Who computes the value of such a node may leave it among them.
 
-        Raises:
-            VerificationError: after the last batch: a value of any of them is not finite.
+        Raises VerificationError: after the last batch: a value of any of them is not finite.
         """
         ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))

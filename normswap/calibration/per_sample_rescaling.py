@@ -49,12 +49,9 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Give target and result, in place, the best rescaling before each norm; the target computes the same.
+    """Rescale target and result before each norm, in place; the function of the target stays.
 
-    Args:
-        target: the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
-        example: one call.
-        batches: calls with the user's images.
+    The target is the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
     """
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}

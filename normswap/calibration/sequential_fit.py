@@ -65,8 +65,7 @@ def refit(
         mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
-    Raises:
-        SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
+    Raises SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):

@@ -18,7 +18,7 @@ from normswap.cli import progress
 from normswap.errors import OptionError, flag
 from normswap.models import kinds
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
@@ -132,7 +132,7 @@ def open_model(
 
 def exported_file(name: str) -> ExportedFile | None:
     """The exported file that MODEL names, if it names one."""
-    if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
+    if Path(name).suffix.lower() not in kinds.EXPORTED:
         return None
     from normswap.exporting.exported_file import ExportedFile
 

@@ -64,7 +64,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     from rich.text import Text
 
     cells = [[cell(value) for value in row] for row in rows]
-    if title:  # by itself: as a part of the table it would be wrapped to the table's width
+    # As a part of the table the title would be wrapped to the table's width.
+    if title:
         _print(Text(title, style="bold"))
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     filled = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
@@ -95,7 +96,7 @@ def facts(*pairs: tuple[str, object]) -> None:
 
 def next_step(*words: object) -> None:
     """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
-    print(f"next: normswap {shlex.join(map(str, words))}")  # to be copied: never broken
+    print(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:

@@ -185,4 +185,4 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
     # The end at the norm is suppressed, and whatever the network raises: others will say it.
     with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call(model)
-    return reached[0] if reached else None
+    return next(iter(reached), None)

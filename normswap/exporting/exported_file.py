@@ -41,12 +41,7 @@ class ExportedFile:
 
     @classmethod
     def find(cls, name: str) -> ExportedFile | None:
-        """The file that MODEL names; None where it is no file that runs by itself.
-
-        Raises:
-            OptionError: the package of its runtime is not installed.
-            SourceError: it cannot be read.
-        """
+        """The file that MODEL names, or None; raises OptionError: its package is missing; SourceError: unreadable."""
         file = Path(name)
         if file.suffix.lower() not in kinds.EXPORTED:
             return None
@@ -108,9 +103,7 @@ class ExportedFile:
     def request(self, model: nn.Module) -> ExportRequest:
         """The request to export `model` as this file.
 
-        Raises:
-            SourceError: the file does not say how it was made, or takes more than images.
-            OptionError: the network takes other images.
+        Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
         batch, size = self.shape
         settings = FileSettings(

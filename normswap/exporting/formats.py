@@ -114,8 +114,7 @@ class Format:
         Args:
             how: it is quantized, for int8.
 
-        Raises:
-            RefusedError: the format cannot hold it; says what.
+        Raises RefusedError: the format cannot hold it; says what.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"

@@ -84,7 +84,9 @@ class ExportRequest:
     @property
     def example(self) -> Example:
         """A call to look at the network with."""
-        return self.inputs[0] if self.inputs else self.signature.form.of(self.pictures(count=4))
+        if self.inputs:
+            return self.inputs[0]
+        return self.signature.form.of(self.pictures(count=4))
 
     @property
     def normalization(self) -> tuple[Tensor, Tensor]:
@@ -129,8 +131,7 @@ class ExportRequest:
         Args:
             calibrate: batches of images as the source takes them; images: others, to measure on.
 
-        Raises:
-            OptionError: something is missing, or does not go together.
+        Raises OptionError: something is missing, or does not go together.
         """
         if self.settings.dtype != "int8":
             if calibrate is not None:

@@ -108,10 +108,14 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """One tensor, or several, as several."""
-    return (x,) if isinstance(x, Tensor) else tuple(x)
+    if isinstance(x, Tensor):
+        return (x,)
+    return tuple(x)
 
 
 def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """The only one, or all of them."""
     several = tuple(values)
-    return several[0] if len(several) == 1 else several
+    if len(several) == 1:
+        return several[0]
+    return several

@@ -39,8 +39,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     Returns:
         The residual blocks, the norms with their roles, and the classifier.
 
-    Raises:
-        SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
+    Raises SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
     """
     traced = record(network_input.require_module(model), inputs)
     reader = _GraphReader(traced)

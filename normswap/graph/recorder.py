@@ -1,11 +1,11 @@
 """SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
 
-The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation, on whatever
-tensors: those that came from the input carry the node that made them, so shapes, branches and loops are plain Python,
-and what happens is written down. Calls of modules are intercepted as torch.fx does it.
+The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation. A tensor
+that was computed from the input carries the node that made it. Shapes, branches and loops run as plain Python, and the
+graph has the operations that were done. Calls of modules are intercepted as torch.fx does it.
 
-A value given to Python (`.item()`, `bool`, `.numpy()`) has a reader in the graph that nobody can pass; what was
-overwritten through another view is a value made of both; a tensor that turns up from nowhere must be a constant.
+A value that is handed to Python (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing can pass. A
+tensor that was overwritten through a view is a value made of both. A tensor of unknown origin must be a constant.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
-        """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
+        """Mark the tensors that `node` wrote and returned; returns the result, as a tensor object of its own."""
         # A layer that copies its input may be put there later.
         leaf = node.op == "call_module"
         for tensor in overwritten:
@@ -297,7 +297,7 @@ class Recorder(TorchFunctionMode):
     def _after_hooks(
         self, module: nn.Module, hooks: Mapping[int, Function], args: Args, kwargs: Kwargs, result: object
     ) -> object:
-        """What the network's own hooks make of a layer's result: methods of its modules, which may keep it."""
+        """The layer's result after the network's own hooks: methods of its modules."""
         for key, hook in hooks.items():
             if id(getattr(hook, "__self__", None)) in self.paths:
                 arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)

@@ -1,4 +1,4 @@
-"""How an operation is written down: as the symbolic trace of torch.fx would name it; and what it is not to say."""
+"""How the recorder writes an operation down: as the symbolic trace of torch.fx would name it."""
 
 from __future__ import annotations
 

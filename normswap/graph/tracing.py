@@ -1,4 +1,4 @@
-"""The record as a graph: its nodes, who reads whom, which modules are called; and questions about a node."""
+"""The recorded forward as a graph: its nodes, their readers, the modules they call; and questions about a node."""
 
 from __future__ import annotations
 

@@ -130,8 +130,9 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
         padding: tuple[int, ...] | str = layer.padding
         return padding
     first, *more = _at_sizes(layer)
-    even = all(begin == end for begin, end in first) and all(widths == first for widths in more)
-    return tuple(begin for begin, _ in first) if even else None
+    if any(begin != end for begin, end in first) or any(widths != first for widths in more):
+        return None
+    return tuple(begin for begin, _ in first)
 
 
 def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:

@@ -198,7 +198,9 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
         if not module.in_bias.any():
             return module.weight, module.bias
         shift = module.in_bias * module.weight.flatten(1).sum(1)
-        return module.weight, shift if module.bias is None else module.bias + shift
+        if module.bias is not None:
+            shift = module.bias + shift
+        return module.weight, shift
     if isinstance(module, (*_STANDARDIZED, Standardized)):
         return effective(module), module.bias
     return module.weight, module.bias
@@ -206,7 +208,9 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
 def effective(conv: Any) -> Tensor:
     """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means where kept."""
-    gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
+    gain: Tensor | None = None
+    if hasattr(conv, "gain"):
+        gain = (conv.gain * conv.scale).view(-1)
     flat = conv.weight.reshape(1, conv.out_channels, -1)
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
     weight: Tensor = flat.reshape_as(conv.weight)

@@ -98,7 +98,9 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
 
 def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
     """A copy of a BatchNorm; of a norm that somebody registered, the BatchNorm that computes what it does."""
-    return SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
+    if affine.is_registered(old):
+        return SiteNorm.replacing(old, like=like)
+    return copy.deepcopy(old)
 
 
 class EmptyNorm(PlannedLayer):

@@ -79,7 +79,9 @@ def set_effective(conv: Any, weight: Tensor) -> None:
 
 def computed(layer: Linearity) -> Tensor:
     """The weight that a linear layer, standardized or not, computes with."""
-    return effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
+    if isinstance(layer, STANDARDIZED):
+        return effective(layer)
+    return layer.weight
 
 
 @torch.no_grad()

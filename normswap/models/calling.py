@@ -229,7 +229,9 @@ def form(model: nn.Module) -> Example:
     first = next((p for p in taken if p.name == stated), next(iter(taken), None))
     if first is None:
         return Example((empty,))
-    value: object = [empty] if _takes_list(model, first) else empty
+    value: object = empty
+    if _takes_list(model, first):
+        value = [empty]
     required = [p for p in taken if p.default is p.empty and p is not first]
     if positional and first is positional[0]:
         named: dict[str, object] = {p.name: empty for p in required if p.kind is p.KEYWORD_ONLY}
@@ -253,9 +255,7 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     """Return the user's inputs, one call each; tensors among them are images, if `form` says how they are taken.
 
-    Raises:
-        OptionError: there is no tensor in it, or one without values.
-        TraceError: the network takes more than images.
+    Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more than images.
     """
     calls = []
     for call in inputs if isinstance(inputs, list) else [inputs]:
@@ -296,7 +296,9 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
         return zip(value._fields, value, strict=True)
     if isinstance(value, list | tuple):
         return enumerate(value)
-    return vars(value).items() if is_record(value) else ()
+    if is_record(value):
+        return vars(value).items()
+    return ()
 
 
 def is_record(value: object) -> bool:

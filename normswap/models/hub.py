@@ -48,8 +48,7 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
         repo: `org/name` or `org/name@revision`.
         filenames: in order of preference.
 
-    Raises:
-        SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
+    Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
     """
     name, _, revision = repo.partition("@")
     with quiet():
@@ -121,8 +120,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     Returns:
         The architecture's name, its arguments, and what is stated of weights and preprocessing.
 
-    Raises:
-        SourceError: missing, not JSON, or not that of a timm model.
+    Raises SourceError: missing, not JSON, or not that of a timm model.
     """
     config = read_json(file, origin)
     name = config.get("architecture")
@@ -150,13 +148,17 @@ def own_cfg(model: nn.Module) -> Cfg:
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
-    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+    if len(values) == channels:
+        return list(values)
+    return [sum(values) / len(values)] * channels
 
 
 def crop_share(crop: int, resize: int) -> float:
     """Return the crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
     share = crop / resize
-    return share if math.floor(crop / share) == resize else math.nextafter(share, 0)
+    if math.floor(crop / share) == resize:
+        return share
+    return math.nextafter(share, 0)
 
 
 def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:

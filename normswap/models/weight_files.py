@@ -170,8 +170,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
             `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
 
-    Raises:
-        SourceError: missing or unexpected keys, or other shapes, listed.
+    Raises SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)
@@ -239,8 +238,10 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
 def some(items: Iterable[str]) -> str:
     """Return the first few items and a count of the rest."""
     listed = list(items)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    shown = ", ".join(listed[:_SHOWN])
+    if len(listed) > _SHOWN:
+        shown += f" and {len(listed) - _SHOWN} more"
+    return shown
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:

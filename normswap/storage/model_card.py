@@ -38,7 +38,7 @@ def render(record: Provenance, report: Report | None) -> str:
     """Write in Markdown what this is, what was done, what was measured, and how to use it."""
     steps = [_said(step) for step in record.plan.steps]
     foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
-    arch = record.arch.name if record.arch else "network"
+    arch = getattr(record.arch, "name", "network")
     builder = "pytorch" if foreign or record.arch is None else record.arch.builder
     task = ["image-classification"] if record.pretrained_cfg.get("num_classes") else []
     reversible = record.norms and (not report or report.exact)
@@ -82,7 +82,8 @@ def _measured(report: Report) -> str:
     for error in report.logits:
         size, same = "x".join(map(str, error.size)), "" if error.agreement is None else f"{error.agreement:.1%}"
         row = f"| {error.precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
-        lines.append(row + f" {same} |" * report.exact)  # of an approximate result it would say nothing, on noise
+        # On noise an approximate result's argmax says nothing.
+        lines.append(row + f" {same} |" * report.exact)
     if report.kept:
         lines.append(f"\nMeasured on images that nothing was fitted to: {report.kept}. Other images may keep less.")
     elif not report.exact:

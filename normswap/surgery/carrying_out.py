@@ -100,24 +100,20 @@ def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Prec
 
 
 def applied(network: Network, step: Step) -> nn.Module:
-    """The network after a step, recorded in its provenance and checked to run; no values are fitted yet."""
+    """Return the network after a step, with its provenance, checked to run. No values are fitted yet."""
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
     if not schemes.exact(step):
-        _check_runs(result, network.examples[0].first(1), step.scheme)
+        example = network.examples[0].first(1)
+        try:
+            running.run(result, example)
+        except (RuntimeError, ValueError) as error:
+            size = tuple(example.images.shape[1:])
+            remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
+            remedy += f"'{spelled('skip', metavar='PATTERN')}'"
+            raise RefusedError(f"{step.scheme} does not run on {size}", first_line(error), remedy) from None
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():
         if path in edited:
             norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
     return provenance.attach(result, network.provenance.after(step, norms))
-
-
-def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Refuse a norm that does not take what reaches it on this example."""
-    try:
-        running.run(model, example)
-    except (RuntimeError, ValueError) as error:
-        size = tuple(example.images.shape[1:])
-        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
-        remedy += f"'{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None

@@ -82,8 +82,7 @@ def compare(
         precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
         traced: whether errors are measured at every block of the source, too, and branches checked for life.
 
-    Raises:
-        VerificationError: one of them does not run, or the source differs from run to run.
+    Raises VerificationError: one of them does not run, or the source differs from run to run.
     """
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
@@ -136,8 +135,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     Args:
         network: the source, which is looked at where the result is not right.
 
-    Raises:
-        VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
+    Raises VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
     """
     if report.passed:
         return

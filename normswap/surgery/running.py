@@ -166,8 +166,7 @@ def noise(
     Args:
         ran: examples that the network is known to run on, as they print.
 
-    Raises:
-        VerificationError: the model runs on none of them.
+    Raises VerificationError: the model runs on none of them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)

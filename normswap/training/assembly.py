@@ -132,7 +132,9 @@ def trackers(asked: str) -> list[str]:
     """
     if asked == "auto":
         return [name for name in _TRACKERS[:1] if importlib.util.find_spec(name)]
-    names = [] if asked == "none" else asked.split(",")
+    if asked == "none":
+        return []
+    names = asked.split(",")
     for name in names:
         if name not in _TRACKERS or importlib.util.find_spec(name) is None:
             remedy = f"Known: {', '.join(_TRACKERS)}, auto, none; pip installs one"
@@ -186,7 +188,8 @@ class Task:
         self.model: nn.Module = engine.prepare_model(self.raw)
         self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
-            self.ema.set(self.raw)  # DDP has given every process the weights of the first
+            # DDP has given every process the weights of the first.
+            self.ema.set(self.raw)
 
     def parts(self) -> State:
         """Return the tensors of a state."""

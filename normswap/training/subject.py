@@ -82,7 +82,8 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     if model is None:
         if settings is None:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-        with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
+        # Random weights follow from the seed, so that a run can be continued.
+        with drawn_by(recipe.train.seed, "weights"):
             model = checkpoint.open_model(settings.name, weights=settings.weights, arch_args=settings.args, named=False)
     return Subject(Network.of(model), model)
 

@@ -19,7 +19,7 @@ from normswap.plan import Body, Plan
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.storage import atomic_write, network_folder
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.surgery.carrying_out import Conversion
