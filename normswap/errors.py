@@ -36,7 +36,9 @@ class NormswapError(Exception):
 def _python(value: object) -> str:
     if value is None:
         return ""
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)
 
 
 @contextmanager
@@ -56,7 +58,9 @@ def flag(name: str) -> str:
 
 def called(name: str) -> str:
     """An option in a sentence, by the name that the reader knows."""
-    return _FLAGS.get(name, name) if _TYPED.get() else name
+    if not _TYPED.get():
+        return name
+    return _FLAGS.get(name, name)
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:

@@ -92,7 +92,9 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters whose zero would put what follows to sleep."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
-    return ("weight",) if affine.is_norm(module) else ("gain", "skipinit_gain")
+    if affine.is_norm(module):
+        return ("weight",)
+    return ("gain", "skipinit_gain")
 
 
 def awake(model: nn.Module) -> nn.Module:

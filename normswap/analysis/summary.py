@@ -90,7 +90,7 @@ def _range(values: Tensor | None) -> list[float] | None:
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """Describe one step of a plan that is not carried out."""
-    outcomes = builder.outcomes if builder else {}
+    outcomes = getattr(builder, "outcomes", {})
     return {
         "scheme": step.scheme,
         "options": step.options,
@@ -98,7 +98,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
         "outcomes": counts(outcomes.values()),
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
-        "notes": list(builder.notes) if builder else [],
+        "notes": list(getattr(builder, "notes", ())),
         "renames": [],
         "report": None,
     }

@@ -148,7 +148,9 @@ def param_groups(
 
 def _spared(model: nn.Module) -> tuple[str, ...]:
     ask = getattr(model, "no_weight_decay", None)
-    return tuple(ask()) if callable(ask) else ()
+    if not callable(ask):
+        return ()
+    return tuple(ask())
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
@@ -172,8 +174,9 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
-        role = owner.ROLES[name]
-        return gamma if role == GAMMA else role
+        if owner.ROLES[name] == GAMMA:
+            return gamma
+        return owner.ROLES[name]
     if affine.is_norm(owner):
         return {"weight": gamma, "bias": "beta"}.get(name)
     if name in ("gain", "skipinit_gain"):

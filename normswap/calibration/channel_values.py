@@ -16,7 +16,6 @@ from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 
-# Images of dead leaves.
 COUNT, BATCH = 128, 64
 # The side of an image of dead leaves at most, by its number of dimensions.
 LARGEST = {1: 4096, 2: 128, 3: 32}
@@ -84,7 +83,7 @@ def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Modul
 def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
     """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
     made_for = network_input.candidates(model)[0]
-    # a record is made at a size where a network for photographs has few places to a channel left at its end
+    # At the size of a record, networks for photographs have few places left for each channel at their end.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []

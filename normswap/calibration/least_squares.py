@@ -138,12 +138,7 @@ class Folds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The part of a regression that depends on the inputs alone.
-
-    Args:
-        factor: Cholesky's, of K (G, f, f).
-        damp: ridge * m, (G, 1, 1).
-    """
+    """A regression's part that depends on the inputs alone: Cholesky's factor of K (G, f, f), ridge m (G, 1, 1)."""
 
     factor: Tensor
     damp: Tensor
@@ -239,4 +234,6 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
 def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
     """The bias (G, o) with which the weights give the mean of the targets on average; 0 where there is to be none."""
     bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
-    return bias if moments.biased else torch.zeros_like(bias)
+    if moments.biased:
+        return bias
+    return torch.zeros_like(bias)

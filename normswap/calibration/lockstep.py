@@ -30,14 +30,11 @@ LARGE = 2**20
 
 
 class Interpreter:
-    """One network, run from node to node.
-
-    For each size of its input there is a record of its own, and for each input where the network looks at values.
-    """
+    """One network, run node by node, with a record for each size of its input, or each input where values decide."""
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         """`example`: a first batch of what it will be run on."""
-        # how many images a list has decides the way
+        # The number of images in a list decides which operations run.
         self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
@@ -93,7 +90,9 @@ def _filled(value: object, values: Values) -> Any:
         return slice(*(_filled(entry, values) for entry in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
         entries = [_filled(entry, values) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        if hasattr(value, "_fields"):
+            return type(value)(*entries)
+        return tuple(entries)
     return value
 
 

@@ -123,7 +123,7 @@ class NormInputs:
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
-        # where a channel is constant rounding leaves less: then the smallest mean would outweigh all others
+        # A constant channel has less variance than that, by rounding, and its mean would outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
@@ -131,7 +131,7 @@ class NormInputs:
         x, e = x * ratio, e * ratio.square()
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(affine.epsilon(norm))
-        # a group whose channels are all constant has nothing to weigh: its variance is taken for 1
+        # A group whose channels are all constant has nothing to weigh: its variance is taken for 1.
         constant = mean_var <= 1e-30
         x, e = torch.where(constant[:, None], 0.0, x), torch.where(constant[:, None], 1.0, e)
         var = torch.where(constant, 1.0, var)

@@ -39,7 +39,6 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
-    # (N, C, places, taps)
     read = _read(layer, x, torch.unravel_index(places, sides))
     read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
     targets = y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
@@ -66,7 +65,9 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
     read = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
-    return read if bool(inside.all()) else read * inside.flatten(1).to(read)
+    if bool(inside.all()):
+        return read
+    return read * inside.flatten(1).to(read)
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:

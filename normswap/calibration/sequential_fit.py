@@ -124,12 +124,7 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x and a shift, then perhaps a sum, in the source's terms.
-
-    Args:
-        scale: (C,) or (1,), float64.
-        arms: the other arm of the sum, in the source and in the result; empty without a sum.
-    """
+    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms`, of source and result."""
 
     scale: Tensor
     arms: tuple[fx.Node, ...]

@@ -27,12 +27,7 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime.
-
-    Args:
-        metadata: what is noted inside it.
-        body: its sidecar, or the same from inside; empty where `export` did not write it.
-    """
+    """A file for another runtime, with the metadata inside it and its sidecar; that is empty for others' files."""
 
     file: Path
     form: Format

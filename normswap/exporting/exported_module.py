@@ -96,7 +96,9 @@ class Shipped(nn.Module):
 
 
 def _halved(output: object) -> object:
-    return output.half().float() if isinstance(output, Tensor) and output.is_floating_point() else output
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output.half().float()
+    return output
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ class Format:
 
     def files(self, file: Path) -> tuple[Path, ...]:
         """A file of this format, and its part beside it."""
-        return (file, file.with_suffix(self.part)) if self.part else (file,)
+        if not self.part:
+            return (file,)
+        return (file, file.with_suffix(self.part))
 
     def size(self, file: Path) -> int:
         """Bytes of a file with its part, or of all that is in it where it is a directory."""

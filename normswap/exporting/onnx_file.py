@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
-# a classifier's answers stay as they come out of its products; what another layer reads is rounded there
+# The classifier's answers are not rounded. What another layer reads is rounded there.
 _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 

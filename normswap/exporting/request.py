@@ -76,7 +76,7 @@ class ExportRequest:
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
-        count = 2 if self.settings.dynamic_batch else 1
+        count = 1 + self.settings.dynamic_batch
         if not self.inputs:
             return (torch.zeros(count, *self.size),)
         return tuple(self.inputs[0].first(count).tensors())
@@ -194,7 +194,7 @@ def _is_encoder(source: nn.Module) -> bool:
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
+    whole = Signature.of(source, example.first(1 + dynamic_batch))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
     return whole

@@ -101,8 +101,11 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")
-        key = key if key and not key[0].isdigit() else "_".join(piece for piece in (alone, key) if piece)
-        named[key if key not in named else f"{key}_{len(named)}"] = tensor
+        if not key or key[0].isdigit():
+            key = "_".join(filter(None, (alone, key)))
+        if key in named:
+            key = f"{key}_{len(named)}"
+        named[key] = tensor
     return named
 
 

@@ -53,11 +53,7 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All the sums of the network's part of which at least two terms become one convolution.
-
-    Norms count as the scales and shifts that they become, so that the answer before folding says whether there may be
-    something to merge afterwards.
-    """
+    """All sums of which at least two terms become one convolution; norms count as the scales that they become."""
     traced = builder.anatomy.traced
     inner: set[fx.Node] = set()
     merges: list[Branches] = []

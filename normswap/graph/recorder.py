@@ -101,8 +101,6 @@ class Recorder(TorchFunctionMode):
         outputs = tuple(node for node in nodes if node is not None)
         self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
 
-    # operations
-
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -160,8 +158,6 @@ class Recorder(TorchFunctionMode):
             if not any(tensor is t for t in tensors):
                 self._set(tensor, node, keys)
         return result
-
-    # what tensors remember
 
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
@@ -238,8 +234,6 @@ class Recorder(TorchFunctionMode):
             entries = map(self._mapped, value)
             return list(entries) if type(value) is list else tuple(entries)
         return value
-
-    # modules
 
     def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
         path = self.paths.get(id(module))

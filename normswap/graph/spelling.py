@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
-# A function of torch's own.
 Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
@@ -107,7 +106,6 @@ def version(tensor: Tensor) -> int:
     """How often the tensor was written to."""
     try:
         return tensor._version
-    # A tensor that was made in inference mode has no version.
     except RuntimeError:
         return 0
 

@@ -208,7 +208,6 @@ def is_mul(node: fx.Node) -> bool:
 
 def is_constant_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies one tensor by a number."""
-    # There is none in x * x.
     numbers = [arg for arg in node.args if isinstance(arg, int | float)]
     return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 

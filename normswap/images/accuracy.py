@@ -18,12 +18,7 @@ from normswap.models.network_input import scores
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over `count` images, so many a second, loading included.
-
-    Args:
-        top1, top5: percentage of images whose right class is the best, or among the best five.
-        loss: mean cross-entropy.
-    """
+    """One pass over `count` images: top-1 and top-5 in percent, mean cross-entropy, images a second with loading."""
 
     top1: float
     top5: float
@@ -53,7 +48,6 @@ def classify(
         OptionError: it does not classify images.
     """
     total, start = getattr(loader, "count", 0), time.perf_counter()
-    # A list has a method of that name, and a stream may have no count.
     if not isinstance(total, int):
         total = 0
     # Hits of the best, hits among the best five, loss.

@@ -39,7 +39,6 @@ from normswap.models.weight_files import some
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
-# timm's families of datasets
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")
 # Calibration takes at most so many images, unless a number is given.
 _MOST_TO_CALIBRATE = 512
@@ -161,10 +160,7 @@ def split_for_calibration(loader: Loader, first: int | None, *, most: int | None
 def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:
-    """Return a dataset of (transformed PIL image, the network's label); one that streams has no length.
-
-    Its arguments are those of `make_loader`, and `record` is the network's (`image_record`).
-    """
+    """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream has no length."""
     channels = record["input_size"][0]
     modes = {1: "L", 3: "RGB"}
     if channels not in modes:
@@ -204,7 +200,6 @@ def _counted(model: nn.Module) -> int | None:
     try:
         with undisturbed(model), torch.inference_mode():
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
-    # The images will show what is wrong with the network.
     except Exception:
         return None
 
@@ -246,10 +241,7 @@ def _names(dataset: object) -> Mapping[str, int]:
 
 
 class LabelledImages(Dataset[object]):
-    """Images and the network's labels; of an image that cannot be read a sentence that says so.
-
-    An error that is raised in a worker would arrive as a traceback.
-    """
+    """Images and the network's labels; a sentence for an unreadable image, as a worker's error is a traceback."""
 
     def __init__(
         self, images: Any, mode: str, transform: Any, outputs: Mapping[int, int] | None, notes: tuple[str, ...] = ()
@@ -262,7 +254,6 @@ class LabelledImages(Dataset[object]):
     def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
         try:
             image, label = self._image(index)
-        # Pillow raises these for broken files.
         except (OSError, ValueError, SyntaxError) as error:
             name_of = getattr(self.images, "filename", lambda index: f"image {index}")
             return f"{name_of(index)} cannot be read: {first_line(error)}"

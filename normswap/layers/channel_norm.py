@@ -180,7 +180,6 @@ class RMSNorm(PlannedLayer):
 class Centred(PlannedLayer):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
-    # It stands in the place of a parameter.
     TENSORS = True
 
     @classmethod

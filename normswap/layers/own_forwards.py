@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from normswap.layers.reparametrized import CONVOLUTIONS
 
-# By their dimensions, from one on.
 _CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
 _NEAR = 1e-9

@@ -21,7 +21,6 @@ from torch.nn.utils import parametrizations, parametrize
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.planned_layer import Linearity
 
-# By their dimensions, from one on.
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")

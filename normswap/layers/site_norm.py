@@ -63,7 +63,9 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
+        if not self.ghost:
+            return super().extra_repr()
+        return f"{super().extra_repr()}, ghost={self.ghost}"
 
     @classmethod
     def replacing(
@@ -119,10 +121,7 @@ class EmptyNorm(PlannedLayer):
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
-    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps, in one kernel.
-
-    Under autocast torchvision's own gives float32, and all that follows computes in that.
-    """
+    """torchvision's frozen BatchNorm for any dimensions, in one kernel, under autocast in the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""

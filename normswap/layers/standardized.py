@@ -105,10 +105,7 @@ def scale_filters(layer: Any, factor: Tensor) -> None:
 
 
 class StandardizedConv(PlannedLayer):
-    """`layers.Folded` with standardized filters; with `mean`, its filters need not sum to zero.
-
-    `padding`: that of a convolution that pads by itself (`own_forwards.even_padding`).
-    """
+    """`Folded` with standardized filters and one mean each with `mean`; `padding`: `own_forwards.even_padding`."""
 
     @classmethod
     def replacing(

@@ -54,7 +54,9 @@ class Example:
     @property
     def size(self) -> tuple[int, ...]:
         """Of one of its images, (C, H, W)."""
-        return tuple(self.images.shape if self.listed else self.images.shape[1:])
+        if self.listed:
+            return tuple(self.images.shape)
+        return tuple(self.images.shape[1:])
 
     @property
     def count(self) -> int:
@@ -62,7 +64,9 @@ class Example:
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
-        return len(self.images) if self.images.ndim else 1
+        if not self.images.ndim:
+            return 1
+        return len(self.images)
 
     def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]

@@ -77,7 +77,6 @@ def read_wrapped(file: Path) -> Wrapped:
             # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError and others.
     except Exception as error:
         if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
             what = f"{file} is a pickle of Python objects, and normswap never executes those"

@@ -157,7 +157,6 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
         dropout = getattr(builder.anatomy.traced.modules[owner], name)
-        # timm's networks hold a number.
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")

@@ -32,7 +32,6 @@ from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
 
-# Torch's.
 EPS, MOMENTUM = 1e-5, 0.1
 
 

@@ -21,8 +21,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
         beside: names of further files that are written there, and that belong to it. Where a process is killed, the
             name has all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
-    Raises:
-        OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
+    Raises OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
     try:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
@@ -97,8 +96,7 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
     Args:
         folder_with: it is to be a directory; one that is replaced must have a file of this name.
 
-    Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
+    Raises OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """
     if file.is_dir() and folder_with is None:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")

@@ -55,8 +55,7 @@ def open_model(
         trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
-    Raises:
-        SourceError: it cannot be found, read or understood.
+    Raises SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     if folder.exists() and is_checkpoint(folder):
@@ -238,4 +237,6 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+    if not kinds:
+        return torch.float32
+    return functools.reduce(torch.promote_types, kinds)

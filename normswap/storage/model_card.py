@@ -69,7 +69,9 @@ def published(card: str, repo: str, *, alone: bool) -> str:
 
 def _said(step: Step) -> str:
     options = ", ".join(f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items())
-    return f"{step.scheme} ({options})" if options else step.scheme
+    if not options:
+        return step.scheme
+    return f"{step.scheme} ({options})"
 
 
 def _measured(report: Report) -> str:

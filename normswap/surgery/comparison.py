@@ -256,7 +256,9 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
-    return 0.0 if shaped and apart == float("inf") else apart
+    if shaped and apart == float("inf"):
+        return 0.0
+    return apart
 
 
 def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:

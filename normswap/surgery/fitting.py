@@ -88,7 +88,9 @@ class _Calls:
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
     """Images as calls of the network, which can be iterated as often as the images can."""
     calls = _Calls(images, network.form)
-    return iter(calls) if isinstance(calls.batches, Iterator) else calls
+    if isinstance(calls.batches, Iterator):
+        return iter(calls)
+    return calls
 
 
 def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:

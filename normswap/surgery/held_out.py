@@ -37,7 +37,6 @@ class HeldOutSplit:
         position = 0
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
-                # Its reader says what is wrong with it.
                 yield batch
                 continue
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1

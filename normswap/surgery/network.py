@@ -188,7 +188,9 @@ class Network:
             return self.calls
         traced = self.anatomy.traced
         noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
-        return noise[:1] if traced.input_independent else noise
+        if traced.input_independent:
+            return noise[:1]
+        return noise
 
     @cached_property
     def images(self) -> Batches | None:

@@ -132,7 +132,7 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
         if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in names:
-                    parameter.fill_(0 if name == "bias" else 1)
+                    parameter.fill_(float(name != "bias"))
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:

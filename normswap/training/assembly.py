@@ -40,8 +40,7 @@ def read_slurm() -> None:
 
     SLURM_STEP_ID is srun's: a batch script has SLURM_NTASKS, too, and is one process.
 
-    Raises:
-        OptionError: nobody says where the processes meet.
+    Raises OptionError: nobody says where the processes meet.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:

@@ -324,12 +324,14 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 def precise(device: torch.device) -> torch.dtype:
     """Return what to add figures up in: the order, which depends on the number of processes, should not show."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def score(row: Row) -> float:
     """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
-    if accuracies:
-        return max(accuracies)
-    return -math.inf if row["train_loss"] is None else -row["train_loss"]
+    if row["train_loss"] is not None:
+        accuracies = accuracies or [-row["train_loss"]]
+    return max(accuracies, default=-math.inf)

@@ -37,13 +37,12 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     Args:
         network: the record of the network that `model` is a copy of, where one has been made.
 
-    Raises:
-        OptionError: timm does not know it, or it does not take such groups.
+    Raises OptionError: timm does not know it, or it does not take such groups.
     """
     policy: Policy = optim.decay
     if policy == "auto":
         steps = provenance.of(model).plan.steps
-        policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
+        policy = next((schemes.get(step.scheme).decay for step in steps[-1:]), "kim2022")
     rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
     try:

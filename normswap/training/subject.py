@@ -29,12 +29,7 @@ _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The network as training begins. Nothing that takes it changes it.
-
-    Args:
-        network: its record.
-        source: what it was before the recipe's own conversion; itself where there was none.
-    """
+    """The network as training begins, and before the recipe's conversion (`source`). No function changes it."""
 
     network: Network
     source: nn.Module
@@ -119,8 +114,7 @@ def classifier(network: Network) -> str:
 
     Adaptive clipping leaves it alone.
 
-    Raises:
-        OptionError: there is none.
+    Raises OptionError: there is none.
     """
     ask = getattr(network.module, "get_classifier", None)
     layer = ask() if callable(ask) else None

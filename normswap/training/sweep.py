@@ -219,8 +219,7 @@ class Sweep:
         place: where this machine's runs go.
         storage: the URL of a database; by default an SQLite file in `place`.
 
-    Raises:
-        NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
+    Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
     """
 
     def __init__(

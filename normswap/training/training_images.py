@@ -141,8 +141,7 @@ class TrainingImages:
         model: the network's record (`datasets.image_record`).
         labelled: whether labels are used.
 
-    Raises:
-        SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
+    Raises SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:

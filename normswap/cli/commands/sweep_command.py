@@ -75,7 +75,7 @@ def run(
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
-    name = model or (plan.model.name if plan.model else None)
+    name = model or getattr(plan.model, "name", None)
     if name is None:
         raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
     from normswap.training import training_images  # imports torch
