@@ -63,8 +63,6 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
 
     def extra_repr(self) -> str:
-        if not self.ghost:
-            return super().extra_repr()
         return f"{super().extra_repr()}, ghost={self.ghost}"
 
     @classmethod

@@ -73,7 +73,7 @@ def run(
 
     assembly.read_slurm()
     first = os.environ.get("RANK", "0") == "0"
-    name = model or getattr(plan.model, "name", "")
+    name: str = model or getattr(plan.model, "name", "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     try:
         source = opening.open(model) if model else None
