@@ -160,7 +160,8 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:
-            return node  # a gate, or the second constant (the attention gain of NF networks belongs to f)
+            # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
+            return node
         node = tensors[0]
 
 

@@ -204,7 +204,6 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
             at_each_position = is_at_each_position(anatomy.traced.modules[path])
             if at_each_position and gammas[path] == "gamma_last" and not _ends_in(path, block, anatomy):
                 gammas[path] = "gamma_other"
-    # A norm may have several paths.
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
     # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.

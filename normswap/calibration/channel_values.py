@@ -72,7 +72,7 @@ def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Modul
         try:
             moments = observed(model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments)
             path, (first, *_) = next(iter(moments.items()))
-        except Exception:  # whatever the network raises: not of that size, or it takes no images at all
+        except Exception:
             continue
         ratio = float(_expected(norms[path])[1].mean() / first[1].mean())
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0

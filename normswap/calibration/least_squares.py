@@ -110,7 +110,8 @@ def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x
-    with np.errstate(over="ignore", invalid="ignore"):  # `Kernel.of` says what is not finite
+    # `Kernel.of` says what is not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
         return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
 
 

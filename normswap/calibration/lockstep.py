@@ -159,7 +159,7 @@ class Lockstep:
             try:
                 for interpreter, values, begin, end in zip(self.interpreters, batch, self.reached, ends, strict=True):
                     interpreter.run(values, begin, end)
-            except Exception as error:  # a way that only other images take
+            except Exception as error:
                 raise misfit(error, "these images take another way through the network than the first") from None
             for values, before in zip(batch, stored, strict=True):
                 finite += _finite(values[name] for name in values.keys() - before.keys())

@@ -58,7 +58,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     maps, padding = own_forwards.read(conv, x)
     sides = maps.shape[2:]
     flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
-    for side, place in enumerate(at):  # along each side, (p, 1 .. k .. 1)
+    for side, place in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
         index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side][0]
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))

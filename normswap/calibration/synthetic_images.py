@@ -75,7 +75,7 @@ def make(
                     form.of((natural_noise.coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
-                except Exception as error:  # whatever the network raises
+                except Exception as error:
                     raise SourceError("synthetic images cannot be made", first_line(error), remedy) from None
                 if not bool(torch.isfinite(loss)):
                     raise SourceError("synthetic images cannot be made", "the network's numbers overflow", remedy)

@@ -43,7 +43,7 @@ def output_option(metavar: str, help: str) -> Any:
 
 
 def _check_device(name: str) -> str:
-    if name not in ("auto", "cpu"):  # others cost the import of torch
+    if name not in ("auto", "cpu"):
         from normswap.models import devices
 
         devices.find(name)

@@ -334,7 +334,6 @@ def refusing(what: str) -> Iterator[None]:
     except (NormswapError, OSError):
         raise
     except Exception as error:
-        # The first cause says most.
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         raise RefusedError(what, first_line(error)) from None

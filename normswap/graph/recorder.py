@@ -89,7 +89,6 @@ class Recorder(TorchFunctionMode):
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
             node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
-            # The members of a list are alike.
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set(value, node)
             return value

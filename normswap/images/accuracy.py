@@ -50,7 +50,6 @@ def classify(
     total, start = getattr(loader, "count", 0), time.perf_counter()
     if not isinstance(total, int):
         total = 0
-    # Hits of the best, hits among the best five, loss.
     sums = torch.zeros(3, dtype=torch.float64)
     answers: list[Tensor] = []
     count, form = 0, calling.form(model)

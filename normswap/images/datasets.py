@@ -282,7 +282,6 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """Read the image's bytes: timm's own way leaves a tar open, in a state that worker processes would share."""
-    # `inside` is the tar within the tar that has it, or None.
     member, _, inside = reader.samples[index]
     with open(reader.root, "rb") as tar:
         tar.seek(member.offset_data + getattr(inside, "offset_data", 0))

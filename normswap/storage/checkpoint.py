@@ -36,7 +36,7 @@ from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
-if TYPE_CHECKING:  # Python 3.11 has it in typing
+if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 

@@ -27,7 +27,7 @@ from normswap.training.run_folder import State
 from normswap.training.subject import Subject, classifier
 from normswap.training.training_images import Share, TrainingImages, validation
 
-if TYPE_CHECKING:  # an optional package, or one that takes long to import
+if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 

@@ -33,7 +33,7 @@ from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, id
 from normswap.training.subject import begin, converted
 from normswap.training.training_images import TrainingImages, image_notes, key
 
-if TYPE_CHECKING:  # an optional package, or one that takes long to import
+if TYPE_CHECKING:
     from accelerate import Accelerator
 
 

@@ -201,7 +201,7 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     for step in plan.steps:
         try:
             converted = carry_out(network.fitted_to(images, advance), step)
-        except RuntimeError as error:  # torch's, when layers do not fit each other
+        except RuntimeError as error:
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
         network = converted.network
         bodies += summary.of_conversion(converted)

@@ -17,7 +17,7 @@ from normswap.errors import OptionError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
-if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
+if TYPE_CHECKING:
     from normswap.training.engine import TrainingProgress
     from normswap.training.recipe import Recipe
     from normswap.training.sweep import Objective
@@ -78,7 +78,7 @@ def run(
     name = model or getattr(plan.model, "name", None)
     if name is None:
         raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-    from normswap.training import training_images  # imports torch
+    from normswap.training import training_images
 
     training_images.require_validation(plan.data)
     points = [(rate, seed) for rate in rates for seed in range(seeds)]
