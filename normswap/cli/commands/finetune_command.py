@@ -73,7 +73,7 @@ def run(
 
     assembly.read_slurm()
     first = os.environ.get("RANK", "0") == "0"
-    name: str = model or getattr(plan.model, "name", "")
+    name = model or (plan.model.name if plan.model else "")
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     try:
         source = opening.open(model) if model else None
