@@ -20,7 +20,7 @@ from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
 from normswap.models import kinds
 from normswap.models.hub import Cfg
-from normswap.models.preprocessing import for_size
+from normswap.models.preprocessing import for_inputs, for_size
 from normswap.plan import Body
 from normswap.provenance import Provenance
 
@@ -100,6 +100,11 @@ class ExportedFile:
 
         Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
+        if "inputs" in self.body and "normalize" not in self.body:
+            stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in self.body["inputs"]}
+            free = self.body["inputs"][0]["shape"][0] is None
+            settings = FileSettings(format=self.form.name, dtype=self.precision or "fp32", dynamic_batch=free)
+            return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
         batch, size = self.shape
         settings = FileSettings(
             format=self.form.name,

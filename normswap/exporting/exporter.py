@@ -61,6 +61,7 @@ class Exported:
         seconds: what it all took.
         quantized: how, if it is int8.
         noise_only: whether it was checked on noise alone, for want of images.
+        inputs: name, shape and type of each input, where it takes something else than images.
     """
 
     file: Path
@@ -77,6 +78,7 @@ class Exported:
     seconds: float
     quantized: Quantized | None = None
     noise_only: bool = False
+    inputs: tuple[str, ...] = ()
 
 
 @full_precision()
@@ -135,7 +137,8 @@ def export(
         checks.check(request.reference(), network, batches, described=described, what="the folded network")
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
-    remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumption(request.source))
+    assumed = "" if request.inputs and not request.imaged else assumption(request.source)
+    remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
     notes = tuple(filter(None, remarks))
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
@@ -172,6 +175,7 @@ def export(
         time.perf_counter() - start,
         quantized,
         noise_only,
+        tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )
 
 

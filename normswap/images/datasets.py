@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from normswap import demo_files
 from normswap.errors import OptionError, SourceError, counted, first_line, quiet, spelled
+from normswap.images import array_files
 from normswap.models import network_input, zoo
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
@@ -47,7 +48,7 @@ _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mo
 
 
 class Loader:
-    """Batches of images (N, C, H, W) and labels (N,), in a fixed order.
+    """Batches of images (N, C, H, W) and labels (N,), or of several inputs and labels by name, in a fixed order.
 
     Args:
         origin: what the user named, for errors.
@@ -67,11 +68,14 @@ class Loader:
         batches = _batches(Subset(old.dataset, rows), old.batch_size, old.num_workers, old.generator)
         return Loader(batches, self.origin, len(rows), self.notes)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         left = self.count
         for batch in self.batches:
             if isinstance(batch, str):
                 raise SourceError(f"{self.origin}: {batch}", remedy="Remove or replace it.")
+            if isinstance(batch, dict):
+                yield batch
+                continue
             images, labels = batch
             yield images[:left], labels[:left]
             if left is not None:
@@ -95,8 +99,9 @@ def make_loader(
 
     Args:
         model: the network, or its record (`image_record`).
-        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, or a dataset
-            of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
+        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, a dataset
+            of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`, or arrays
+            (`array_files`).
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
         samples: take this many images, drawn without replacement by `seed`; a stream gives its first ones.
         labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
@@ -161,8 +166,12 @@ def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:
     """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream has no length."""
-    channels = record["input_size"][0]
-    modes = {1: "L", 3: "RGB"}
+    if files := array_files.find(Path(data)):
+        return array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
+    channels, modes = record["input_size"][0], {1: "L", 3: "RGB"}
+    if len(record["input_size"]) != 3:
+        what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"
+        raise SourceError(what, f"{data} holds no arrays", "Give a folder of .npy or .safetensors files")
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
     mode = modes[channels]
@@ -192,7 +201,8 @@ def image_record(model: nn.Module) -> Cfg:
     count = getattr(model, "num_classes", record.get("num_classes"))
     if count is None:
         count = _counted(model)
-    return {**zoo.data_config(model), "num_classes": count, "label_names": record.get("label_names")}
+    named = {name: record.get(name) for name in ("label_names", "inputs")}
+    return {**zoo.data_config(model), "num_classes": count, **named}
 
 
 def _counted(model: nn.Module) -> int | None:

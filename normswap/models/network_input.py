@@ -144,6 +144,29 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
     return form(model).of(x).like(model)
 
 
+class DrawnCalls(list[Example]):
+    """Calls of which only names, shapes and types are stated: their values are random."""
+
+
+def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
+    """One call of the inputs that the network's record states by name; None where it states none.
+
+    Floating-point numbers are N(0, 1); whole ones are below the smallest number of rows of its embeddings, or 2.
+    """
+    stated = provenance.of(model).pretrained_cfg.get("inputs")
+    if not stated:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    rows = min((m.num_embeddings for m in nn.Module.modules(model) if isinstance(m, nn.Embedding)), default=2)
+    values: dict[str, object] = {}
+    for name, (shape, dtype) in stated.items():
+        if dtype == "float32":
+            values[name] = torch.randn(batch, *shape, generator=generator)
+        else:
+            values[name] = torch.randint(rows, (batch, *shape), generator=generator).to(getattr(torch, dtype))
+    return DrawnCalls([Example((), values).like(model)])
+
+
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     """Return a row of numbers of words, with no size of an image, for a network that begins with an embedding."""
     first = next((m for m in nn.Module.modules(model) if next(m.parameters(recurse=False), None) is not None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from timm.data import resolve_data_config
@@ -60,6 +60,12 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     if tuple(built) != tuple(size):
         remedy = f"See `{spelled('arch_args', metavar='img_size=...')}`"
         raise OptionError(f"input size {comma_list(size)}", f"the network is built for {comma_list(built)}", remedy)
+    return model
+
+
+def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
+    """The network itself, whose record says what it takes: by name the shape without the batch, and the type."""
+    _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
     return model
 
 

@@ -14,6 +14,7 @@ from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
 from normswap.models.preprocessing import data_config as data_config
+from normswap.models.preprocessing import for_inputs as for_inputs
 from normswap.models.preprocessing import for_size as for_size
 from normswap.models.weight_files import hash_tensors as hash_tensors
 from normswap.models.weight_files import load_into, read

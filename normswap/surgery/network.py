@@ -22,6 +22,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress
+from normswap.models.network_input import DrawnCalls
 from normswap.provenance import Provenance
 from normswap.surgery import running
 
@@ -45,7 +46,7 @@ class Network:
     Args:
         module: the network itself.
         inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
-            default N(0, 1) noise of `size`.
+            default random ones that its record states (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
         calibrate: batches to fit values to, a function that gives them, or "synthetic": images made from the statistics
@@ -64,6 +65,8 @@ class Network:
         network_input.require_module(self.module)
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
+        if self.inputs is None and self.size is None:
+            object.__setattr__(self, "inputs", network_input.drawn_calls(self.module, seed=self.seed))
         if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
             raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
 
@@ -170,6 +173,8 @@ class Network:
     @property
     def input_size(self) -> tuple[int, ...]:
         """(C, H, W) of one input."""
+        if isinstance(self.inputs, DrawnCalls):
+            return self.inputs[0].size
         return tuple(self.size or network_input.size(self.module))
 
     @cached_property
@@ -204,4 +209,6 @@ class Network:
     @property
     def described(self) -> str:
         """How reports call the inputs."""
+        if isinstance(self.inputs, DrawnCalls):
+            return f"random inputs of the stated shapes, seed {self.seed}"
         return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"

@@ -37,6 +37,7 @@ def how(result: nn.Module) -> Body:
     # The result was loaded, so a factory that builds it is trusted.
     trusted = kinds.by_builder(record.arch.builder).foreign
     options: Body = {"arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
+    options["inputs"] = record.pretrained_cfg.get("inputs")
     if Path(record.source).is_file():
         options["arch"] = kinds.named(record.arch)
     if record.pretrained_cfg.get("input_size"):
@@ -83,5 +84,6 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 
 
 def labels_are_missing(loader: Loader) -> bool:
-    """Whether images of the first batch have no label: -1."""
-    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))
+    """Whether samples of the first batch have no label: -1."""
+    firsts = itertools.islice(loader, 1)
+    return any(bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any()) for batch in firsts)
