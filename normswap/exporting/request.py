@@ -174,11 +174,15 @@ class ExportRequest:
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
         """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
-        noise = ("random inputs, seed 0" if self.drawn else "smooth noise, seed 0") if self.on_noise(images) else ""
+        described = "given images"
+        if self.on_noise(images):
+            described = "random inputs, seed 0" if self.drawn else "smooth noise, seed 0"
+        elif self.inputs:
+            described = "given inputs"
         if self.inputs:
-            return self._calls(self.inputs if images is None else images), noise or "given inputs"
+            return self._calls(self.inputs if images is None else images), described
         pairs = labelled(self.pictures() if images is None else images)
-        return checks.split(pairs, singly=not self.settings.dynamic_batch), noise or "given images"
+        return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
         """The inputs of the file, call by call; a sample at a time where their number is not free."""

@@ -218,7 +218,9 @@ def _place(data: str, split: str) -> Path | None:
     path = Path(data)
     if data == demo_files.NAME and not path.exists():
         path = demo_files.IMAGES
-    return part_of(path, split) if path.exists() else None
+    if not path.exists():
+        return None
+    return part_of(path, split)
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:

@@ -108,4 +108,6 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
         return None
     after = traced.users[users[0]]
     removed = len(after) == 1 and builder.removes(str(after[0].target)) and scales_branch(traced.module(after[0]))
-    return users[0], str((after[0] if removed else users[0]).target)
+    if removed:
+        return users[0], str(after[0].target)
+    return users[0], str(users[0].target)

@@ -115,7 +115,9 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
     old = cast(BranchScale, builder.anatomy.traced.modules[path])
-    alpha = old.alpha.item() if value is None else value
+    alpha = value
+    if alpha is None:
+        alpha = old.alpha.item()
     bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
         builder.replacements[path] = Edit(path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})})

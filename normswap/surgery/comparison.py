@@ -182,7 +182,9 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
     if error.relative_l2 > allowed:
         own_change = _allowance(source, larger, outputs, error, precise, exact=True)
         allowed = max(allowed, _tolerance(precision, own_change, None)[precision])
-    return error if error.relative_l2 > allowed else None
+    if error.relative_l2 <= allowed:
+        return None
+    return error
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:

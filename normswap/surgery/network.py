@@ -211,4 +211,6 @@ class Network:
         """How reports call the inputs."""
         if isinstance(self.inputs, DrawnCalls):
             return f"random inputs of the stated shapes, seed {self.seed}"
-        return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"
+        if self.inputs is not None:
+            return "given inputs"
+        return f"N(0, 1) noise, seed {self.seed}"
