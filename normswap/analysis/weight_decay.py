@@ -184,7 +184,6 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
-        # In torch's weight norm original0 is g, and original1 is v.
         return "gain"
     return None
 

@@ -169,7 +169,6 @@ class NormInputs:
 
     def descended(self, scale: Tensor) -> Tensor:
         """Scales (G, c) nearby that cost less."""
-        # Tensors of inference mode have no gradients, so they are copied.
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
@@ -209,7 +208,6 @@ def least_sum(quadratic: Numbers) -> Numbers:
     best: Numbers = starts[0]
     lowest = float("inf")
     for signs in starts:
-        # An eighth of the change that flipping each sign makes.
         gains = (diagonal - signs * (quadratic @ signs)) / 2
         while gains[at := gains.argmin()] < least:
             gain = gains[at]

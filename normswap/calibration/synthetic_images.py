@@ -88,10 +88,7 @@ def make(
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """While the network runs, each norm adds how far the statistics of its input are from those that it keeps.
-
-    The squared errors of mean and deviation per channel, in units of the deviation, averaged.
-    """
+    """Each norm adds, in a run, the mean squared errors of its input's mean and deviation, in kept deviations."""
     distances: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:

@@ -139,7 +139,6 @@ class _GraphReader(NodeReader):
                 break
             last = before
         small, large = (node.meta["shape"] for node in (last, branch))
-        # A split has several tensors, and no one size.
         same_rank = isinstance(small, torch.Size) and len(small) == len(large)
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 

@@ -147,12 +147,16 @@ class Traced:
             first, second = sources
             if self.depends(second, first):
                 return first
-            return second if self.depends(first, second) else None
+            if not self.depends(first, second):
+                return None
+            return second
         return single(sources)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The leaf module that `node` calls, if it calls one."""
-        return self.modules[str(node.target)] if node.op == "call_module" else None
+        if node.op != "call_module":
+            return None
+        return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
         """The linear layer at a path."""

@@ -74,7 +74,9 @@ def _read(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[s
             what = f"{file}: {name or 'the array'} has the shape {'x'.join(map(str, tensor.shape))}"
             raise SourceError(what, f"one sample has {len(shape)} dimensions")
     count = len(samples[name])
-    samples[_LABELS] = torch.full((count,), -1) if labels is None else labels.reshape(-1).long()
+    if labels is None:
+        labels = torch.full((count,), -1)
+    samples[_LABELS] = labels.reshape(-1).long()
     if {len(tensor) for tensor in samples.values()} != {count}:
         raise SourceError(f"{file} has not as many samples of each input as labels")
     return samples

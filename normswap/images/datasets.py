@@ -127,7 +127,6 @@ def make_loader(
         if count < len(dataset):
             dataset = Subset(dataset, rows)
     elif hasattr(dataset, "set_loader_cfg"):
-        # timm deals out the shards of a stream by it.
         dataset.set_loader_cfg(num_workers=workers)
     batches = _batches(dataset, batch_size, workers, torch.Generator().manual_seed(seed))
     return Loader(batches, data, count, notes)

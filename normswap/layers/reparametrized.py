@@ -41,11 +41,7 @@ class Gain(OwnLayer):
 
 
 class Standardized(OwnLayer):
-    """A convolution of ours with scaled weight standardization.
-
-    Parameters as timm's `ScaledStdConv2d`, and `mean`, one number per filter (O, 1, ...) that is added to the
-    standardized weight, or None.
-    """
+    """A convolution with scaled weight standardization, with timm's parameters and `mean` (O, 1, ...) or None."""
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None

@@ -29,7 +29,6 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             yield aside
             new_files = [aside.with_name(name) for name in (*beside, file.name)]
             for written in (path for new_file in new_files for path in (new_file, *new_file.rglob("*"))):
-                # Some writers make the file private.
                 if written.exists():
                     written.chmod((0o777 if written.is_dir() else 0o666) & ~_umask())
             if beside or aside.is_dir():

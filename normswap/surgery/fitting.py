@@ -52,13 +52,7 @@ def _exact_options(chosen: Chosen) -> list[str]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The outcome of a fit.
-
-    Args:
-        held: calls that nothing was fitted to.
-        unmeasured: why there are none.
-        notes: what the user should know.
-    """
+    """The outcome of a fit: calls that nothing was fitted to, why there are none, what the user should know."""
 
     held: tuple[Example, ...] = ()
     unmeasured: str = ""
