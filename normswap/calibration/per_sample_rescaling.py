@@ -119,7 +119,6 @@ class NormInputs:
         that these images do not show would dominate its group on others.
         """
         effect = affine.read(norm)[0].square()
-        # Only the ratios count, so that none is too large for float32.
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre

@@ -190,7 +190,6 @@ def _from_hub(source: str) -> Path | None:
         return None
     if not schemes:
         return None
-    # Not every network had norms.
     with contextlib.suppress(SourceError):
         hub.fetch(repo, (NORMS,))
     return hub.fetch(repo, (WEIGHTS,)).parent

@@ -67,7 +67,6 @@ def push(
     arguments = _arguments(model, provenance.of(model).arch)
     contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    # With these arguments timm builds the result itself.
     if arguments is not None:
         config["model_args"] = dict(arguments)
     contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()

@@ -67,7 +67,6 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
         per_epoch: updates.
     """
     warmup = round(schedule.warmup * per_epoch)
-    # The first update is one step above 0.
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     kinds: dict[str, Callable[..., Scheduler]] = {"cosine": CosineLRScheduler, "poly": PolyLRScheduler}

@@ -157,7 +157,6 @@ def _problems(error: ValidationError) -> Iterator[str]:
         if kind == "extra_forbidden":
             hint = _near(key, flat(_EVERY_GROUP)) or "`normswap recipes NAME --json` prints every key"
             yield f"unknown key {key} ({hint})"
-        # `_fits_together` names the key itself.
         elif kind == "value_error":
             yield str(problem["ctx"]["error"])
         elif kind == "missing":

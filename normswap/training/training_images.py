@@ -203,7 +203,6 @@ def places(data: DataPart) -> tuple[str, str | None]:
         remedy = "Give data.root=PATH, the folder of the images"
         raise SourceError("no images to train on", "the recipe has no data.root", remedy)
     root = Path(data.root)
-    # It is a dataset of timm's, which knows its parts, or an error when it is opened.
     if not root.exists():
         parts = data.root.partition("/")[0].lower() in PREFIXES
         return data.root, data.validation or (data.root if parts else None)
