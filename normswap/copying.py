@@ -55,10 +55,9 @@ def twin(model: Module) -> Module:
 
 
 def duplicate(model: Module, memo: Memo) -> Module:
-    """`copy.deepcopy`, several times as fast, and also of a network that holds what cannot be copied: that is shared.
+    """`copy.deepcopy`, several times as fast; what cannot be copied is shared.
 
-    Args:
-        memo: by the identity of what is not to be copied, what takes its place; what was copied is added.
+    `memo` gives, by identity, what takes the place of what is not to be copied; what was copied is added.
     """
     return _copy(model, memo, _cloned, whole=True)
 
@@ -115,27 +114,32 @@ def _copies_itself(module: nn.Module) -> bool:
 
 def _deeply(value: object, memo: Memo) -> bool:
     """Whether `copy.deepcopy` copies it; then `memo` holds the copy."""
-    attempt: ChainMap[int, Any] = ChainMap({}, memo)  # who fails half-way leaves nothing
+    # A copy that fails half-way leaves nothing in `memo`.
+    attempt: ChainMap[int, Any] = ChainMap({}, memo)
     try:
         attempt[id(value)] = copy.deepcopy(value, cast(Memo, attempt))
-    except Exception:  # whatever it holds raises
+    except Exception:
         return False
-    alive = attempt.maps[0].pop(id(attempt), [])  # what deepcopy keeps alive, so that no other object gets its identity
+    # deepcopy keeps these alive, so that no other object gets their identities.
+    alive = attempt.maps[0].pop(id(attempt), [])
     memo.setdefault(id(memo), []).extend(alive)
     memo.update(attempt.maps[0])
     return True
 
 
 def _shared(tensor: Tensor, memo: Memo) -> Tensor:
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().clone()
 
 
 def _cloned(tensor: Tensor, memo: Memo) -> Tensor:
     try:
         copied: Tensor = copy.deepcopy(tensor, memo)
-    except Exception:  # it has a history, or its class raises
+    except Exception:
         copied = tensor.detach().clone()
-        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, tensor.requires_grad)
     return copied
 
 

@@ -71,6 +71,11 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
+def inputs_spelled() -> str:
+    """What says all that a network takes, as whoever reads the error has to write it."""
+    return "--input NAME=SHAPE" if _TYPED.get() else "inputs="
+
+
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
     return f"{count} {singular if count == 1 else more}"
@@ -79,7 +84,8 @@ def counted(count: int, singular: str, more: str) -> str:
 def first_line(error: BaseException) -> str:
     """The error's message cut to one line, or its class when it has none."""
     text = str(error)
-    if isinstance(error, KeyError) and "\\n" in text:  # torch adds lines of its own, and a KeyError spells them out
+    # torch adds lines of its own, and a KeyError spells them out.
+    if isinstance(error, KeyError) and "\\n" in text:
         text = str(error.args[0])
     lines = text.strip().splitlines()
     return next(iter(lines), type(error).__name__)

@@ -160,11 +160,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """One conversion: the scheme, the options it was given, and its edits, at most one per path.
-
-    Args:
-        outcomes: what became of each norm, by path, for the reader: nothing is done by them.
-    """
+    """One conversion: scheme, options, at most one edit per path; the outcomes are for the reader alone."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 

@@ -59,11 +59,7 @@ class Provenance:
         return frozenset(merged | {read for edit in edits if edit.path in merged for read in edit.reads})
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
-        """The record one step later.
-
-        Args:
-            norms: the tensors of the norms that the step replaced.
-        """
+        """The record one step later, with the tensors of the norms that the step replaced."""
         return replace(self, plan=self.plan.then(step), norms={**self.norms, **norms})
 
 
@@ -73,6 +69,7 @@ def attach(model: nn.Module, record: Provenance) -> nn.Module:
     return model
 
 
-def of(model: nn.Module) -> Provenance | None:
-    """The record `model` carries, if any."""
-    return model.__dict__.get(_KEY)
+def of(model: nn.Module) -> Provenance:
+    """The record that `model` carries, or one that names its class alone."""
+    record: Provenance = model.__dict__.get(_KEY) or Provenance(source=type(model).__name__)
+    return record

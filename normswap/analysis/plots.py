@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from normswap.analysis.signal_propagation import Point
+    from normswap.analysis.block_signals import Point
 
 Curves = Mapping[str, Sequence["Point"]]
 
@@ -31,11 +31,7 @@ _LOG_ABOVE, _FLOOR = 30.0, 1e-3
 
 
 def plot(curves: Curves, file: Path) -> Path:
-    """Draw one figure with three panels over the residual blocks: squared mean, variance, and variance of the branch.
-
-    Args:
-        curves: the points of each network, by the name for the legend.
-    """
+    """Draw squared mean, variance and the branch's variance over the blocks; `curves` has each network's points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")

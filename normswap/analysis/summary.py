@@ -62,7 +62,9 @@ def _block(block: Block, anatomy: Anatomy) -> Body:
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
     module = anatomy.traced.modules[norm.path]
-    mean, std = affine.moments(module) if affine.has_moments(module) else anatomy.kept_moments(norm.path)
+    mean, std = anatomy.kept_moments(norm.path) or (None, None)
+    if affine.has_moments(module):
+        mean, std = affine.moments(module)
     refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
     return {
         "path": norm.path,

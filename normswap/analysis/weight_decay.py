@@ -34,7 +34,6 @@ from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
-from normswap.provenance import Provenance
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
@@ -202,7 +201,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
     # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.
-    steps = (provenance.of(model) or Provenance()).plan.steps
+    steps = provenance.of(model).plan.steps
     absorbed = [(edit.path, *read) for step in steps for edit in step.edits for read in edit.absorbed]
     tuned = {conv: norm for conv, norm, absorption in absorbed if absorption.way is AbsorbMode.NORM}
     return gammas | {conv: gammas[norm] for conv, norm in tuned.items() if norm in gammas}
@@ -221,7 +220,7 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     """Return `model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those places."""
     record = provenance.of(model)
     affines = any(isinstance(module, OwnLayer) and GAMMA in module.ROLES.values() for module in model.modules())
-    if record is None or not affines:
+    if not (record.norms and affines):
         return model
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

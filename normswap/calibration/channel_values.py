@@ -37,7 +37,7 @@ def observed(
     def watch(path: str, layer: nn.Module) -> RemovableHandle:
         def look(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
-            values.setdefault(path, []).append(observe(layer, x.flatten(2) if x.ndim > 2 else x.unsqueeze(2)))
+            values.setdefault(path, []).append(observe(layer, x.reshape(*x.shape[:2], -1)))
 
         return layer.register_forward_pre_hook(look)
 

@@ -16,11 +16,7 @@ NUMBERS = 2**20
 
 
 def parts(batch: Example, device: torch.device) -> list[Example]:
-    """The samples of a batch in order in parts of at most `NUMBERS`, or itself where it cannot be parted.
-
-    Args:
-        device: of the network that will run on them; one that is not the CPU gets the whole batch.
-    """
+    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS`; itself where it cannot be parted."""
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
@@ -75,10 +71,12 @@ def run(model: nn.Module, example: Example, what: str = "the calibration images 
     """What the network answers; a SourceError where it does not run."""
     try:
         return example.call(model)
-    except Exception as error:  # whatever the network raises
+    except Exception as error:
         raise misfit(error, what) from None
 
 
 def misfit(error: Exception, what: str) -> NormswapError:
     """The error for whatever a network raises on a batch: errors of ours as they are."""
-    return error if isinstance(error, NormswapError) else SourceError(what, first_line(error))
+    if isinstance(error, NormswapError):
+        return error
+    return SourceError(what, first_line(error))

@@ -42,7 +42,8 @@ class Interpreter:
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        self.last: dict[fx.Node, int] = {}  # the last node that reads each value
+        # By value, the last node that reads it.
+        self.last: dict[fx.Node, int] = {}
         for i, node in enumerate(self.nodes):
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 

@@ -48,7 +48,8 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
     vivid = drawn(*per)
     for i in range(LEAVES):
         span = SMALLEST**-2 + drawn(count) * (LARGEST**-2 - SMALLEST**-2)
-        radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else span**-0.5  # the ground is covered
+        # The first leaves are large, so that no pixel stays empty.
+        radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else span**-0.5
         turn = torch.randn(count, len(sides), len(sides), generator=generator)
         turn = turn / turn.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides)) / radius.view(-1, 1, 1)
         away = places - drawn(count, len(sides)).view(count, -1, *per[2:])

@@ -122,7 +122,8 @@ class NormInputs:
         that these images do not show would dominate its group on others.
         """
         effect = affine.read(norm)[0].square()
-        effect = effect / effect.max().clamp_min(1e-30)  # only their ratios count: none is too large for float32
+        # Only the ratios count, so that none is too large for float32.
+        effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
         # where a channel is constant rounding leaves less: then the smallest mean would outweigh all others
@@ -171,7 +172,8 @@ class NormInputs:
 
     def descended(self, scale: Tensor) -> Tensor:
         """Scales (G, c) nearby that cost less."""
-        inputs = NormInputs.joined([self])  # copies, as tensors of inference mode have no gradients
+        # Tensors of inference mode have no gradients, so they are copied.
+        inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
         unit = inputs.loss(inputs._with_mean_variance(scale)).detach().clamp_min(1e-30)
@@ -196,16 +198,12 @@ class NormInputs:
         ratio = ((var.mean(1, keepdim=True) + self.eps) / (var + self.eps)).sqrt()
         off, moved_mean = ratio - 1, ratio * mean
         cost = off.square() * cost - 2 * off * moved_mean * back + moved_mean.square() * per.sum(1, keepdim=True)
-        alone = self.means.var(1) * scale.square()  # channels that go each its own way
+        alone = self.means.var(1) * scale.square()
         return cost.mean(1) + CHANCE * per.sum(1) * alone.sum(1) / channels**2
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Signs t (C,) that make t' A t small: the best of a few descents that flip one sign at a time.
-
-    Args:
-        quadratic: A (C, C), symmetric.
-    """
+    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of a few descents that flip one sign at a time."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
     diagonal = quadratic.diagonal()
@@ -214,7 +212,8 @@ def least_sum(quadratic: Numbers) -> Numbers:
     best: Numbers = starts[0]
     lowest = float("inf")
     for signs in starts:
-        gains = (diagonal - signs * (quadratic @ signs)) / 2  # an eighth of what flipping each would change
+        # An eighth of the change that flipping each sign makes.
+        gains = (diagonal - signs * (quadratic @ signs)) / 2
         while gains[at := gains.argmin()] < least:
             gain = gains[at]
             gains += signs[at] * signs * quadratic[at]

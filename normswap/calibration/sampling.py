@@ -39,7 +39,8 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
-    read = _read(layer, x, torch.unravel_index(places, sides))  # (N, C, p, taps)
+    # (N, C, places, taps)
+    read = _read(layer, x, torch.unravel_index(places, sides))
     read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
     targets = y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
     return read, targets
@@ -47,17 +48,14 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
 
 def columns(maps: Tensor, places: Tensor) -> Tensor:
     """The values (N, C, ...) at these places of each sample, as (C, N p), in float64."""
-    flat = maps.flatten(2) if maps.ndim > 2 else maps[:, :, None]
-    flat = flat if flat.shape[2] == len(places) else flat[:, :, places]
+    flat = maps.reshape(*maps.shape[:2], -1)
+    if flat.shape[2] != len(places):
+        flat = flat[:, :, places]
     return flat.double().transpose(0, 1).flatten(1)
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """Give the inputs of these places of the output, (N, C, p, taps); the zeros of the padding are never written.
-
-    Args:
-        at: along each side, on the CPU, where the indices are reckoned: none of them is waited for.
-    """
+    """The inputs (N, C, p, taps) of places of the output (indices on the CPU); the padding's zeros are not written."""
     maps, padding = own_forwards.read(conv, x)
     sides = maps.shape[2:]
     flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)

@@ -69,14 +69,10 @@ def choose_factors(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """The factors (C,) for values x (C, n) of channels, in quarters of an octave; 1 where they are not finite.
-
-    Args:
-        alpha: that of the tanh.
-    """
+    """The factors (C,) for values x (C, n) and alpha, in quarters of an octave; 1 where values are not finite."""
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     most = lost(quantiles, torch.tensor([alpha]))
-    low, high = torch.zeros(len(x)), torch.full((len(x),), float(STEPS * OCTAVES))  # steps down: the least, the most
+    low, high = torch.zeros(len(x)), torch.full((len(x),), float(STEPS * OCTAVES))
     while bool((low < high).any()):
         middle = ((low + high) / 2).floor()
         fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > most)
@@ -85,11 +81,7 @@ def factors(x: Tensor, alpha: float) -> Tensor:
 
 
 def lost(x: Tensor, alpha: Tensor) -> Tensor:
-    """Of the variance of tanh(alpha x), x (C, n), the share that no line through x gives, and the other way round.
-
-    Args:
-        alpha: of each channel, (C,), or (1,).
-    """
+    """Of the variance of tanh(alpha x), x (C, n), the share that no line through x gives, and the other way round."""
     x = x - x.mean(1, keepdim=True)
     bent = torch.tanh(alpha[:, None] * x)
     bent = bent - bent.mean(1, keepdim=True)

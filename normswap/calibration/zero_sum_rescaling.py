@@ -50,8 +50,7 @@ def fit_zero_sum(
 ) -> None:
     """Rescale channels, then fit the filters of the result, in place, by regression on its own inputs.
 
-    Args:
-        target: the network with every filter's mean: it computes what the source does, in the result's units.
+    The target has every filter's mean: it computes what the source does, in the result's units.
     """
     factors = rescale(target, result, batches, _sums_to_zero, only)
 
@@ -88,7 +87,7 @@ def rescale(
     try:
         best = factors(_losses(target, losing, examples), channels.count)
     except torch.linalg.LinAlgError:
-        return {}  # numbers overflow: the fit that follows says where
+        return {}
     for network in (target, result):
         scale(network, channels, best)
     return {reach.path: best[reach.reads] for reach in losing}
@@ -160,8 +159,10 @@ class _Moments:
         read, written = patches(layer, args[0], output, PLACES, self.generator)
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
-        self.at = x.mean(1, keepdim=True) if self.at is None else self.at
-        x, y = x - self.at, y.double()  # the products in float32: of wide layers they take most of the time
+        if self.at is None:
+            self.at = x.mean(1, keepdim=True)
+        # The products are in float32: they take most of the time of wide layers.
+        x, y = x - self.at, y.double()
         self.count += x.shape[1]
         self.x, self.xx = self.x + x.double().sum(1), self.xx + (x.transpose(1, 2) @ x).double()
         self.y, self.yy = self.y + y.sum(1), self.yy + y.square().sum(1)

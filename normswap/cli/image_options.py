@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
@@ -15,6 +17,9 @@ if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
 
     from normswap.images.datasets import Loader
+
+
+_PREPARED = ("image_mean", "image_std", "crop_pct", "interpolation")
 
 
 def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
@@ -37,6 +42,12 @@ class ImageOpening(Opening):
     interpolation: Annotated[str | None, typer.Option(metavar="NAME", help="How it resizes: bilinear, bicubic ...")] = (
         None
     )
+
+    def words(self, name: str) -> list[str]:
+        """See `Opening.words`."""
+        images = {f"--{key.replace('_', '-')}": getattr(self, key) for key in _PREPARED}
+        given = [(option, str(value)) for option, value in images.items() if value is not None]
+        return [*Opening.words(self, name), *itertools.chain(*given)]
 
     def stated(self) -> Preprocessing:
         """What the options say of its images; an error where none can be prepared so."""
@@ -65,6 +76,27 @@ class ImageOpening(Opening):
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The network that MODEL is compared with, and how often both must give the same answer."""
+
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", show_default=False, help="Compare with this network.")
+    ] = None
+    min_kept: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
+    ] = None
+
+    def enough(self, agreement: float | None) -> bool:
+        """Whether they agree often enough; raises OptionError where that is asked and was not measured."""
+        if self.min_kept is None:
+            return True
+        if agreement is None:
+            remedy = "It needs --data IMAGES, --against MODEL, and networks that give scores of classes"
+            raise OptionError(f"--min-kept {self.min_kept:g}", "no agreement was measured", remedy)
+        return agreement >= self.min_kept
+
+
+@dataclass(frozen=True)
 class Images:
     """Labelled images, perhaps, and how to load them."""
 
@@ -74,7 +106,8 @@ class Images:
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Class folders, a .tar of them, a CSV (file,label), or timm's PREFIX/NAME[:ROOT].",
+            help="Class folders, a .tar of them, a CSV (file,label), timm's PREFIX/NAME[:ROOT], or a folder of .npy or "
+            ".safetensors files.",
         ),
     ] = None
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64
@@ -87,6 +120,7 @@ class Images:
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
         """Batches as the network wants them; how they were understood goes to stderr."""
+        from normswap.images.array_files import find
         from normswap.images.datasets import make_loader
         from normswap.models.preprocessing import assumption
 
@@ -101,6 +135,6 @@ class Images:
             labelled=labelled,
         )
         remark(loader.notes)
-        if missing := assumption(model):
+        if not find(Path(str(self.data))) and (missing := assumption(model)):
             remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])
         return loader

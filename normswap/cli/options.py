@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,8 @@ from normswap.models import kinds
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
     from torch import nn
-    from typing_extensions import Unpack
 
     from normswap.exporting.exported_file import ExportedFile
-    from normswap.models.zoo import Asked
 
 _MODEL = (
     "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
@@ -58,6 +55,8 @@ Trust = Annotated[
     bool, typer.Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
+# What an input that is no image may be made of; the first is meant where nothing is said.
+_TYPES = ("float32", "int64", "int32", "bool")
 Value = bool | int | float | str | None
 
 
@@ -79,6 +78,12 @@ class Opening:
     input_size: Annotated[
         str | None, typer.Option("--input-size", metavar="C,H,W", help="Size of its images, where it says another.")
     ] = None
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="NAME=SHAPE[:TYPE]", help="An argument that is no image: x=2,1600, or ids=16:int64."
+        ),
+    ] = None
     trust_factory: Trust = False
 
     def asked(self) -> list[tuple[str, str]]:
@@ -86,33 +91,29 @@ class Opening:
         names = ("weights", "arch", "num_classes", "in_chans", "input_size")
         values = {flag(name): getattr(self, name) for name in names}
         pairs = [(name, str(value)) for name, value in values.items() if value not in (None, "pretrained")]
-        return pairs + [("--arch-arg", text) for text in self.arch_arg or ()]
+        pairs += [("--arch-arg", text) for text in self.arch_arg or ()]
+        return pairs + [("--input", text) for text in self.inputs or ()]
 
-    def as_typed(self, name: str) -> str:
-        """MODEL and what opens it so, as words of a command line."""
-        trust = ["--trust-factory"] * self.trust_factory
-        return shlex.join([name, *itertools.chain(*self.asked()), *trust])
+    def words(self, name: str) -> list[str]:
+        """MODEL and all that opens it as it was opened, as words of a command line."""
+        return [name, *itertools.chain(*self.asked()), *["--trust-factory"] * self.trust_factory]
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """The network of that name, on the device; `runs`: it may be an exported file, which runs itself."""
         args = dict(map(_pair, self.arch_arg or []))
-        size = None if self.input_size is None else _sides(self.input_size)
-        asked: Asked = {"weights": self.weights, "arch": self.arch, "arch_args": args}
-        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans}
-        return open_model(name, input_size=size, trust_factory=self.trust_factory, device=device, runs=runs, **asked)
+        size = None if self.input_size is None else _sides("--input-size", self.input_size)
+        inputs = dict(map(_named_input, self.inputs or []))
+        if inputs and size:
+            raise OptionError("--input and --input-size both say what it takes", remedy="Give one of them")
+        asked = {"weights": self.weights, "arch": self.arch, "arch_args": args, "trust_factory": self.trust_factory}
+        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans, "input_size": size, "inputs": inputs}
+        return open_model(name, device=device, runs=runs, **asked)
 
 
-def open_model(
-    name: str,
-    *,
-    input_size: Sequence[int] | None = None,
-    trust_factory: bool = False,
-    device: str = "cpu",
-    runs: bool = False,
-    **asked: Unpack[Asked],
-) -> nn.Module:
+def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: Any) -> nn.Module:
     """See `checkpoint.open_model` and `Opening.open`; a terminal shows that it is going on."""
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in kinds.EXPORTED:
+    # What normswap wrote opens by the record in its header.
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in (".safetensors", *kinds.EXPORTED):
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
@@ -124,10 +125,17 @@ def open_model(
         check_no_run(Path(name))
         file = exported_file(name) if runs else None
         if file is not None:
-            zoo.check_unasked(name, {**asked, "input_size": input_size})
+            zoo.check_unasked(name, asked)
             return devices.place(file.network(), device)
-        model = checkpoint.open_model(name, input_size=input_size, trust_factory=trust_factory, **asked)
-        return devices.place(model, device)
+        return devices.place(checkpoint.open_model(name, **asked), device)
+
+
+def trusting(model: nn.Module) -> list[str]:
+    """The option that opens the directory of a network again, where a factory of the user's own builds it."""
+    from normswap import provenance
+
+    arch = provenance.of(model).arch
+    return ["--trust-factory"] * (arch is not None and kinds.by_builder(arch.builder).foreign)
 
 
 def exported_file(name: str) -> ExportedFile | None:
@@ -152,11 +160,21 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
     return key, parse(value)
 
 
-def _sides(text: str) -> tuple[int, ...]:
+def _sides(option: str, text: str) -> tuple[int, ...]:
     sides = text.split(",")
     if not all(side.strip().isdecimal() and int(side) for side in sides):
-        raise OptionError(f"--input-size {text}", "it is C,H,W of an image (3,224,224), or C,T of a series (4,6144)")
+        why = "it is C,H,W of an image (3,224,224), C,T of a series (4,6144), or any other shape without the batch"
+        raise OptionError(f"{option} {text}", why)
     return tuple(map(int, sides))
+
+
+def _named_input(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
+    name, sign, shape = text.partition("=")
+    sides, _, dtype = shape.partition(":")
+    if not sign or not name.isidentifier() or dtype not in ("", *_TYPES):
+        why = f"it is NAME=SHAPE or NAME=SHAPE:TYPE, where NAME is an argument and TYPE one of {', '.join(_TYPES)}"
+        raise OptionError(f"--input {text}", why, "For instance ids=16:int64")
+    return name, (_sides(f"--input {name}", sides), dtype or _TYPES[0])
 
 
 def parse(text: str) -> Value | list[Value]:

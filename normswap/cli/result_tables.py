@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from normswap.cli.tables import counts, facts, listing, next_step, size, small, table, text
+from normswap.cli.tables import counts, facts, listing, size, small, table, text
 from normswap.plan import Body
 from normswap.schemes import changed, get
 from normswap.surgery.report import Kept
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
+TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
 CHECKED_ON_NOISE = "on noise only; give --data IMAGES to check it on photographs"
 
 
@@ -21,7 +22,6 @@ def print_conversion(body: Body) -> None:
         print(f"plan saved to {body['plan']}")
     if body["output"]:
         print(f"written to {body['output']}")
-        next_step("verify", body["output"], "--data", "IMAGES")
     else:
         print("dry run: no network was written")
 

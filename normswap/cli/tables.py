@@ -27,12 +27,14 @@ _FEW = 4
 Said = TypeVar("Said", Body, Sequence[Body])
 
 
-def show(body: Said, as_json: bool, human: Callable[[Said], None]) -> None:
-    """Print `body` as strict JSON, or let `human` print it."""
+def show(body: Said, as_json: bool, human: Callable[[Said], None], *following: object) -> None:
+    """Print `body` as strict JSON, or let `human` print it, and then the words of the command that follows."""
     if as_json:
         print(json.dumps(plain(body), indent=2, allow_nan=False))
-    else:
-        human(body)
+        return
+    human(body)
+    if following:
+        next_step(*following)
 
 
 def plain(value: object) -> object:

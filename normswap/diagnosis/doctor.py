@@ -13,9 +13,10 @@ from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, sites_o
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
 from normswap.errors import NormswapError
+from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.plan import Body
-from normswap.surgery.network import HasModel, Network, module_of
+from normswap.surgery.network import HasModel, Network
 
 # In this order: a cause stands before what follows from it.
 CHECKS: tuple[Check, ...] = (
@@ -35,11 +36,9 @@ CHECKS: tuple[Check, ...] = (
     contradiction.contradicted,
 )
 
-ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)
+ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, drifted)
 # What only images show.
-_NOT_LOOKED_AT = (
-    "whether images are prepared as in training, and whether statistics and eps fit them, was not looked at"
-)
+_NOT_LOOKED_AT = "whether images are prepared as in training, and whether statistics fit them, was not looked at"
 
 
 def diagnose(
@@ -65,7 +64,7 @@ def diagnose(
     Raises:
         SourceError: `model` is no network; unusable images, or too few.
     """
-    network = model if isinstance(model, Network) else Network(module_of(model), inputs)
+    network = model if isinstance(model, Network) else Network(network_input.require_module(model), inputs)
     try:
         anatomy, notes = network.anatomy, list[str]()
     except NormswapError as error:

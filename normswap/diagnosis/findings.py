@@ -185,9 +185,8 @@ class Case:
                     vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
             return bare
 
-        record = provenance.of(self.model)
         try:
-            arch = record.arch if record is not None else zoo.identify(self.model, set_alike)
+            arch = provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
             return None if arch is None else zoo.skeleton(arch)
         except NormswapError:
             return None

@@ -37,14 +37,16 @@ class ImageBatches:
                 break
         mixed = cls(tuple(calls))._mixed(model)
         if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
-            raise SourceError(f"{mixed.count} images are too few", f"a diagnosis needs {2 * PARTS} at least")
+            what = f"{mixed.count} samples in {len(mixed.calls)} batches are too few"
+            raise SourceError(what, f"a diagnosis needs {2 * PARTS} at least, in {PARTS} batches")
         return mixed
 
     def _mixed(self, model: nn.Module) -> ImageBatches:
         """The same in batches of one size; images in another order, as those of a folder come class by class."""
         if self.images is None:
-            alike = tuple(call for call in self.calls if call.count == self.calls[0].count)
-            return ImageBatches(alike)
+            cuts = [call.take(torch.arange(call.count) % PARTS == part) for call in self.calls for part in range(PARTS)]
+            calls = self.calls if len(self.calls) >= PARTS or None in cuts else [cut for cut in cuts if cut is not None]
+            return ImageBatches(tuple(call for call in calls if call.count == calls[0].count))
         size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
         images = self.images[order[: len(order) // size * size].to(self.images.device)]

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
-from torch import fx, nn
+from torch import fx
 
-from normswap.calibration import channel_moments
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
-from normswap.errors import NormswapError
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
 
-# The eps of torch, and that of TensorFlow and Ultralytics.
-_USUAL = (1e-5, 1e-3)
-# An eps fits clearly better if it is so many times nearer, by a distance in nats that chance does not make.
-_CLEARLY, _FAR = 2.0, 0.01
 # Momentum is the share of the new batch; one above this is Keras', the share of the old.
 _LARGEST = 0.5
 
@@ -38,14 +31,10 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
             f"eps is {eps:g} in {share(len(sites), len(case.sites), 'norms')}; the library builds them with {right:g}"
         )
         cost = f"channels with a variance near {max(eps, right):g} are scaled wrongly"
-        yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, set_eps(right, sites, case))
-
-
-def set_eps(value: float, sites: list[StoredNorm], case: Case) -> str:
-    """How to set an eps, in Python."""
-    if len(sites) == len(case.sites):
-        return f"set norm.eps = {value:g} for every norm in model.modules()"
-    return "; ".join(f"model.get_submodule({site.path!r}).eps = {value:g}" for site in sites[:4])
+        mend = "; ".join(f"model.get_submodule({site.path!r}).eps = {right:g}" for site in sites[:4])
+        if len(sites) == len(case.sites):
+            mend = f"set norm.eps = {right:g} for every norm in model.modules()"
+        yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 
 
 def momentum(case: Case) -> Iterator[Finding]:
@@ -92,51 +81,6 @@ thawed = rule(
     "statistics move with every batch",
     "normswap convert {} --to frozen-bn (with --only PATH where others are to learn)",
 )
-
-
-def unfit_eps(case: Case) -> Iterator[Finding]:
-    """Another usual eps with which what reaches the norms fits their statistics clearly better."""
-    sites = [site for site in case.sites if site.mean is not None and site.var is not None]
-    present = {site.eps for site in sites}
-    # An eps is seen in the outputs only where a variance is small.
-    is_seen = any(bool((site.var < 100 * max(_USUAL)).any()) for site in sites if site.var is not None)
-    if case.images is None or len(present) != 1 or not is_seen:
-        return
-    try:
-        now = _distance(case, sites, None)
-        nearest = {eps: _distance(case, sites, eps) for eps in _USUAL if eps not in present}
-    except NormswapError:
-        return
-    if not nearest:
-        return
-    eps = min(nearest, key=lambda usual_eps: nearest[usual_eps])
-    if now < _FAR or nearest[eps] * _CLEARLY > now:
-        return
-    evidence = (
-        f"eps is {present.pop():g}; with {eps:g} what reaches the norms is {nearest[eps]:.2g} nats from their "
-        f"statistics, not {now:.2g} ({case.images.count} images)"
-    )
-    cost = f"channels with a variance near {max(eps, sites[0].eps):g} are scaled wrongly"
-    yield Finding("eps", paths_of(sites), evidence, Certainty.LIKELY, cost, set_eps(eps, sites, case))
-
-
-def _distance(case: Case, sites: list[StoredNorm], eps: float | None) -> float:
-    """KL divergence per norm between its statistics and those of its input in eval mode; the mean of the medians."""
-    assert case.images is not None
-    model = copy.deepcopy(case.model)
-    norms: dict[str, nn.Module] = {site.path: model.get_submodule(site.path) for site in sites}
-    for norm in norms.values() if eps is not None else ():
-        vars(norm)["eps"] = eps
-    observed = channel_moments.measure(model, norms, case.images.calls).moments
-    total = 0.0
-    for site in sites:
-        if site.path not in observed or site.mean is None or site.var is None:
-            continue
-        mean, var = observed[site.path].mean.to(site.mean), observed[site.path].variance.to(site.var)
-        ratio = (var + 1e-12) / (site.var + 1e-12)
-        shift = (mean - site.mean).square() / (site.var + 1e-12)
-        total += float(((ratio - 1 - ratio.log() + shift) / 2).quantile(0.75))
-    return total / len(sites)
 
 
 def shared(case: Case) -> Iterator[Finding]:

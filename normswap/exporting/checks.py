@@ -1,9 +1,9 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
 
-As in `comparison`, a float32 file may be off by 1e-5 or, where float32 itself costs the source more than that (a
-network whose rounding errors grow from block to block, as random ones' do and trained ones' do not), by four times what
-the source is off from its own float64 values. That is measured only if 1e-5 is exceeded. A file in half precision may
-be off by a few times what rounding its numbers to that precision costs the network in PyTorch, on the same inputs.
+As in `comparison`, a float32 file may be off by 1e-5. Where the source in float32 is further than that from its own
+float64 values, four times that distance is allowed: in random networks rounding errors grow from block to block. That
+is measured only if 1e-5 is exceeded. A file in half precision may be off by a few times what rounding its numbers to
+that precision costs the network in PyTorch, on the same inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STRAYING = 4
 _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
-# images (N, C, H, W), or all that goes in, and labels (N,) if there are any
+# Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 
 
@@ -44,8 +44,8 @@ class Figures:
         count: images that both were run on.
         tolerance: what relative_l2 may be.
         inputs: what both were run on.
-        answers: of how many answers `agreement` is the fraction, and what each is about: images, pixels, voxels ...
-        unit: the word for that.
+        answers: the number of answers that `agreement` is a fraction of.
+        unit: what each of them is about: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, which the errors are of.
     """
@@ -135,7 +135,7 @@ def check(
             raise OptionError("the network gives complex numbers", "files hold real ones", remedy)
         try:
             outputs = reference.answers(runs, x)
-        except Exception as error:  # every runtime has its own
+        except Exception as error:
             raise VerificationError(f"{what} does not run on {example}", first_line(error)) from None
         if len(outputs) != len(answers):
             raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
@@ -179,17 +179,15 @@ def check(
 
 
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:
-    """The relative L2 that a file of this precision may be off by.
-
-    Args:
-        first: the batch that the source's own rounding is measured on; name, sums: the output that differs most.
-    """
+    """The relative L2 error allowed at the output `name`; the source's rounding is measured on the batch `first`."""
     if dtype == "int8":
         return _INT8
     allowed = comparison.FLOAT32_TOLERANCE
-    if reference.softmax:  # dp / p = dz - sum p dz, so that |dp| / |p| <= 2 max |dz|
+    # dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
+    if reference.softmax:
         allowed *= max(1.0, 2 * sums.peak)
-    allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)  # eleven files were off by 0.1 to 1.4 times it
+    # Eleven files were off by 0.1 to 1.4 times what rounding costs.
+    allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)
     if sums.distance.relative > allowed:
         allowed = max(allowed, _STRAYING * _stray(reference, first, name, sums))
     return allowed
@@ -235,7 +233,8 @@ class _AnswerSums:
         self.labelled = 0
 
     def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
-        self.first = logits if self.first is None else self.first
+        if self.first is None:
+            self.first = logits
         expected, actual = expected.double(), actual.double()
         self.count += count
         self.peak = max(self.peak, _largest(logits))

@@ -41,8 +41,9 @@ def write(contents: FileContents, file: Path) -> None:
         converted.user_defined_metadata.update(contents.metadata)
         with silent():
             converted.save(str(file))
+    # coremltools would keep its directory until the process ends.
     finally:
-        shutil.rmtree(converted.package_path, ignore_errors=True)  # coremltools would keep it until the process ends
+        shutil.rmtree(converted.package_path, ignore_errors=True)
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:

@@ -20,7 +20,7 @@ from normswap.exporting.settings import FileSettings
 from normswap.exporting.signature import alone, together
 from normswap.models import kinds
 from normswap.models.hub import Cfg
-from normswap.models.preprocessing import for_size
+from normswap.models.preprocessing import for_inputs, for_size
 from normswap.plan import Body
 from normswap.provenance import Provenance
 
@@ -55,7 +55,7 @@ class ExportedFile:
         form = formats.choose(file, None)
         try:
             metadata = form.functions.metadata(file)
-        except Exception as error:  # every format has its own
+        except Exception as error:
             raise SourceError(f"{file} is no readable {form.name} file", first_line(error)) from None
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
@@ -81,21 +81,16 @@ class ExportedFile:
         image_input, normalization = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels, assumed = self.body["output"]["labels"], self.body["assumed"]
         stated: Cfg = {**self.body["resize"], **normalization}
-        record: Cfg = {
-            **{key: value for key, value in stated.items() if key != "to" and key not in assumed},
-            "input_size": tuple(image_input["size"]),
-            **({} if labels is None else {"num_classes": len(labels), "label_names": labels}),
-        }
+        record: Cfg = {key: value for key, value in stated.items() if key != "to" and key not in assumed}
+        record["input_size"] = tuple(image_input["size"])
+        if labels is not None:
+            record |= {"num_classes": len(labels), "label_names": labels}
         probabilities = self.body["output"]["name"] == "probabilities"
         network = FileNetwork(self.opened(), image_input["batch"], probabilities=probabilities).eval()
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:
-        """The file in its runtime.
-
-        Raises:
-            OptionError: this system has no such runtime; VerificationError: it does not take the file.
-        """
+        """The file in its runtime; raises OptionError: not on this system; VerificationError: it rejects the file."""
         if not self.form.runs_here:
             raise OptionError(f"{self.file} does not run here", f"{self.form.name} has no runtime on {sys.platform}")
         return self.form.open(self.file)
@@ -117,6 +112,11 @@ class ExportedFile:
             SourceError: the file does not say how it was made, or takes more than images.
             OptionError: the network takes other images.
         """
+        if "inputs" in self.body and "normalize" not in self.body:
+            stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in self.body["inputs"]}
+            free = self.body["inputs"][0]["shape"][0] is None
+            settings = FileSettings(format=self.form.name, dtype=self.precision or "fp32", dynamic_batch=free)
+            return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
         batch, size = self.shape
         settings = FileSettings(
             format=self.form.name,
@@ -130,8 +130,9 @@ class ExportedFile:
 
     def _require_images(self) -> None:
         if not {"input", "normalize", "output"} <= self.body.keys():
-            what = "takes more than images" if self.body else "does not say how images are prepared for it"
-            why = "inputs= was given when it was exported" if self.body else "`normswap export` did not write it"
+            what, why = "does not say how images are prepared for it", "`normswap export` did not write it"
+            if self.body:
+                what, why = "takes more than images", "inputs= was given when it was exported"
             raise SourceError(f"{self.file} {what}", why, "Run it in its own runtime, or export the network again")
 
 
@@ -148,23 +149,21 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     runs = exported.opened()
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
-    half = exporter.HALVES.get(dtype)
-    rounded = None if half is None else exporter.folded(request).rounded(half)
+    rounded = None
+    if dtype in exporter.HALVES:
+        rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     batches, described = request.batches(images)
     return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
 
 
 class FileNetwork(nn.Module):
-    """Images (N, C, H, W), as a file takes them -> its answer, scores where it gives probabilities.
-
-    Args:
-        batch: so many images go in at a time; None: any number.
-    """
+    """Images (N, C, H, W) to the file's answer (scores for probabilities), at most `batch` images at a time."""
 
     def __init__(self, runs: Runs, batch: int | None, *, probabilities: bool) -> None:
         super().__init__()
         self.batch, self.probabilities = batch, probabilities
-        self.runs = (runs,)  # not a part of this module: torch.export's own has no eval()
+        # torch.export's module has no eval(), so it must not be a child of this one.
+        self.runs = (runs,)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         parts = [together(self.runs[0](batch)) for batch in images.split(self.batch or len(images))]

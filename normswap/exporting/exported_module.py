@@ -1,6 +1,6 @@
-"""The network as it goes into a file: folded, with what the user wants before and after it.
+"""The network as it goes into a file: folded, with normalization before it and a softmax after it where asked for.
 
-Whatever the weights' dtype, images come in and answers go out in float32: a caller need not know.
+Images come in and answers go out in float32, whatever the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ class Shipped(nn.Module):
 
     @torch.no_grad()
     def rounded(self, dtype: torch.dtype) -> Shipped:
-        """A copy that computes in float32, its numbers rounded to `dtype`, and of float16 what its layers give, too.
-
-        This is what the precision costs by itself, to hold a file to.
-        """
+        """A copy that computes in float32 with numbers rounded to `dtype`, of float16 its layers' outputs, too."""
         twin = copy.deepcopy(self.network)
         for tensor in twin.parameters():
             tensor.copy_(tensor.to(dtype))
@@ -90,7 +87,8 @@ class Shipped(nn.Module):
         return answers[0].softmax(-1) if self.softmax else answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        if self.dtype == torch.float32:  # a cast to what it is would be a node all the same
+        # A cast to the same dtype would still be a node of the graph.
+        if self.dtype == torch.float32:
             return values
         return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
 
@@ -117,8 +115,9 @@ class FileContents:
     @property
     def in_float32(self) -> FileContents:
         """The same with weights in float32, for a tool that halves them by itself."""
-        half = self.network.dtype == torch.float16
-        return replace(self, network=self.network.around(self.network.network.float())) if half else self
+        if self.network.dtype != torch.float16:
+            return self
+        return replace(self, network=self.network.around(self.network.network.float()))
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
-_BF16 = "weights are stored in bf16; the arithmetic is fp32"
+_REMARKS = {"bf16": "weights are stored in bf16; the arithmetic is fp32"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Exported:
         seconds: what it all took.
         quantized: how, if it is int8.
         noise_only: whether it was checked on noise alone, for want of images.
+        inputs: name, shape and type of each input, where it takes something else than images.
     """
 
     file: Path
@@ -77,6 +78,7 @@ class Exported:
     seconds: float
     quantized: Quantized | None = None
     noise_only: bool = False
+    inputs: tuple[str, ...] = ()
 
 
 @full_precision()
@@ -129,12 +131,14 @@ def export(
     log("folding")
     network = folded(request)
     rounded = network.rounded(HALVES[dtype]) if dtype in HALVES else None
-    if dtype != "fp32" or not form.runs_here:  # others are held to the same themselves
+    # A file in fp32 that runs here is itself held to the tolerance of the folded network.
+    if dtype != "fp32" or not form.runs_here:
         batches, described = request.batches(None if form.runs_here else images)
         checks.check(request.reference(), network, batches, described=described, what="the folded network")
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
-    remarks = (_BF16 if dtype == "bf16" else "", form.notes.get(dtype, ""), assumption(request.source))
+    assumed = "" if request.inputs and not request.imaged else assumption(request.source)
+    remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
     notes = tuple(filter(None, remarks))
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
@@ -171,6 +175,7 @@ def export(
         time.perf_counter() - start,
         quantized,
         noise_only,
+        tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )
 
 
@@ -224,5 +229,5 @@ def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
     if not request.inputs:
         return {**images, "precision": precision}
     plain = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
-    prepared = {name: images[name] for name in ("resize", "normalize")} if request.imaged else {}
+    prepared = {name: images[name] for name in ("resize", "normalize") if request.imaged}
     return {**plain, **prepared, "precision": precision}

@@ -40,7 +40,8 @@ from normswap.exporting.settings import DTYPES, SAFE_BITS, WHOLE_BITS, FileSetti
 from normswap.models import kinds
 from normswap.storage import atomic_write
 
-if TYPE_CHECKING:  # the command's help lists the formats, and need not wait for torch
+# The command's help lists the formats, and need not wait for torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
     from normswap.exporting.exported_module import FileContents
@@ -121,10 +122,11 @@ class Format:
             raise RefusedError(f"{self.name} files take one image at a time", remedy=remedy)
         if not self.any_input and any(str(tensor.dtype) != "torch.float32" for tensor in contents.example):
             raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
-        with refusing(f"{self.quantizer} cannot quantize it" if how else f"{self.tool} cannot express the network"):
-            if how:
+        if how:
+            with refusing(f"{self.quantizer} cannot quantize it"):
                 self.functions.write_int8(contents, file, how)
-            else:
+        else:
+            with refusing(f"{self.tool} cannot express the network"):
                 self.functions.write(contents, file)
 
     def open(self, file: Path) -> Runs:
@@ -134,9 +136,8 @@ class Format:
         try:
             with quietly():
                 runs = self.functions.open(file)
-        except Exception as error:  # every runtime has its own
-            why = str(error) if isinstance(error, NormswapError) else first_line(error)
-            raise VerificationError(f"{self.runtime} cannot run it", why) from None
+        except Exception as error:
+            raise VerificationError(f"{self.runtime} cannot run it", first_line(error)) from None
 
         def answers(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
             return alone(together(runs(*tensors)))
@@ -262,10 +263,7 @@ def get(name: str) -> Format:
 
 
 def choose(file: Path, name: str | None) -> Format:
-    """The format of `file`: the one that is named, or the one that its ending says.
-
-    Raises OptionError: the ending says nothing, or something else than the name; or as `get`.
-    """
+    """The format of the name, or of the file's ending; raises OptionError: they differ, or say none, or as `get`."""
     return get(_name_of(file, name))
 
 
@@ -335,7 +333,8 @@ def refusing(what: str) -> Iterator[None]:
     except (NormswapError, OSError):
         raise
     except Exception as error:
-        while error.__cause__ is not None:  # the cause at the bottom says most
+        # The first cause says most.
+        while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         raise RefusedError(what, first_line(error)) from None
 

@@ -101,7 +101,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph, called = model.subgraphs[0], model.signatureDefs[0]
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
-        maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))  # args_0, args_1 ...
+        maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
         for entry, name in zip(maps, names, strict=True):
             entry.name = graph.tensors[entry.tensorIndex].name = name
     graph.inputs = [entry.tensorIndex for entry in called.inputs]
@@ -111,7 +111,8 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
     for buffer in model.buffers:
-        if buffer.offset:  # the quantizer puts large ones behind the graph
+        # The quantizer puts large buffers behind the graph.
+        if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
             buffer.offset = buffer.size = 0
         buffer.Pack = functools.partial(_aligned, buffer)

@@ -46,7 +46,8 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
     import pnnx
 
     traced, folder = place.with_name("network.pt"), place.parent
-    buffer = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    # torch's own writer ends the process when the disk is full.
+    buffer = io.BytesIO()
     with refusing("TorchScript cannot express the network"):
         torch.jit.save(torch.jit.trace(network, example, check_trace=False), buffer)
     traced.write_bytes(buffer.getbuffer())
@@ -89,8 +90,8 @@ def open(file: Path) -> Runs:
     if net.load_param(str(file)) or net.load_model(str(file.with_suffix(".bin"))):
         raise ValueError(_missing(file) or f"it does not read {file.name} and what lies beside it")
     noted = metadata(file)
-    inputs = noted["inputs"].split() if "inputs" in noted else net.input_names()
-    outputs = noted["outputs"].split() if "outputs" in noted else net.output_names()
+    inputs = noted.get("inputs", " ".join(net.input_names())).split()
+    outputs = noted.get("outputs", " ".join(net.output_names())).split()
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         if len(tensors[0]) != 1:

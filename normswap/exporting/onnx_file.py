@@ -42,10 +42,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def graph(contents: FileContents) -> onnx.ModelProto:
-    """The model in fp32 or fp16, without what torch notes on each node: the user's file names and lines.
-
-    Raises RefusedError: it is too large.
-    """
+    """The model in fp32 or fp16, without torch's notes on each node; raises RefusedError: it is too large."""
     tensors = (*contents.network.parameters(), *contents.network.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
@@ -84,10 +81,7 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every weight in bfloat16 that holds it exactly, and let the graph cast it; runtimes do so once, on loading.
-
-    Biases and what else is small stay as they are.
-    """
+    """Store every matrix in bfloat16 that this holds exactly, with a cast in the graph, which runtimes do once."""
     import onnx
 
     casts = []

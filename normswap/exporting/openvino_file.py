@@ -47,7 +47,7 @@ def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
         model.set_rt_info(value, ["normswap", key])
     try:
         ov.save_model(model, file, compress_to_fp16=contents.network.dtype == torch.float16)
-    except Exception as error:  # the disk is full
+    except Exception as error:
         raise OSError(f"OpenVINO cannot, as on a full disk ({first_line(error)})") from None
 
 
@@ -107,8 +107,10 @@ def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     import openvino as ov
 
-    if not file.read_bytes()[:64].lstrip().startswith(b"<"):  # OpenVINO tries other readers, which print what they find
+    # OpenVINO would try other readers, which print what they find.
+    if not file.read_bytes()[:64].lstrip().startswith(b"<"):
         raise ValueError("it is no XML")
-    model = ov.Core().read_model(file)  # what it notes may be asked for only while it lives
+    # The notes can be read only while the model is referenced.
+    model = ov.Core().read_model(file)
     noted = model.get_rt_info()
     return {key: str(value.value) for key, value in noted["normswap"].items()} if "normswap" in noted else {}

@@ -33,7 +33,9 @@ _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     network = contents.network
-    save(traced(contents, _with_bf16(network) if network.stored != network.dtype else network), contents, file)
+    if network.stored != network.dtype:
+        network = _with_bf16(network)
+    save(traced(contents, network), contents, file)
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
@@ -43,14 +45,16 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
-        if node.target is _ATEN._assert_tensor_metadata.default:  # that a cast weight has the dtype it has
+        # The assertion that a cast weight has its dtype is no operator of a file.
+        if node.target is _ATEN._assert_tensor_metadata.default:
             program.graph.erase_node(node)
     return program
 
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
     """Write it, with the metadata as extra files of the archive."""
-    buffer = io.BytesIO()  # torch's own writer kills the process when the disk is full
+    # torch's own writer ends the process when the disk is full.
+    buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files=dict(contents.metadata))
     file.write_bytes(buffer.getbuffer())
 
@@ -74,14 +78,14 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
     module = traced(contents, contents.network).module()
     assert isinstance(module, fx.GraphModule)
-    # torchao goes by the class of the module that an operator comes from, passes over subclasses (timm's Conv2dSame)
-    # and gives up where a module is called twice
+    # torchao looks at the class of the module that an operator comes from. It passes over subclasses (timm's
+    # Conv2dSame) and gives up where a module is called twice.
     for node in module.graph.nodes:
         if node.target in _KINDS:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
     quantizer = X86InductorQuantizer().set_global(quantization_config(torch.uint8, how.levels))
     rounded = calibrated(module, quantizer, how.images)
-    # torchao leaves the weights in fp32 beside those in int8
+    # torchao leaves the weights in fp32 beside those in int8.
     read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
     for name in dict(rounded.named_parameters(remove_duplicate=False)):
         if name not in read:
@@ -132,7 +136,7 @@ def open(file: Path) -> Runs:
 def load(file: Path) -> ExportedProgram:
     """The program of a file, whatever its precision. Raises what torch raises."""
     with quietly():
-        import torch.ao.quantization.fx._decomposed  # defines the operators of int8
+        import torch.ao.quantization.fx._decomposed
 
         return torch.export.load(file)
 

@@ -35,6 +35,7 @@ class ExportRequest:
         config: the preprocessing of images.
         inputs: calls that everything goes in and comes out of; none where images go in and one answer comes out.
         imaged: these inputs are images, of which the network gives more than an answer.
+        drawn: the values of these inputs are random.
     """
 
     source: nn.Module
@@ -46,23 +47,28 @@ class ExportRequest:
     signature: Signature
     inputs: tuple[Example, ...] = ()
     imaged: bool = False
+    drawn: bool = False
 
     @classmethod
     def of(
         cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
     ) -> ExportRequest:
         """The request that `export` got, if it can be carried out; raises OptionError: as `export`."""
-        if inputs is not None:
-            _require_plain(settings)
-        network = network_input.require_module(model.model if isinstance(model, Conversion) else model)
+        network = network_input.require_module(model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
+        drawn = None if inputs is not None else network_input.drawn_calls(source)
+        if inputs is None and drawn is None and settings.input_size is None and len(config["input_size"]) != 3:
+            drawn = network_input.DrawnCalls([network_input.noise(source, config["input_size"], batch=2)])
+        if drawn is not None:
+            inputs = drawn
         if inputs is not None:
+            _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
             whole = _everything(source, calls[0], settings.dynamic_batch)
-            return cls(source, file, form, settings, calls[0].size, config, whole, calls)
-        size = tuple(config["input_size"] if settings.input_size is None else settings.input_size)
+            return cls(source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn is not None)
+        size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
         encoder = _is_encoder(source)
@@ -77,7 +83,9 @@ class ExportRequest:
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
         count = 2 if self.settings.dynamic_batch else 1
-        return tuple(self.inputs[0].first(count).tensors()) if self.inputs else (torch.zeros(count, *self.size),)
+        if not self.inputs:
+            return (torch.zeros(count, *self.size),)
+        return tuple(self.inputs[0].first(count).tensors())
 
     @property
     def example(self) -> Example:
@@ -99,7 +107,7 @@ class ExportRequest:
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """The request, and what the network gives, by name; where that is no answer the request is for all of it.
+        """The request and the network's outputs by name; where none is the answer, a request for all of them.
 
         Raises OptionError: the network does not run, or something asks for one answer.
         """
@@ -161,11 +169,11 @@ class ExportRequest:
 
     def on_noise(self, images: Batches | None) -> bool:
         """Whether the file is checked on no images and no inputs of the user's, but on noise alone."""
-        return images is None and (not self.inputs or self.imaged)
+        return images is None and (not self.inputs or self.imaged or self.drawn)
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
         """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
-        noise = "smooth noise, seed 0" if self.on_noise(images) else ""
+        noise = ("random inputs, seed 0" if self.drawn else "smooth noise, seed 0") if self.on_noise(images) else ""
         if self.inputs:
             return self._calls(self.inputs if images is None else images), noise or "given inputs"
         pairs = labelled(self.pictures() if images is None else images)
@@ -199,7 +207,8 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 def _require_plain(settings: FileSettings) -> None:
     """Refuse options that are only for files that take images and give one answer (OptionError)."""
-    special = ("input_size", "normalize", "softmax")
-    asked = ["int8"] if settings.dtype == "int8" else [name for name in special if getattr(settings, name)]
+    asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
+    if settings.dtype == "int8":
+        asked = ["int8"]
     if asked:
         raise OptionError(f"{asked[0]} is for images in and one answer out", "inputs= says what goes in, as it is")

@@ -69,4 +69,4 @@ class Quantization:
     @property
     def levels(self) -> int:
         """How many steps from 0 the largest weight is."""
-        return 64 if self.weight_bits == SAFE_BITS else 127
+        return {SAFE_BITS: 64, WHOLE_BITS: 127}[self.weight_bits]

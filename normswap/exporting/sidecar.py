@@ -25,7 +25,8 @@ from normswap.version import __version__
 def config(model: nn.Module) -> Body:
     """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct, crop_mode."""
     data_config = zoo.data_config(model)
-    if provenance.of(model) is None:  # timm does not record how many channels a network was made for
+    # timm does not record how many channels a network was made for.
+    if not provenance.of(model).pretrained_cfg:
         stem = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
         if stem is not None:
             data_config["input_size"] = (stem.in_channels, *tuple(data_config["input_size"])[1:])
@@ -41,7 +42,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
         normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
     """
     stated = config(model)
-    names = (provenance.of(model) or provenance.Provenance()).pretrained_cfg.get("label_names")
+    names = provenance.of(model).pretrained_cfg.get("label_names")
     labels = list(names.values()) if isinstance(names, Mapping) else names
     crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
@@ -54,7 +55,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
             "channels": {1: "L", 3: "RGB"}.get(size[0]),
             "range": [0.0, 1.0],
         },
-        "resize": {"to": [math.floor(side / stated["crop_pct"]) for side in size[1:]], **crop},  # as timm rounds
+        "resize": {"to": [math.floor(side / stated["crop_pct"]) for side in size[1:]], **crop},
         "normalize": None if normalize else {"mean": list(stated["mean"]), "std": list(stated["std"])},
         "assumed": list(preprocessing.assumed(model)),
         "output": {"name": output, "dtype": "float32", "labels": labels},
@@ -64,11 +65,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """The inputs and outputs of a file that takes more than images.
-
-    Args:
-        tensors: the tensors that it was traced on; answers: what the network gives for those.
-    """
+    """The inputs (`tensors`) and outputs (`answers`) of a file that takes more than images."""
 
     def said(name: str, tensor: Tensor) -> Body:
         shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
@@ -82,13 +79,13 @@ def plain_body(
 
 def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
     """The metadata of the file: all values are text, lists and records as JSON."""
-    record = provenance.of(model) or provenance.Provenance(source=type(model).__name__)
+    record = provenance.of(model)
     return {
         "source": record.source,
         "sha256": record.sha256 or "",
-        "architecture": record.arch.name if record.arch else type(model).__name__,
+        "architecture": getattr(record.arch, "name", type(model).__name__),
         "dtype": dtype,
-        "labels": json.dumps(body["output"]["labels"] if "output" in body else None),
+        "labels": json.dumps(body.get("output", {}).get("labels")),
         "preprocess": json.dumps(body),
         "versions": json.dumps({"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}),
     }
@@ -100,11 +97,7 @@ def write(file: Path, body: Body) -> None:
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
-    """The sidecar beside an exported file, or the same from its metadata; empty where neither is there.
-
-    Args:
-        noted: what `metadata` once put into the file.
-    """
+    """The sidecar beside an exported file, or the same from its metadata; empty where neither is there."""
     try:
         text = sidecar_of(file).read_text(encoding="utf-8")
     except OSError:

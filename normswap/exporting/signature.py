@@ -44,15 +44,12 @@ class Signature:
 
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> Signature:
-        """Everything in and everything out, by the names that dicts, records and forward give it.
-
-        Raises OptionError: the network does not run on the example, or something that it gives is no number.
-        """
+        """Every tensor in and out, by the names of dicts, records and arguments; raises OptionError: no run."""
         taken = _named(named_arguments(model, example), "input")
         try:
             with undisturbed(model), torch.no_grad():
                 output = example.map(torch.clone).call(model)
-        except Exception as error:  # whatever the network raises
+        except Exception as error:
             raise OptionError(f"the network does not run on {example}", first_line(error)) from None
         outputs = _named(output, "output")
         if not outputs:
@@ -71,21 +68,21 @@ class Signature:
     def call(self, network: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The network's outputs for that, in the order of `outputs`."""
         output = self.example(tensors).call(network)
-        return tuple(value for _, value in named_tensors(output)) if self.whole else (answer(output),)
+        if not self.whole:
+            return (answer(output),)
+        return tuple(value for _, value in named_tensors(output))
 
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """The same by name, without gradients, floating-point values in float32.
 
-        Raises:
-            OptionError: it does not run on that.
-            NoAnswerError: it does not give one tensor, a row per image, where that is wanted.
+        Raises OptionError: it does not run on that; NoAnswerError: it does not give one tensor with a row per image.
         """
         try:
             with torch.no_grad():
                 outputs = self.call(network, tensors)
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
-        except Exception as error:  # whatever the network raises
+        except Exception as error:
             what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None
         if len(outputs) != len(self.outputs):

@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 from normswap.errors import RefusedError
 from normswap.exporting import pt2
 from normswap.exporting.exported_module import FileContents
+from normswap.graph.tracing import argument
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Argument)
@@ -69,7 +70,8 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
     module = pt2.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)
     for node in list(module.graph.nodes):
-        if node.op == "call_module":  # torch's own checks of the inputs
+        # Modules are torch's own checks of the inputs.
+        if node.op == "call_module":
             module.graph.erase_node(node)
     constants = _constants(module)
     for count, (node, value) in enumerate(constants.items()):
@@ -109,11 +111,12 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    place = _FORM.get(node.target)
-    argument = None if place is None else node.args[place]
-    if not isinstance(argument, fx.Node):
+    if node.target not in _FORM:
         return {}
-    return {argument: torch.empty(argument.meta["val"].shape, dtype=argument.meta["val"].dtype)}
+    tensor = node.args[_FORM[node.target]]
+    if not isinstance(tensor, fx.Node):
+        return {}
+    return {tensor: torch.empty(tensor.meta["val"].shape, dtype=tensor.meta["val"].dtype)}
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
@@ -135,7 +138,7 @@ def _as_slices(node: fx.Node) -> None:
     if source.target not in _RESHAPES:
         return
     tensor, sizes = source.all_input_nodes[0], list(source.meta["val"].shape)
-    axis = order[cast(int, node.args[1]) if len(node.args) > 1 else 0]
+    axis = order[argument(node, 1, "dim", default=0)]
     *outer, length = tensor.meta["val"].shape
     if sizes[:axis] != outer:
         return

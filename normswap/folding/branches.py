@@ -67,9 +67,10 @@ def find(builder: PlanBuilder) -> list[Branches]:
         arms = [*_terms(builder, node, None, inner)]
         for source in dict.fromkeys(arm.source for arm in arms):
             merged = _merged(builder, [arm for arm in arms if arm.source is source])
+            if merged is not None and all(arm.source is source for arm in arms):
+                merged = replace(merged, after=_scale_after(builder, node))
             if merged is not None:
-                whole = all(arm.source is source for arm in arms)
-                merges.append(replace(merged, after=_scale_after(builder, node)) if whole else merged)
+                merges.append(merged)
     return merges[::-1]
 
 
@@ -113,12 +114,15 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
             return _Arm(path, _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
             scale = scale or node
+            # Unlike a norm, it does not fold into a convolution before it.
             if isinstance(module, OwnLayer):
-                break  # no norm, which folds into a convolution before it
+                break
         elif not _passes(builder, node):
             break
         (node,) = inputs(node)
-    return _Arm(None, end, barrier) if scale is None else _Arm(str(scale.target), _source(builder, scale), barrier)
+    if scale is None:
+        return _Arm(None, end, barrier)
+    return _Arm(str(scale.target), _source(builder, scale), barrier)
 
 
 def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
@@ -159,8 +163,10 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
     conv = cast(_ConvNd, modules[str(main.path)])
     others = [arm.path for arm in arms if arm.path is not None and arm is not main]
     absorbed = tuple(path for path in others if _fits(conv, modules[path]))
-    skips = sum(arm.path is None for arm in arms) if _fits(conv, None) else 0
-    return Branches(str(main.path), absorbed, skips) if absorbed else None
+    if not absorbed:
+        return None
+    skips = sum(arm.path is None and _fits(conv, None) for arm in arms)
+    return Branches(str(main.path), absorbed, skips)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from normswap.graph import channel_axes
 from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import inputs, listed
+from normswap.graph.tracing import argument, inputs, listed
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import OwnLayer, scales_branch
@@ -234,10 +234,9 @@ def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
 def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
     """The convolutions whose maps are joined, with the part of the channels that each of them is."""
     traced = builder.anatomy.traced
-    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     joined = listed(cat)
     _only_user(builder, cat)
-    if dim != 1 or len(joined) != len(inputs(cat)):
+    if argument(cat, 1, "dim", default=0) != 1 or len(joined) != len(inputs(cat)):
         raise NotFoldable("it follows cat, not a convolution")
     start = 0
     for node in joined:

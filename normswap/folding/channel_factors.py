@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
-from normswap.graph.tracing import inputs, is_add, is_constant_mul, is_mul, listed
+from normswap.graph.tracing import argument, inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
 from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
@@ -36,12 +36,7 @@ FIXED = 0
 
 @dataclass(frozen=True)
 class Reach:
-    """A layer whose weights follow the factors.
-
-    Args:
-        writes: the group of each of its output channels.
-        reads: the group of each of its input channels.
-    """
+    """A layer whose weights follow the factors, with the group of each channel that it writes and that it reads."""
 
     path: str
     writes: Tensor
@@ -97,7 +92,7 @@ class Channels:
         """The channels of what the node computes, if it hands factors on."""
         if not any(arms):
             return None
-        if node.target is torch.cat and all(arms) and _dim(node, 0) == 1:
+        if node.target is torch.cat and all(arms) and argument(node, 1, "dim", "axis", default=0) == 1:
             return [channel for source in listed(node) for channel in self.of[source]]
         if len(sources) == 1:
             return self._alone(node, sources[0], arms[0] or [])
@@ -120,8 +115,9 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            part = self.builder.anatomy.takes_part(str(node.target))
-            return channels if part and self._called(module) == 1 else None
+            if not self.builder.anatomy.takes_part(str(node.target)) or self._called(module) > 1:
+                return None
+            return channels
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
         if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
             return channels
@@ -129,15 +125,17 @@ class Channels:
             whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
             return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
         if node.target in (torch.mean, "mean", torch.amax, "amax"):
-            dims = _dim(node, None)
-            dims = dims if isinstance(dims, list | tuple) else [dims]
+            dims = argument(node, 1, "dim", "axis")
+            if not isinstance(dims, list | tuple):
+                dims = [dims]
             over = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
             return channels if over and min(over) > 1 else None
         return channels if propagates_scale(self.builder, node) else None
 
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
         if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
-            return False  # channels that are not the second dimension are not followed
+            # Channels that are not the second dimension are not followed.
+            return False
         if not self.builder.anatomy.takes_part(str(node.target)):
             return False
         try:
@@ -175,10 +173,6 @@ def _shifts(module: nn.Module | None) -> bool:
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
-def _dim(node: fx.Node, default: object) -> object:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", default))
-
-
 def columns(weight: Tensor, groups: int) -> Tensor:
     """(O, I / groups, ...) -> (I, O / groups, ...): by input channel."""
     outs = len(weight) // groups
@@ -188,11 +182,7 @@ def columns(weight: Tensor, groups: int) -> Tensor:
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply every channel of `model`, in place, by its group's factor; the function stays what it is.
-
-    Args:
-        factors: (groups,), positive; the first one is 1.
-    """
+    """Multiply each channel, in place, by its group's factor (groups,), the first of which is 1; the function stays."""
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))

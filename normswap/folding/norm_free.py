@@ -50,8 +50,11 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
     nodes_of_block = [node for node in builder.anatomy.traced.nodes if node.meta["inside"][-1:] == (path,)]
     attention = block.attn is not None or block.attn_last is not None
-    named = [("beta", block.beta), *([("attn_gain", block.attn_gain)] if attention else []), ("alpha", block.alpha)]
-    named = [(name, value) for name, value in named if value != 1]  # the tracer leaves out factors of 1
+    named = [("beta", block.beta), ("alpha", block.alpha)]
+    if attention:
+        named.insert(1, ("attn_gain", block.attn_gain))
+    # The tracer leaves out factors of 1.
+    named = [(name, value) for name, value in named if value != 1]
     factors = [node for node in nodes_of_block if is_constant_mul(node)]
     if [constant(node) for node in factors] != [value for _, value in named]:
         builder.notes.append(f"{path} keeps its factors: they are not those of a NormFreeBlock")

@@ -39,11 +39,7 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Why some layers must stay as they are, by path.
-
-    They pass on the memory that they read, and will not any more, where it is written to under one of its names and
-    read under the other.
-    """
+    """Why layers that pass on the memory they read must stay: it is written to by one name and read by another."""
     traced, conflicts = builder.anatomy.traced, {}
     for node in traced.nodes:
         if node.meta.get("old_name") and _copies(builder, str(node.target)):

@@ -59,10 +59,11 @@ class LinearBuilder:
         self.reads.append((path, Absorption(way, part)))
 
     def edit(self, path: str) -> Edit:
-        # what comes before the convolution is absorbed first; among those after it, the nearest first
+        # What comes before the convolution is absorbed first; among those after it, the nearest first.
         reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
-        args = {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
-        args |= {"bake": True} if self.bake else {}
+        args: Body = {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
+        if self.bake:
+            args["bake"] = True
         takes = tuple(absorption for _, absorption in reads)
         return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes)
 
@@ -77,7 +78,8 @@ class PlanBuilder:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    scalars: dict[str, Then] = field(default_factory=dict)  # to chain after the replacement at a path
+    # By path, what is chained after the replacement there.
+    scalars: dict[str, Then] = field(default_factory=dict)
     _axes: Axes | None = field(default=None, repr=False)
 
     def linear(self, path: str) -> LinearBuilder:
@@ -96,7 +98,9 @@ class PlanBuilder:
 
     def is_removed(self, path: str, module: nn.Module | None) -> bool:
         """Whether nothing but an activation will stand at `path`, where `module` stands now."""
-        return self.removes(path) if path in self.replacements else isinstance(module, Vacant)
+        if path in self.replacements:
+            return self.removes(path)
+        return isinstance(module, Vacant)
 
     def settle(self, path: str, outcome: Outcome) -> None:
         """Say what becomes of the norm at `path`."""

@@ -45,10 +45,7 @@ def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.
 def readers(
     builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(value, reader) wherever the value of `start` is read by more than a step that passes it on.
-
-    Raises NotFoldable: the model returns it.
-    """
+    """(value, reader) for each reader of `start` that does not pass it on; raises NotFoldable: the model returns it."""
     for user in builder.anatomy.traced.users[start]:
         if user.op == "output":
             raise NotFoldable("the model returns it")
@@ -97,7 +94,7 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
-    """Convolutions that read `start` beside the `main` path, through steps that commute with a positive scalar.
+    """Convolutions beside the `main` path that read `start`, through steps that commute with a positive scalar.
 
     Raises NotFoldable: something else reads it.
     """

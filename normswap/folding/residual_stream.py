@@ -104,8 +104,9 @@ def _complaint(user: fx.Node) -> str:
 
 def called(node: fx.Node) -> str:
     """The path of a module, or the name of a function and where it is called."""
-    inside = node.meta["inside"][-1:] if node.op != "call_module" else ()
-    return f"{name(node)} in {inside[0]}" if inside else name(node)
+    if node.op == "call_module" or not node.meta["inside"]:
+        return name(node)
+    return f"{name(node)} in {node.meta['inside'][-1]}"
 
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:

@@ -137,7 +137,7 @@ class Anatomy:
             parts.pop()
         return ".".join(parts)
 
-    def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
         """Mean and deviation per channel of the output of the norm that stood at `path`, if they are known.
 
         Its beta and |gamma|, or what its class was registered to say.
@@ -146,7 +146,7 @@ class Anatomy:
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
         mean, gamma, beta, out_mean, out_std = (norms.get(f"{original}.{name}") for name in names)
         if mean is None:
-            return None, None
+            return None
         if out_mean is not None and out_std is not None:
             return out_mean.double(), out_std.double()
         return affine.output_moments(mean, gamma, beta)

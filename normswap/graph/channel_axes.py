@@ -40,8 +40,8 @@ class Axis:
     """Where the channels of a value are.
 
     Args:
-        size: how many there are.
-        dim: the dimension that they are, all of it and nothing else; None where it is part of one.
+        size: the number of channels.
+        dim: the dimension that holds the channels and nothing else; None where they share one.
         last: whether that is the last dimension.
         pure: whether every element belongs to a channel (no zeros of a padding among them).
     """
@@ -59,16 +59,14 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 def is_step(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` is linear and does the same to every channel (if its channel axis is known at all)."""
     module = traced.module(node)
-    return keeps_forward(module, _STEP_MODULES) if module is not None else node.target in _STEPS
+    if module is None:
+        return node.target in _STEPS
+    return keeps_forward(module, _STEP_MODULES)
 
 
 @torch.no_grad()
 def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Follow the channels through every record.
-
-    Args:
-        is_identity: whether a node passes its input on unchanged.
-    """
+    """Follow the channels through every record; `is_identity` tells whether a node passes its input on unchanged."""
     records = (traced, *traced.others)
     first, *resized = (_Reading(traced, record, traced.nodes, is_identity).axes() for record in records)
     axes = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
@@ -97,7 +95,7 @@ class _Reading:
     def __init__(self, traced: Traced, record: Traced, nodes: list[fx.Node], is_identity: _IsIdentity) -> None:
         self.traced, self.record, self.is_identity = traced, record, is_identity
         self.node_of = dict(zip(record.nodes, nodes, strict=True))
-        self.labels: dict[fx.Node, Any] = {}  # a label, or a tuple of them where the value is a tuple
+        self.labels: dict[fx.Node, Any] = {}
 
     def axes(self) -> Axes:
         for node in self.record.nodes:
@@ -124,23 +122,27 @@ class _Reading:
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
         """The label of what linear layers, LayerScales and norms write, and of parameters, whose channels come last."""
         if node.op == "get_attr":
-            floating = self.record.fetch(str(node.target)).is_floating_point()
-            return _Label(shape[-1], 1) if len(shape) > 1 and floating else None
+            if len(shape) < 2 or not self.record.fetch(str(node.target)).is_floating_point():
+                return None
+            return _Label(shape[-1], 1)
         module = self.traced.module(node)
         if module is None:
             return None
         dim = channel_dim(module) or scaled_dim(module)
-        if isinstance(module, LINEAR):
-            dim = -1 if isinstance(module, nn.Linear) else 1
+        if isinstance(module, nn.Linear):
+            dim = -1
+        elif isinstance(module, LINEAR):
+            dim = 1
         if dim is None or len(shape) < 2:
             return None
-        return _Label(shape[dim], 1 if dim == -1 else math.prod(shape[2:]))
+        return _Label(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
         for arm, other in (arms, arms[::-1]):
             label = self.labels.get(other)
             if arm.op == "get_attr" and label and not math.prod(arm.meta["shape"]) % (label.size * label.stride):
-                self.labels[arm] = label  # embeddings of maps have their channels where the maps have them
+                # An embedding of maps has its channels where the maps have them.
+                self.labels[arm] = label
         labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
@@ -166,7 +168,8 @@ class _Reading:
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
-        varies = node.target is F.pad and self.traced.flexible  # by how much may depend on the size
+        # The width of a padding may depend on the size.
+        varies = node.target is F.pad and self.traced.flexible
         pure = all(label.pure for label in whole) and not varies
         if isinstance(moved, tuple | list):
             return tuple(_recognized(tensor, *sizes, pure=pure) for tensor in moved)
@@ -180,9 +183,9 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     flat = numbers.flatten()
     there = flat != 0
     changes = torch.diff(flat).nonzero()
-    first_run = int(changes[0]) + 1 if len(changes) else len(flat)
+    first_run = (changes[:1].flatten() + 1).tolist()
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
-    for stride in dict.fromkeys([*strides, first_run]):
+    for stride in dict.fromkeys([*strides, *first_run]):
         if not stride or len(flat) % (size * stride):
             continue
         label = _Label(size, stride, pure and bool(there.all()))
@@ -194,5 +197,5 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
 
 def _axis(label: _Label, shape: torch.Size) -> Axis:
     fits = [i for i in range(len(shape)) if shape[i] == label.size and math.prod(shape[i + 1 :]) == label.stride]
-    dim = fits[-1] if fits else None
+    dim = next(reversed(fits), None)
     return Axis(label.size, dim, dim == len(shape) - 1, label.pure)

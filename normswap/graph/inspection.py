@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from normswap import provenance
+from normswap.copying import dotted
 from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
 from normswap.graph.node_reader import LINEAR, NodeReader
 from normswap.graph.recording import record
-from normswap.graph.tracing import Traced, inputs, is_add, is_mul
+from normswap.graph.tracing import Traced, inputs, is_add, is_mul, single
 from normswap.layers import affine, known_norms
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.provenance import Provenance
 
 __all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 
@@ -48,10 +48,12 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     norms = tuple(reader.norms(blocks))
     untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
     classifier = reader.classifier()
-    dropout = reader.dropout(classifier) if classifier else None
-    end, origin = str(classifier.target) if classifier else None, provenance.of(model) or Provenance()
-    maps = tuple(_maps(traced))
+    end: str | None = None
+    dropout: str | None = None
+    if classifier is not None:
+        end, dropout = str(classifier.target), reader.dropout(classifier)
     features = classifier is None and reader.gives_features()
+    maps, origin = tuple(_maps(traced)), provenance.of(model)
     return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, provenance=origin)
 
 
@@ -92,27 +94,33 @@ class _GraphReader(NodeReader):
             return None
         fork = self.nodes[common.bit_length() - 1]
         if fork.target in _SPLITS:
-            return None  # each arm has channels of its own (Res2Net)
+            # Each arm has channels of its own (Res2Net).
+            return None
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
         weights = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
         skip, branch = sorted((first, second), key=lambda arm: weights[arm])
         if weights[skip] == weights[branch] or weights[skip] > 1:
-            return None  # parallel branches (RepVGG), fusions (HRNet): no arm is the skip
+            # Of parallel branches (RepVGG) and of fusions (HRNet) no arm is the skip.
+            return None
         if weights[skip] and self._enlarged(branch, set(arms[branch])):
-            return None  # levels of a pyramid are merged (Lin et al. 2017, figure 3)
+            # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
+            return None
         container = next(reversed(total.meta["inside"]), "")
         sums[container] += 1
         path = container if sums[container] == 1 else f"{container}+{sums[container]}"
         on_branch, on_skip = arms[branch], arms[skip]
         last = self._last_norm(branch, on_branch)
         entry = self._entry(fork, container) if weights[skip] else None
-        norms = [str(n.target) for n in ([entry] if entry else []) + on_branch + on_skip if self.is_norm(n)]
-        unchanged = all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip)
-        without_weights = "identity" if unchanged else "other"
+        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
+        skip_kind = "other"
+        if weights[skip]:
+            skip_kind = "projection"
+        elif all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip):
+            skip_kind = "identity"
         return Block(
             path=path,
             stage=_stage(path),
-            skip="projection" if weights[skip] else without_weights,
+            skip=skip_kind,
             order=self._order(total, on_branch, fork, container),
             tail=self._tail(branch, total),
             norms=tuple(dict.fromkeys(norms)),
@@ -132,7 +140,8 @@ class _GraphReader(NodeReader):
                 break
             last = before
         small, large = (node.meta["shape"] for node in (last, branch))
-        same_rank = isinstance(small, torch.Size) and len(small) == len(large)  # not several tensors, of a split
+        # A split has several tensors, and no one size.
+        same_rank = isinstance(small, torch.Size) and len(small) == len(large)
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
@@ -168,7 +177,7 @@ class _GraphReader(NodeReader):
                     role[str(node.target)] = "head"
         for block in blocks:
             fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
-            role.update(dict.fromkeys(fork_norms, "down" if block.skip == "projection" else "other"))
+            role.update(dict.fromkeys(fork_norms, {"projection": "down"}.get(block.skip, "other")))
             if block.last:
                 role[block.last] = "last"
         return role
@@ -183,8 +192,7 @@ class _GraphReader(NodeReader):
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):
                 return node
-            sources = inputs(node)
-            node = sources[0] if len(sources) == 1 else None
+            node = single(inputs(node))
         return None
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
@@ -203,9 +211,9 @@ class _GraphReader(NodeReader):
         node: fx.Node | None = branch
         members = set(on_branch)
         while node is not None and node in members and not self.is_linear(node):
-            if is_mul(node) and self.traced.main_input(node) is not None:  # not LayerScale
-                owners = self.traced.outputs.get(node)
-                return owners[0] if owners else node.name
+            # The product of a LayerScale has no second input that depends on the first.
+            if is_mul(node) and self.traced.main_input(node) is not None:
+                return next(iter(self.traced.outputs.get(node, ())), node.name)
             node = self.traced.main_input(node)
         return None
 
@@ -224,7 +232,8 @@ class _GraphReader(NodeReader):
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
-        inside_block = container in ("", *fork.meta["inside"])  # else the fork is the end of the block before
+        # Otherwise the fork is the end of the block before.
+        inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
         if on_branch and (self.is_norm(on_branch[0]) or self.is_activation(on_branch[0])):
@@ -276,8 +285,9 @@ class _GraphReader(NodeReader):
                 return str(node.target)
             if node.target is F.dropout:
                 owner = next(reversed(node.meta["inside"]), "")
-                attribute = f"{owner}.drop_rate" if owner else "drop_rate"
-                return attribute if hasattr(self.traced.modules[owner], "drop_rate") else None
+                if not hasattr(self.traced.modules[owner], "drop_rate"):
+                    return None
+                return dotted(owner, "drop_rate")
             sources = inputs(node)
         return None
 

@@ -38,4 +38,6 @@ class NodeReader:
 
     def is_activation(self, node: fx.Node) -> bool:
         module = self.traced.module(node)
-        return is_activation_call(node.target) if module is None else is_activation(module)
+        if module is None:
+            return is_activation_call(node.target)
+        return is_activation(module)

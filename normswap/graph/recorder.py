@@ -40,10 +40,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The memory of a tensor: the node that made it, or that of a collection and its place in there.
-
-    `written`: a module wrote into the tensor and returned it under another name.
-    """
+    """The recorder's note on a tensor: the node that made it, or its collection, and its keys in there."""
 
     __slots__ = ("keys", "node", "run", "version", "written")
 
@@ -55,12 +52,7 @@ class _Mark:
 
 
 class Recorder(TorchFunctionMode):
-    """One run.
-
-    Args:
-        model: the twin that runs.
-        look: called with the name of each node, as it is made, and its value.
-    """
+    """One run of a twin; `look` is called with the name of each new node and its value."""
 
     def __init__(self, model: nn.Module, look: Callable[[str, object], None] | None = None) -> None:
         super().__init__()
@@ -80,12 +72,12 @@ class Recorder(TorchFunctionMode):
         self.constants: dict[str, Tensor] = {}
         self.untracked: dict[str, str] = {}
         self.branches: list[str] = []
-        self.size_dependent = False  # whether forward asked for the size of anything
+        self.size_dependent = False
         self.resting = False
-        self.convolutions = {  # whatever they hold, to pad with
-            id(module) for module in tree(model).values() if module._modules and own_forwards.computes(module)
-        }
-        self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}  # parameters, buffers and constants
+        # A convolution that holds modules holds them to pad its input.
+        holders = (module for module in tree(model).values() if module._modules)
+        self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
+        self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
     def run(self, example: Example) -> None:
@@ -97,7 +89,8 @@ class Recorder(TorchFunctionMode):
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
             node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
-            node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))  # members of a list are alike
+            # The members of a list are alike.
+            node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set(value, node)
             return value
 
@@ -132,7 +125,7 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if not overwritten and next(named_tensors(result), None) is None:
-            place = (positional[0] if positional else None, func.__name__)
+            place = (next(iter(positional), None), func.__name__)
             kind, target, positional, named = "call_function", spelling.left, place, {}
             if func.__name__ in _LOOKS:
                 self.branches.append(next(reversed(self.around), ""))
@@ -143,14 +136,15 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = spelling.shapes(value)
-        node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
+        node.meta["dtype"] = getattr(value, "dtype", None)
         if self.look is not None:
             self.look(node.name, value)
         return node
 
     def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
         """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
-        leaf = node.op == "call_module"  # something that makes a copy may sit there one day
+        # A layer that copies its input may be put there later.
+        leaf = node.op == "call_module"
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
             self._set(tensor, node)
@@ -158,7 +152,8 @@ class Recorder(TorchFunctionMode):
                 mark.written = True
         if isinstance(result, Tensor):
             if any(result is t for t in tensors) and (leaf or not any(result is t for t in overwritten)):
-                result = torch.Tensor.detach(result)  # passed on as it is: the same memory under another name
+                # It is passed on as it is, so it gets another name for the same memory.
+                result = torch.Tensor.detach(result)
             self._set(result, node)
             return result
         for keys, tensor in spelling.places(result):
@@ -176,8 +171,10 @@ class Recorder(TorchFunctionMode):
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark(self, tensor: Tensor) -> _Mark | None:
-        mark = tensor.__dict__.get(_MARK) if hasattr(tensor, "__dict__") else None
-        return mark if mark is not None and mark.run is self else None
+        mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
+        if mark is None or mark.run is not self:
+            return None
+        return mark
 
     def _is_tracked(self, tensor: Tensor) -> bool:
         if id(tensor) in self.named or id(tensor) in self._known:
@@ -203,9 +200,10 @@ class Recorder(TorchFunctionMode):
             return node
         while mark.keys:
             key, *later_keys = mark.keys
-            fetch = getattr if isinstance(key, spelling.Attribute) else operator.getitem
-            name = str(key) if fetch is getattr else key
-            mark.node = self._add("call_function", fetch, (mark.node, name), {}, tensor)
+            fetch: Function = operator.getitem
+            if isinstance(key, spelling.Attribute):
+                fetch, key = getattr, str(key)
+            mark.node = self._add("call_function", fetch, (mark.node, key), {}, tensor)
             mark.keys = tuple(later_keys)
         if mark.written:
             mark.node.meta["old_name"] = True
@@ -261,14 +259,13 @@ class Recorder(TorchFunctionMode):
         except Exception:
             self.failed = self.failed or path
             raise
-        node = self._node(result) if isinstance(result, Tensor) and self._is_tracked(result) else None
-        if node is not None:
+        if isinstance(result, Tensor) and self._is_tracked(result) and (node := self._node(result)) is not None:
             self.outputs.setdefault(node, []).append(path)
         return result
 
     def _is_leaf(self, module: nn.Module, path: str) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
-            self.opaque[path] = "it is scripted, and no one can look into it"
+            self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
         if affine.is_norm(module) or affine.is_affine(module):
             return True
@@ -305,12 +302,13 @@ class Recorder(TorchFunctionMode):
             if id(getattr(hook, "__self__", None)) in self.paths:
                 arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
                 answer = hook(module, *arguments, result)
-                result = result if answer is None else answer
+                if answer is not None:
+                    result = answer
         return result
 
 
 class Widening(TorchFunctionMode):
-    """For a network in float64: what its forward makes in float32 or less is made, or left, in float64."""
+    """For a network in float64: tensors that its forward makes in float32 or less are float64, too."""
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None

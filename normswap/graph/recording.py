@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
-from normswap.errors import TraceError, first_line, spelled
+from normswap.errors import TraceError, first_line, inputs_spelled, spelled
 from normswap.graph.recorder import Recorder, Widening
-from normswap.graph.tracing import Traced, inputs
+from normswap.graph.tracing import Traced, inputs, single
 from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import show_heads, undisturbed
+from normswap.models.weight_files import some
 
 # Folders of torch and of this package; a model of the user's may lie in one of the same name.
 _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -56,7 +57,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     _follow_heads(model, main, first)
     _follow_ways(model, main, inputs)
     main.remarks += _left_out(model, main, first)
-    if main.input_independent and first.images.ndim > 3:  # rows of features may come in more dimensions
+    # Rows of features may come in more dimensions.
+    if main.input_independent and first.images.ndim > 3:
         main.flexible = True
         return main
     flexible = False
@@ -81,7 +83,7 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """A layer that is compiled is no module that could be replaced."""
+    """Raise TraceError where a layer is compiled: it cannot be replaced."""
     for path, module in tree(model).items():
         if path and (getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod")):
             remedy = "Convert the network first, then compile the result"
@@ -89,7 +91,7 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Functions that sit on a module must not hold another of the network's: a copy would still call the original's."""
+    """Raise TraceError where a hook or a forward holds a module of the network: a copy would still call that one."""
     modules = tree(model)
     own = {id(module) for module in modules.values()}
     for path, module in modules.items():
@@ -135,20 +137,19 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
             continue
         candidates = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
         return traced, example, candidates
-    raise first_error or TraceError(
-        f"what {type(model).__name__} takes is not known", remedy="Give an example: `inputs=`"
-    )
+    remedy = f"Say what it takes: '{inputs_spelled()}'"
+    raise first_error or TraceError(f"what {type(model).__name__} takes is not known", remedy=remedy)
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
-    """Adopt the way that training takes, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
+    """Record training mode, too, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
     left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
     left = [key for key in left if key not in main.calls]
     if not left:
         return
     try:
         second = record_once(model, example, heads=True)
-    except TraceError:  # in training it takes targets, or larger images
+    except TraceError:
         return
     if any(key in second.calls for key in left):
         main.add_alternative(second)
@@ -157,8 +158,10 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
 
 
 def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
-    """Adopt every further way that one of the user's batches takes, by an argument of its own or by its values."""
-    batches = [] if inputs is None else calling.batches(inputs)
+    """Add the records of the user's batches that take another way, by an argument or by their values."""
+    if inputs is None:
+        return
+    batches = calling.batches(inputs)
     arguments = {batch.plain for batch in batches[:1]}
     for batch in batches[1:]:
         if batch.plain in arguments and not main.branches:
@@ -166,7 +169,7 @@ def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None
         arguments.add(batch.plain)
         try:
             way = record_once(model, batch.on(calling.anchor(model).device))
-        except TraceError:  # the proof says what does not run
+        except TraceError:
             continue
         if all(_outline(way) != _outline(other) for other in (main, *main.alternatives)):
             main.add_alternative(way)
@@ -178,8 +181,7 @@ def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]
     norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
     defaults = calling.defaults(model, example)
     if norms and defaults:
-        more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
-        yield f"never called: {', '.join(norms[:3])}{more}; forward had the default of {', '.join(defaults)}"
+        yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:
@@ -249,21 +251,19 @@ def _outline(traced: Traced) -> object:
 def record_once(
     model: nn.Module, example: Example, look: Callable[[str, object], None] | None = None, *, heads: bool = False
 ) -> Traced:
-    """Record one forward of `model`, which is not changed; with `heads`, as in training (`modes.with_heads`).
-
-    Raises TraceError: it does not run on the example; says where.
-    """
+    """Record one forward, with `heads` as in training (`modes.with_heads`); raises TraceError where it does not run."""
     copied = twin(model)
     if heads:
         show_heads(copied)
     if isinstance(getattr(copied, "drop_rate", None), float | int):
-        copied.__dict__["drop_rate"] = 0.5  # timm hides F.dropout behind `if self.drop_rate`: make it show
+        # timm calls F.dropout only `if self.drop_rate`.
+        copied.__dict__["drop_rate"] = 0.5
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
             # The twin has the network's own parameters.
             stack.enter_context(undisturbed(model))
-            if "torch._dynamo" in sys.modules:  # compiled modules run as they were written
+            if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
@@ -272,8 +272,8 @@ def record_once(
         raise
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"
-        size = spelled("input_size", metavar="C,H,W")
-        remedy = f"Give an example of what it takes, `inputs=` in Python, or `{size}`"
+        size, inputs = spelled("input_size", metavar="C,H,W"), inputs_spelled()
+        remedy = f"Say what it takes: `{size}`, or `{inputs}`"
         why = reason(error)
         floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images))
@@ -295,10 +295,7 @@ def record_once(
 
 
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
-    """Products with the number 1 and copies are not there: what makes or returns the value makes or returns them.
-
-    Those that make a float of whole numbers are.
-    """
+    """Take copies and products with 1 out of the graph; a product that makes floats of whole numbers stays."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]
@@ -306,7 +303,7 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
             values = [factor for factor in node.args if not (isinstance(factor, float) and factor == 1)]
         else:
             continue
-        value = values[0] if len(values) == 1 else None
+        value = single(values)
         if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:
             node.replace_all_uses_with(value)
             outputs.setdefault(value, []).extend(outputs.pop(node, []))

@@ -6,7 +6,6 @@ what it names and all beneath: `layer3`, `layer3.*.bn1`, `*.downsample`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from torch import nn
 from normswap.errors import OptionError, spelled
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
+from normswap.models.building import near
 from normswap.plan import Body
 
 
@@ -39,7 +39,7 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
             if not any(matches(pattern, path) for path in paths):
                 raise OptionError(
                     f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
-                    remedy=_near(pattern, paths),
+                    remedy=near(pattern, _beginnings(paths), "`normswap inspect` lists their paths"),
                 )
     skipped, taken = _named(modules, skip), _named(modules, only)
     outside = {path for path, module in modules.items() if id(module) in skipped or (only and id(module) not in taken)}
@@ -70,7 +70,5 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
-def _near(pattern: str, paths: Iterable[str]) -> str:
-    names = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)}
-    near = difflib.get_close_matches(pattern, sorted(names), 3)
-    return f"Did you mean {' or '.join(near)}?" if near else "`normswap inspect` lists their paths"
+def _beginnings(paths: Iterable[str]) -> list[str]:
+    return sorted({".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)})

@@ -50,7 +50,9 @@ def left(x: object, way: str) -> None:
 def is_plain(func: Function) -> bool:
     """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
     name = _property(func)
-    return getattr(func, "__name__", "") in _PLAIN if name is None else name not in _VALUES
+    if name is None:
+        return getattr(func, "__name__", "") in _PLAIN
+    return name not in _VALUES
 
 
 def asks_size(func: Function) -> bool:
@@ -60,8 +62,9 @@ def asks_size(func: Function) -> bool:
 
 def _property(func: Function) -> str | None:
     """The name of the tensor's property that `func` gets; None of a function or method."""
-    got = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
-    return getattr(got, "__name__", None)
+    if getattr(func, "__name__", "") != "__get__":
+        return None
+    return getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 class Attribute(str):
@@ -104,7 +107,8 @@ def version(tensor: Tensor) -> int:
     """How often the tensor was written to."""
     try:
         return tensor._version
-    except RuntimeError:  # made in inference mode
+    # A tensor that was made in inference mode has no version.
+    except RuntimeError:
         return 0
 
 
@@ -120,4 +124,6 @@ def shapes(value: object) -> object:
     """The shapes of all tensors in a value."""
     if isinstance(value, Tensor):
         return value.shape
-    return tuple(shapes(entry) for entry in value) if isinstance(value, list | tuple) else None
+    if isinstance(value, list | tuple):
+        return tuple(shapes(entry) for entry in value)
+    return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
 
+T = TypeVar("T")
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
@@ -72,7 +73,7 @@ class Traced:
         self.nodes = list(self.graph.nodes)
         self.users = {}
         self._index: dict[fx.Node, int] = {}
-        self._above: list[int] = []  # ancestors of each node, itself included, as bit masks
+        self._above: list[int] = []
         self._connect(self.nodes)
 
     @functools.cached_property
@@ -147,7 +148,7 @@ class Traced:
             if self.depends(second, first):
                 return first
             return second if self.depends(first, second) else None
-        return sources[0] if len(sources) == 1 else None
+        return single(sources)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The leaf module that `node` calls, if it calls one."""
@@ -166,6 +167,18 @@ class Traced:
         return tensor
 
 
+def single(items: Sequence[T]) -> T | None:
+    """The only item; None where there are none, or several."""
+    return items[0] if len(items) == 1 else None
+
+
+def argument(node: fx.Node, place: int, *names: str, default: object = None) -> Any:
+    """The argument of a node at a place, or by one of its names."""
+    if len(node.args) > place:
+        return node.args[place]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), default)
+
+
 def inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values (not only whose shapes) `node` reads, in order, each once."""
     if node.target in _LIKE:
@@ -177,8 +190,10 @@ def inputs(node: fx.Node) -> list[fx.Node]:
 
 def listed(cat: fx.Node) -> list[fx.Node]:
     """The nodes whose values `cat` joins, as often as it does."""
-    joined = cat.args[0] if cat.args else cat.kwargs.get("tensors")
-    return [node for node in joined if isinstance(node, fx.Node)] if isinstance(joined, list | tuple) else []
+    joined = argument(cat, 0, "tensors")
+    if not isinstance(joined, list | tuple):
+        return []
+    return [node for node in joined if isinstance(node, fx.Node)]
 
 
 def is_add(node: fx.Node) -> bool:
@@ -193,7 +208,8 @@ def is_mul(node: fx.Node) -> bool:
 
 def is_constant_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies one tensor by a number."""
-    numbers = [arg for arg in node.args if isinstance(arg, int | float)]  # none in x * x
+    # There is none in x * x.
+    numbers = [arg for arg in node.args if isinstance(arg, int | float)]
     return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from normswap import demo_files
 from normswap.errors import OptionError, SourceError, counted, first_line, quiet, spelled
+from normswap.images import array_files
 from normswap.models import network_input, zoo
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
@@ -48,7 +49,7 @@ _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mo
 
 
 class Loader:
-    """Batches of images (N, C, H, W) and labels (N,), in a fixed order.
+    """Batches of images (N, C, H, W) and labels (N,), or of several inputs and labels by name, in a fixed order.
 
     Args:
         origin: what the user named, for errors.
@@ -68,11 +69,14 @@ class Loader:
         batches = _batches(Subset(old.dataset, rows), old.batch_size, old.num_workers, old.generator)
         return Loader(batches, self.origin, len(rows), self.notes)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         left = self.count
         for batch in self.batches:
             if isinstance(batch, str):
                 raise SourceError(f"{self.origin}: {batch}", remedy="Remove or replace it.")
+            if isinstance(batch, dict):
+                yield batch
+                continue
             images, labels = batch
             yield images[:left], labels[:left]
             if left is not None:
@@ -96,8 +100,9 @@ def make_loader(
 
     Args:
         model: the network, or its record (`image_record`).
-        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, or a dataset
-            of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`.
+        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line `file,label`, a dataset
+            of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data` or `hfds/user/name`, or arrays
+            (`array_files`).
         split: which part of a dataset that has parts; a folder of that name inside the folder is used if present.
         samples: take this many images, drawn without replacement by `seed`; a stream gives its first ones.
         labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
@@ -140,9 +145,9 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 
 
 def split_for_calibration(loader: Loader, first: int | None, *, most: int | None = None) -> tuple[Loader, Loader]:
-    """Draw `first` images to set numbers by, and `most` others, or all, to measure on.
+    """Draw `first` images to fit to (by default half, at most 512), and `most` others to measure on, or all.
 
-    Without a number half of them, at most 512, are the first part. Raises OptionError where a part has none.
+    Raises OptionError: a part has none.
     """
     total = loader.count or 0
     count = min(total // 2, _MOST_TO_CALIBRATE) if first is None else first
@@ -161,7 +166,12 @@ def open_images(
 
     Its arguments are those of `make_loader`, and `record` is the network's (`image_record`).
     """
+    if files := array_files.find(Path(data)):
+        return array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
     channels = record["input_size"][0]
+    if len(record["input_size"]) != 3:
+        what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"
+        raise SourceError(what, f"{data} holds no arrays", "Give a folder of .npy or .safetensors files")
     if channels not in (1, 3):
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
     mode = "RGB" if channels == 3 else "L"
@@ -181,19 +191,17 @@ def open_images(
             class_names = class_names.values()
         classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
         outputs, note = label_map(names, classes, data, needed=labelled is True)
-        notes += [note] if note else []
+        notes += filter(None, [note])
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
 def image_record(model: nn.Module) -> Cfg:
-    """Return how a network wants its images (`zoo.data_config`), and what is known of its classes.
-
-    Their number, `num_classes`, is counted by running the network where nothing states it.
-    """
+    """Return a network's preprocessing (`zoo.data_config`) and classes, counted by a run where none are stated."""
     record = stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
     count = _counted(model) if count is None else count
-    return {**zoo.data_config(model), "num_classes": count, "label_names": record.get("label_names")}
+    named = {name: record.get(name) for name in ("label_names", "inputs")}
+    return {**zoo.data_config(model), "num_classes": count, **named}
 
 
 def _counted(model: nn.Module) -> int | None:

@@ -28,10 +28,7 @@ def keeps_forward(module: object, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 
 def is_homogeneous(act: nn.Module | None) -> bool:
-    """Whether act(c x) = c act(x) for every c > 0.
-
-    ReLU, LeakyReLU, what is the identity in eval mode, and rows of them.
-    """
+    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, identities in eval mode, and sequences of them."""
     if act is not None and keeps_forward(act, (nn.Sequential,)):
         return all(is_homogeneous(layer) for layer in act.children())
     return act is None or keeps_forward(act, (*_RELUS, *_IDENTITIES))

@@ -60,8 +60,7 @@ def has_moments(module: nn.Module) -> bool:
 
 def holds_statistics(module: nn.Module) -> bool:
     """Whether an affine module is a norm, or one lives on in it, so that it may become a plain scale and shift."""
-    layer = _own(module)
-    return layer.HOLDS_STATISTICS if layer is not None else is_affine_norm(module)
+    return is_affine_norm(module) or getattr(_own(module), "HOLDS_STATISTICS", False)
 
 
 def _own(module: nn.Module) -> OwnLayer | None:
@@ -190,11 +189,7 @@ def copied_activation(module: nn.Module) -> nn.Module | None:
 
 
 def moments(module: nn.Module) -> Pair:
-    """Mean and deviation per channel of a norm's output: of a BatchNorm beta and |gamma| (Ioffe & Szegedy, section 3).
-
-    Args:
-        module: one for which `has_moments` is true.
-    """
+    """Mean and deviation of a norm's output, where `has_moments`: beta and |gamma| (Ioffe & Szegedy, section 3)."""
     norm = cast(BatchNorm, module)
     if _registered_map(module) is None:
         return output_moments(norm.running_mean, norm.weight, norm.bias)

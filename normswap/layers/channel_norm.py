@@ -56,9 +56,11 @@ def channel_dim(module: nn.Module) -> int | None:
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single or "forward" in vars(module):
         return None
     shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
-    if not is_believed(module):  # torchvision's and transformers' ConvNeXt, SAM and their kin permute in forward
-        plain = isinstance(module, nn.LayerNorm) and len(shape) == 1
-        return measured_dim(module, shape[0], _layer_norm) if plain else None
+    if not is_believed(module):
+        # The LayerNorms of ConvNeXt, SAM and others permute in forward.
+        if not isinstance(module, nn.LayerNorm) or len(shape) != 1:
+            return None
+        return measured_dim(module, shape[0], _layer_norm)
     if kind.activation or len(shape) != 1:
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
@@ -66,14 +68,11 @@ def channel_dim(module: nn.Module) -> int | None:
 
 @torch.no_grad()
 def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tensor], Tensor]) -> int | None:
-    """Along which dimension, -1 or 1, a module computes what is expected, in float64, whatever its parameters are.
-
-    Args:
-        expected: of a copy of the module and values (..., C), what it gives if it is what it is taken for.
-    """
+    """The dimension, -1 or 1, along which a module computes `expected(copy, (..., C))` in float64; None: neither."""
     if module not in _MEASURED:
         _MEASURED[module] = None
-        with suppress(Exception):  # it cannot be copied
+        # A module may refuse to be copied, or an input of this shape.
+        with suppress(Exception):
             twin = copy.deepcopy(module).double().eval()
             generator = torch.Generator().manual_seed(1)
             for parameter in twin.parameters():
@@ -81,7 +80,7 @@ def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tens
             for dim in (-1, 1):
                 x = probe(channels, dim)
                 y = expected(twin, x.movedim(dim, -1)).movedim(-1, dim)
-                with suppress(Exception):  # it takes no input of this shape
+                with suppress(Exception):
                     if torch.allclose(twin(x.clone()), y, rtol=1e-9, atol=1e-12):
                         _MEASURED[module] = dim
     return _MEASURED[module]
@@ -94,8 +93,8 @@ def _layer_norm(norm: Any, x: Tensor) -> Tensor:
 def probe(channels: int, dim: int) -> Tensor:
     """Noise with the channels in dimension 1 or -1 of four, and no other dimension of that size, in float64."""
     rows, columns = [size for size in (3, 5, 7) if size != channels][:2]
-    shape = (1, channels, rows, columns) if dim == 1 else (1, rows, columns, channels)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.randn(1, rows, columns, channels, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return noise.movedim(-1, dim).contiguous()
 
 
 def scaled_dim(module: nn.Module) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import doubled
 from normswap.errors import RefusedError
 from normswap.layers import affine
 from normswap.layers.own import GAMMA, OwnLayer, per_channel
@@ -74,7 +75,7 @@ class ChannelBias(PlannedLayer, OwnLayer):
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         bias = self.bias.detach().double()
-        return torch.ones_like(bias) if self.sign is None else self.sign.double(), bias
+        return doubled(self.sign, torch.ones_like(bias)), bias
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, signed: bool) -> ChannelBias:

@@ -45,15 +45,11 @@ class DynamicTanh(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
-        """The layer with the norm's gamma and beta.
-
-        Args:
-            lead: a `ChannelAffine` in front absorbs the statistics; else the convolution before has, a `Whitened`.
-        """
+        """The layer with the norm's gamma and beta, behind its statistics: a `ChannelAffine` (`lead`) or `Whitened`."""
         scale, offset, gamma, beta = _whitening(old)
         gamma = gain(alpha) * gamma
         new = cls(gamma.to(like), beta.to(like), alpha, affine.copied_activation(old))
-        return led(scale, offset, new) if lead else new
+        return led(scale, offset, new, lead=lead)
 
 
 KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
@@ -69,16 +65,13 @@ class Whitened(PlannedLayer):
 
 
 class Straight(PlannedLayer):
-    """The straight counterpart of a `DynamicTanh` at the same path.
-
-    The BatchNorm without the statistics that are absorbed before it.
-    """
+    """A `DynamicTanh` without the tanh: the BatchNorm less the statistics that are absorbed before it."""
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False) -> nn.Module:
         scale, offset, gamma, beta = _whitening(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
-        return led(scale, offset, new) if lead else new
+        return led(scale, offset, new, lead=lead)
 
 
 @functools.cache

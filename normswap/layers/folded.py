@@ -42,8 +42,8 @@ def folded(
     old_dtype = next(old.parameters()).dtype
     dtype = like.dtype if like.dtype == torch.float64 else old_dtype
     if bake:
-        old = reparametrized.plain(old)  # in float64
-    weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))  # scaled in place below
+        old = reparametrized.plain(old)
+    weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))
     bias = doubled(old.bias, weight.new_zeros(weight.shape[0] * weight.shape[1]))
     if in_gain != 1:
         weight *= in_gain
@@ -54,8 +54,10 @@ def folded(
     if centred:
         weight -= weight.mean((0, 1), keepdim=True)
         bias = bias - bias.mean()
-    born = bool(reads) or gain != 1  # a gate's first map, which is only rescaled, gets no bias it never had
-    return _with(old, restore(weight), bias * gain if born or old.bias is not None else None, dtype)
+    # A gate's first map is only rescaled, and gets no bias that it did not have.
+    if not reads and gain == 1 and old.bias is None:
+        return _with(old, restore(weight), None, dtype)
+    return _with(old, restore(weight), bias * gain, dtype)
 
 
 class Folded(PlannedLayer):
@@ -74,29 +76,23 @@ class Folded(PlannedLayer):
         after = [(norm, absorption.channels) for norm, absorption in absorbed if absorption.way is AbsorbMode.AFTER]
         if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
             raise RefusedError("cannot unfold", "it took in more than one norm")
-        # what the plan would do to weights of 1 is the factor that W was multiplied with
-        fresh, bias = old.weight.clone(), None if old.bias is None else old.bias.clone()
+        # Folding weights of 1 gives the factor that W was multiplied with.
+        fresh = old.weight.clone()
         old.weight.fill_(1)
         factor = folded(copy.deepcopy(old).double(), reads, like=old.weight, **how).weight
         dead = factor == 0
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
         old.weight.copy_(torch.where(dead, fresh.double(), weight))
-        if old.bias is not None and bias is not None:
-            old.bias.copy_(bias)
         for norm, channels in after:
             scale, shift = (value[channels] for value in affine.read(norm))
-            offset = 0 if old.bias is None else scale * old.bias.double()
-            assert now.bias is not None  # it took in a shift
+            offset = scale * doubled(old.bias, torch.zeros_like(scale))
+            assert now.bias is not None, "it absorbed a shift"
             if not torch.equal((offset + shift).to(now.bias), now.bias):
                 affine.set_shift(norm, now.bias.double() - offset, channels)
 
 
 def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype) -> Tensor:
-    """Scale `weight` (groups, out, in, *kernel), in place, by what `module` does; returns the new bias (groups * out).
-
-    Args:
-        dtype: of the network, in which a magnitude must be finite.
-    """
+    """Scale `weight` (groups, out, in, *kernel) by `module`'s map, in place; returns the new bias (groups * out)."""
     groups, out, inner, *kernel = weight.shape
     kernel_ones = (1,) * len(kernel)
     if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
@@ -119,7 +115,8 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
     """The weight as (groups, out / groups, in / groups, *kernel), and the way back to the layout it came in."""
     groups = getattr(old, "groups", 1)
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    if getattr(old, "transposed", False):  # transposed convolutions store (in, out / groups, *kernel)
+    # Transposed convolutions store (in, out / groups, *kernel).
+    if getattr(old, "transposed", False):
         return grouped.transpose(1, 2), lambda w: w.transpose(1, 2).reshape(weight.shape)
     return grouped, lambda w: w.reshape(weight.shape)
 

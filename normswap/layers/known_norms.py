@@ -215,7 +215,7 @@ def measured_eps(module: nn.Module) -> float | None:
         return None
     try:
         norm: Any = copy.deepcopy(module).double().eval()
-    except Exception:  # whatever its class raises
+    except Exception:
         return None
     named = (getattr(module, name, None) for name in ("eps", "epsilon", "variance_epsilon"))
     tried = dict.fromkeys([*(value for value in named if isinstance(value, float)), *_USUAL])
@@ -224,7 +224,7 @@ def measured_eps(module: nn.Module) -> float | None:
         x = torch.randn(2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64)
         try:
             pairs = [(scale * x, norm(scale * x)) for scale in _SCALES]
-        except Exception:  # it takes no input of so many dimensions
+        except Exception:
             continue
         return next((value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None)
     return None

@@ -68,6 +68,7 @@ def per_channel(value: Tensor, x: Tensor) -> Tensor:
     return _shaped(value, x)
 
 
-@fx.wrap  # how many dimensions a value has is not known while a symbolic trace runs, which looks this name up here
+# A symbolic trace does not know how many dimensions a value has. It looks this name up here.
+@fx.wrap
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
     return value.view(1, -1, *(1,) * (x.ndim - 2)).to(x.dtype)

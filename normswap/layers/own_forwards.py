@@ -22,6 +22,7 @@ from normswap.layers.reparametrized import CONVOLUTIONS
 
 # By their dimensions, from one on.
 _CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
 _NEAR = 1e-9
 # Layers are tried on values of both scales: a clamp bends large ones only.
 _SCALES = (1, 1000)
@@ -39,14 +40,14 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: Tensor | None = None
-        self.padding: object = 0
+        self.padding: Any = 0
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func not in _CALLS:
             return func(*args, **kwargs)
-        self.read = args[0] if args else kwargs["input"]
-        self.padding = args[4] if len(args) > 4 else kwargs.get("padding", 0)
+        arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        self.read, self.padding = arguments["input"], arguments.get("padding", 0)
         raise _Reached
 
 
@@ -57,10 +58,7 @@ def padded(layer: _ConvNd, x: Tensor) -> Tensor:
 
 
 def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Give what the call of a convolution reads of x (N, I, ...), and how many zeros it puts around each side.
-
-    Raises TypeError: its forward calls no convolution.
-    """
+    """What a convolution reads of x (N, I, ...), and the zeros around each side; raises TypeError: it calls none."""
     watch = _Watch()
     try:
         with watch, torch.no_grad():
@@ -75,9 +73,8 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         return watch.read, [(total // 2, total - total // 2) for total in totals]
     if padding == "valid":
         padding = 0
-    sides = padding if isinstance(padding, tuple | list) else (padding,)
-    sides = tuple(sides) * (len(kernel) if len(sides) == 1 else 1)
-    return watch.read, [(int(side), int(side)) for side in sides]
+    sides = torch.as_tensor(padding).expand(len(kernel)).tolist()
+    return watch.read, [(side, side) for side in sides]
 
 
 def is_own(layer: nn.Module) -> bool:
@@ -96,12 +93,12 @@ def computes(layer: nn.Module) -> bool:
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         return all(_agrees(twin, room, scale, generator) for room in _ROOM for scale in _SCALES)
-    except Exception:  # whatever its class raises
+    except Exception:
         return False
 
 
 def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torch.Generator) -> bool:
-    weight, bias = layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+    weight, bias = copy.deepcopy((layer.weight, layer.bias))
     if isinstance(layer, nn.Linear):
         x = scale * torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
         return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
@@ -128,10 +125,7 @@ def pads(layer: _ConvNd) -> bool:
 
 
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
-    """The argument `padding` with which torch's own convolution pads like this one, which is believed.
-
-    None if it pads one end of a side more than the other, or by the input's size.
-    """
+    """The `padding` with which torch pads as this convolution does; None: uneven, or by the input's size."""
     if not is_own(layer):
         padding: tuple[int, ...] | str = layer.padding
         return padding

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
+from normswap.copying import doubled
 from normswap.layers import affine, site_norm
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.own import OwnLayer
@@ -43,8 +44,11 @@ class GroupNorm(PlannedLayer):
         scale, shift = affine.read(old)
         channels = mean.numel()
         act = affine.copied_activation(old)
-        scale_in, offset = leveled(old, groups) if eps is not None else (torch.ones_like(mean), torch.zeros_like(mean))
-        eps = affine.epsilon(old) if eps is None else eps
+        scale_in, offset = torch.ones_like(mean), torch.zeros_like(mean)
+        if eps is None:
+            eps = affine.epsilon(old)
+        else:
+            scale_in, offset = leveled(old, groups)
         typed = site_norm.typed(old, like)
         settings: Any = {"eps": eps, "dtype": typed.dtype, "device": typed.device}
         if act is None:
@@ -61,7 +65,7 @@ class GroupNorm(PlannedLayer):
             value = getattr(old, name, None)
             if isinstance(value, nn.Parameter):
                 getattr(new, name).requires_grad_(value.requires_grad)
-        return led(scale_in, offset, new) if lead else new
+        return led(scale_in, offset, new, lead=lead)
 
 
 class Rescaled(PlannedLayer):
@@ -87,7 +91,7 @@ class Recentred(PlannedLayer):
             new.affine, ones = True, torch.ones_like(new.running_var)
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
         moved(new, scale, offset)
-        return led(scale, offset, new) if lead else new
+        return led(scale, offset, new, lead=lead)
 
 
 def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
@@ -95,19 +99,13 @@ def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
     mean, var = (value.clone() for value in affine.statistics(norm))
     norm.running_mean.copy_(scale * mean + offset)
     norm.running_var.copy_(scale.square() * var)
-    # of the variance as it was stored: what eps adds to it is made up for exactly
+    # The variance is read as it is stored, so what eps adds to it is compensated exactly.
     eps = affine.epsilon(norm)
     norm.weight.mul_((norm.running_var.double() + eps).sqrt() / (scale * (var + eps).sqrt()))
 
 
 def leveled(norm: Any, groups: int) -> tuple[Tensor, Tensor]:
-    """Scale and offset (C,), float64, with which all groups have the mean variance of all channels, and means of 0.
-
-    So one eps is as much to each group.
-
-    Args:
-        norm: the BatchNorm whose input is rescaled.
-    """
+    """Scale and offset (C,), float64, that give each group the mean variance of all channels, each channel mean 0."""
     mean, var = affine.statistics(norm)
     group_var = var.view(groups, -1).mean(1)
     scale = torch.where(group_var > 0, var.mean() / group_var, 1.0).sqrt().repeat_interleave(len(var) // groups)
@@ -118,7 +116,7 @@ def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     """A copy of the convolution that computes scale * y + offset, (C,) each, where it computed y."""
     new = copy.deepcopy(conv)
     new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
-    bias = offset if conv.bias is None else scale * conv.bias.double() + offset
+    bias = scale * doubled(conv.bias, torch.zeros_like(scale)) + offset
     new.bias = nn.Parameter(bias.to(conv.weight), requires_grad=conv.weight.requires_grad)
     return new
 
@@ -141,8 +139,10 @@ def last(norm: nn.Module) -> Any:
     return norm.then if isinstance(norm, Chain) else norm
 
 
-def led(scale: Tensor, offset: Tensor, norm: Any) -> Chain:
-    """The norm behind a scale and an offset, (C,) each."""
+def led(scale: Tensor, offset: Tensor, norm: Any, *, lead: bool) -> nn.Module:
+    """The norm itself, or (`lead`) behind a `ChannelAffine` with a scale and an offset, (C,) each."""
+    if not lead:
+        return cast(nn.Module, norm)
     like = norm.weight.detach()
     return Chain(ChannelAffine(scale.to(like), offset.to(like)), norm)
 
@@ -152,7 +152,8 @@ def per_filter(conv: Linearity, sign: Tensor) -> Tensor:
     kernel_ones = (1,) * (conv.weight.ndim - 2)
     if isinstance(conv, nn.Linear) or not conv.transposed:
         return sign.view(-1, 1, *kernel_ones)
-    sign = sign.view(conv.groups, 1, -1)  # transposed convolutions store (in, out / groups, *kernel)
+    # Transposed convolutions store (in, out / groups, *kernel).
+    sign = sign.view(conv.groups, 1, -1)
     return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(conv.in_channels, -1, *kernel_ones)
 
 

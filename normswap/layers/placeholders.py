@@ -92,10 +92,7 @@ class WithBias(PlannedLayer):
 
 
 class Dropout(PlannedLayer):
-    """Dropout before the classifier.
-
-    What is there is a Dropout module, or timm's `drop_rate` number, read in forward.
-    """
+    """Dropout before the classifier: a Dropout module, or timm's `drop_rate` number, read in forward."""
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:

@@ -148,9 +148,8 @@ def keeps_input_bias(module: nn.Module) -> bool:
     """Whether it has an input bias that its zero padding keeps from becoming a bias."""
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
-    padding = getattr(module, "padding", 0)
-    some = padding != "valid" if isinstance(padding, str) else bool(torch.as_tensor(padding).any())
-    return some or isinstance(module, timm_layers.Conv2dSame)
+    padding: Any = getattr(module, "padding", ())
+    return padding == "same" or (padding != "valid" and any(padding)) or isinstance(module, timm_layers.Conv2dSame)
 
 
 def plain(module: Linearity) -> Linearity:
@@ -172,7 +171,9 @@ def plain(module: Linearity) -> Linearity:
 
 def weight(module: Linearity) -> Tensor:
     """The weight with which a linear layer computes in eval mode, in float64."""
-    return (plain(module) if is_reparametrized(module) else module).weight.detach().double()
+    if is_reparametrized(module):
+        module = plain(module)
+    return module.weight.detach().double()
 
 
 def plain_class(module: Linearity) -> type[Linearity]:
@@ -204,15 +205,14 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
 
 def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) that a standardized convolution computes with.
-
-    timm's formula, with a gain where there is one, and the means where they are kept.
-    """
+    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means where kept."""
     gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
     flat = conv.weight.reshape(1, conv.out_channels, -1)
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
     weight: Tensor = flat.reshape_as(conv.weight)
-    return weight + conv.mean if keeps_mean(conv) else weight
+    if keeps_mean(conv):
+        weight = weight + conv.mean
+    return weight
 
 
 def keeps_mean(module: object) -> bool:

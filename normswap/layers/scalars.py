@@ -101,4 +101,6 @@ class Shifted(PlannedLayer):
     @classmethod
     def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
         new = folded(old, reads, like=like, **how)
-        return new if isinstance(new, reparametrized.InputBiased) else reparametrized.InputBiased.of(new)
+        if isinstance(new, reparametrized.InputBiased):
+            return new
+        return reparametrized.InputBiased.of(new)

@@ -43,7 +43,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         self.ghost, self.act = ghost, act
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if not isinstance(input, fx.Proxy) and input.ndim < 2:  # a proxy's dimensions are not known
+        if not isinstance(input, fx.Proxy) and input.ndim < 2:
             raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -140,10 +140,11 @@ class FrozenNorm(PlannedLayer):
         """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
         live = SiteNorm.replacing(old, like=like, **moments)
         count, eps = live.num_features, live.eps
-        new: Any = FrozenBatchNorm(count, eps) if live.act is None else FrozenBatchNormAct2d(count, eps)
-        new.to(live.weight)
+        new: Any = FrozenBatchNorm(count, eps)
         if live.act is not None:
+            new = FrozenBatchNormAct2d(count, eps)
             new.act = live.act
+        new.to(live.weight)
         _copy(live, new)
         return cast(nn.Module, new)
 
@@ -182,9 +183,7 @@ class Tuned(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any) -> nn.Module:
-        moments = {
-            name: how.pop(name) for name in ("mean", "std", "settings") if name in how
-        }  # of the norm (`SiteNorm`)
+        moments = {name: how.pop(name) for name in ("mean", "std", "settings") if name in how}
         absorbed = [*zip(reads, takes, strict=True)]
         (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
         others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]
@@ -241,9 +240,9 @@ def typed(old: nn.Module, like: Tensor) -> Tensor:
 def _copy(old: Any, new: Any) -> None:
     for name in _SHOWN:
         value = getattr(old, name, None)
-        if value is None:  # affine=False
-            getattr(new, name).fill_(1.0 if name == "weight" else 0.0)
-        else:
-            getattr(new, name).copy_(value)
+        # A norm without gamma and beta multiplies by 1 and adds 0.
+        if value is None:
+            value = torch.tensor(float(name == "weight"))
+        getattr(new, name).copy_(value)
     if getattr(old, "num_batches_tracked", None) is not None and hasattr(new, "num_batches_tracked"):
         new.num_batches_tracked.copy_(old.num_batches_tracked)

@@ -127,8 +127,10 @@ class StandardizedConv(PlannedLayer):
             new: _ConvNd = other(mean=mean, **args)
         elif mean:
             new = MeanStdConv2d(same_pad=same, **{**args, "padding": padded})
+        elif same:
+            new = ScaledStdConv2dSame(**args)
         else:
-            new = ScaledStdConv2dSame(**args) if same else ScaledStdConv2d(**args)
+            new = ScaledStdConv2d(**args)
         set_effective(new, conv.weight)
         new.weight.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:

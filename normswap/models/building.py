@@ -60,16 +60,20 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
     try:
         with quiet():
             return factory(**kwargs)
-    except (Exception, SystemExit) as error:  # builders raise TypeError, KeyError, ... for what they cannot use
-        described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-        described = (described if len(described) < 200 else f"{described[:200]} ...") or "its defaults"
+    # Builders raise TypeError, KeyError and others for arguments that they cannot use.
+    except (Exception, SystemExit) as error:
+        described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its defaults"
+        if len(described) > 200:
+            described = f"{described[:200]} ..."
         raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """Suggest names like the one that is not there, as a remedy."""
     matches = difflib.get_close_matches(name, list(names), n=3)
-    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
+    if not matches:
+        return otherwise
+    return f"Did you mean {' or '.join(matches)}?"
 
 
 def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
@@ -86,13 +90,14 @@ def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
     shapes).
     """
     try:
-        with torch.random.fork_rng(devices=[]):  # trying must not shift the user's random numbers
+        with torch.random.fork_rng(devices=[]):
             return _blueprint(build()) == _blueprint(model)
     except (SourceError, PlanError):
         return False
 
 
 def _blueprint(model: nn.Module) -> tuple[object, ...]:
-    kind = parametrize.type_before_parametrizations  # torch makes a class of its own for each parametrized layer
+    # torch makes a class of its own for each parametrized layer.
+    kind = parametrize.type_before_parametrizations
     layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
     return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.copying import dotted
-from normswap.errors import OptionError, TraceError
+from normswap.errors import OptionError, TraceError, inputs_spelled
 
 # A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of batches.
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
@@ -81,12 +81,16 @@ class Example:
 
     def first(self, count: int) -> Example:
         """Return the first samples of the batch, where every argument has the same number of them."""
-        return self if self.count <= count else self._cut(lambda value: value[:count]) or self
+        if self.count <= count:
+            return self
+        return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the samples that are marked in `rows` (N,), bool; None where it cannot be parted."""
+        """Return the samples that are marked in `rows` (N,), bool; None where none is, or it cannot be parted."""
         if bool(rows.all()):
             return self
+        if not bool(rows.any()):
+            return None
 
         def marked(value: Any) -> object:
             if isinstance(value, Tensor):
@@ -97,8 +101,8 @@ class Example:
 
     def like(self, model: nn.Module) -> Example:
         """On the model's device, and floating-point tensors in its dtype."""
-        device, dtype = anchor(model).device, anchor(model).dtype
-        return self.map(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
+        tensor = anchor(model)
+        return self.on(tensor.device).map_floats(lambda values: values.to(tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
         """On that device."""
@@ -144,8 +148,11 @@ class Example:
         """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than images."""
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
-            raise TraceError("the network takes more than images", f"it takes {what}", "Give all of it: see `inputs=`")
-        return self._around(list(images)) if self.listed else self.map(lambda _: images)
+            remedy = f"Say what each is: '{inputs_spelled()}'"
+            raise TraceError("the network takes more than images", f"it takes {what}", remedy)
+        if self.listed:
+            return self._around(list(images))
+        return self.map(lambda _: images)
 
     def read(self, batch: object) -> tuple[Example, object]:
         """Read a batch for a network that is called like this: the call, and the labels beside it, or None.
@@ -169,17 +176,20 @@ class Example:
         if self.listed and _is_listed(batch):
             return self._around(list(batch)), None
         count = max(1, len(self.args))
-        labels = batch[count] if len(batch) > count else None
+        labels = next(iter(batch[count:]), None)
         if count > 1:
             return Example(tuple(batch[:count])), labels
         if self.listed and isinstance(batch[0], list | tuple):
             return self._around(list(batch[0])), labels
-        only = batch[0]
-        return (Example((only,)) if isinstance(only, list | tuple) else self.read(only)[0]), labels
+        if isinstance(batch[0], list | tuple):
+            return Example((batch[0],)), labels
+        return self.read(batch[0])[0], labels
 
     def _around(self, images: list[object]) -> Example:
-        args = tuple(images if isinstance(value, list) else value for value in self.args)
-        return Example(args, {n: images if isinstance(value, list) else value for n, value in self.kwargs.items()})
+        def put(value: object) -> object:
+            return images if isinstance(value, list) else value
+
+        return Example(tuple(map(put, self.args)), {name: put(value) for name, value in self.kwargs.items()})
 
     def __str__(self) -> str:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
@@ -216,7 +226,7 @@ def form(model: nn.Module) -> Example:
     empty = torch.empty(0)
     positional = [p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = [*positional, *(p for p in _parameters(model) if p.kind is p.KEYWORD_ONLY)]
-    stated = getattr(model, "main_input_name", None)  # transformers'
+    stated = getattr(model, "main_input_name", None)
     first = next((p for p in taken if p.name == stated), next(iter(taken), None))
     if first is None:
         return Example((empty,))
@@ -236,7 +246,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    with suppress(Exception):  # of names that are not there any more
+    with suppress(Exception):
         return typing.get_origin(typing.get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
     return False
 
@@ -255,7 +265,7 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
         elif isinstance(call, Mapping):
             call = Example((), dict(call))
         elif not isinstance(call, Example):
-            call = Example(tuple(call) if isinstance(call, tuple) else (call,))
+            call = Example(call if isinstance(call, tuple) else (call,))
         calls.append(call)
     if not calls or not all(call.tensors() for call in calls):
         remedy = "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"

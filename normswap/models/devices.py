@@ -10,10 +10,7 @@ from normswap.models import calling
 
 
 def find(name: str) -> torch.device:
-    """Find the device of a name: cpu, cuda, cuda:1, mps ...; auto is the accelerator, or the CPU where there is none.
-
-    Raises OptionError: torch does not know the name, or has no such device here.
-    """
+    """Find the device of a name; `auto` is the accelerator, or else the CPU; raises OptionError: there is none such."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         return accelerator or torch.device("cpu")
@@ -21,8 +18,8 @@ def find(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise OptionError(f"device {name!r}", "torch does not know it", "Use auto, cpu, cuda, cuda:1 or mps") from None
-    kind, count = (accelerator.type, torch.accelerator.device_count()) if accelerator else ("", 0)
-    if device.type != "cpu" and (device.type != kind or (device.index or 0) >= count):
+    there = accelerator and device.type == accelerator.type and (device.index or 0) < torch.accelerator.device_count()
+    if device.type != "cpu" and not there:
         raise OptionError(f"device {name} is not available here", remedy=f"Use {spelled('device', 'cpu')}, or auto")
     return device
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from normswap.errors import SourceError, first_line
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make, near
-from normswap.models.hub import RECORDED
+from normswap.models.hub import RECORDED, own_cfg
 from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
 
@@ -28,8 +28,8 @@ def build(name: str, request: BuildRequest) -> Built:
     """Call the factory; the weights are those that it gives the network; or raises SourceError."""
     arch = Arch(name, request.given, "factory")
     model = create(arch)
-    stated: object = getattr(model, "pretrained_cfg", None)
-    preprocessing = {key: stated[key] for key in RECORDED if key in stated} if isinstance(stated, Mapping) else {}
+    stated = own_cfg(model)
+    preprocessing = {key: stated[key] for key in RECORDED if key in stated}
     if request.num_classes is not None:
         preprocessing["num_classes"] = request.num_classes
 
@@ -68,7 +68,8 @@ def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is run
+    # The user's module may raise anything when it is run.
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None

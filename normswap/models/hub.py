@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub as client
 from huggingface_hub import constants, errors
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
 from torch import nn
 
 from normswap.errors import SourceError, first_line, quiet, spelled
@@ -70,11 +71,11 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    # The client retries an unreachable hub for minutes. A first HEAD of our own, without retries, settles it quickly.
+    # The client retries an unreachable hub for minutes. A HEAD request without retries says it at once.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
         client.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # the client's exceptions differ by version (requests, httpx)
+    except Exception as error:
         if isinstance(error, errors.HFValidationError):
             raise SourceError(f"'{repo}' is not a hub repository", first_line(error)) from None
         cached = client.try_to_load_from_cache(repo, filename, revision=revision)
@@ -141,6 +142,12 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     return name, args, values
 
 
+def own_cfg(model: nn.Module) -> Cfg:
+    """Return timm's record of the weights as it is on the network; empty where there is none."""
+    cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    return dict(cfg) if isinstance(cfg, Mapping) else {}
+
+
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
@@ -166,7 +173,7 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
         recorded["num_classes"] = classes
     chans = kwargs.get("in_chans", recorded["input_size"][0])
     size = kwargs.get("img_size", recorded["input_size"][1:])
-    recorded["input_size"] = [chans, *((size, size) if isinstance(size, int) else size)]
+    recorded["input_size"] = [chans, *to_2tuple(size)]
     recorded |= {key: per_channel(recorded[key], chans) for key in ("mean", "std") if recorded.get(key) is not None}
     plain: Cfg = json.loads(json.dumps(recorded))
     return plain
@@ -174,10 +181,11 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
 
 def bare(config: Cfg) -> Cfg:
     """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
-    recorded = {
-        key: bare(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _OF_A_FILE
-    }
-    return {**recorded, **({"use_pretrained_backbone": False} if "use_pretrained_backbone" in recorded else {})}
+    recorded = {key: value for key, value in config.items() if key not in _OF_A_FILE}
+    recorded |= {key: bare(value) for key, value in recorded.items() if isinstance(value, dict)}
+    if "use_pretrained_backbone" in recorded:
+        recorded["use_pretrained_backbone"] = False
+    return recorded
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
@@ -189,11 +197,13 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
     """
     config: Any = model.config
     channels = getattr(config, "num_channels", 3)
-    crop = _sides(stated.get("crop_size")) if stated.get("do_center_crop", True) else None
-    size = _sides(stated.get("size")) if stated.get("do_resize", True) else None
+    crop = _sides(stated.get("do_center_crop", True) and stated.get("crop_size"))
+    size = _sides(stated.get("do_resize", True) and stated.get("size"))
     final = crop or size or _sides(getattr(config, "image_size", None))
-    preprocessing: Cfg = {} if final is None else {"input_size": [channels, *final]}
-    if size is not None and final is not None:
+    preprocessing: Cfg = {}
+    if final is not None:
+        preprocessing["input_size"] = [channels, *final]
+    if size is not None:
         squashes = crop is None and isinstance(stated["size"], dict) and "height" in stated["size"]
         share = crop_share(min(crop), min(size)) if crop else stated.get("crop_pct") or 1.0
         preprocessing |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
@@ -208,7 +218,9 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
     if type(model).__name__.endswith("ForImageClassification"):
         names = [str(config.id2label[label]) for label in sorted(config.id2label)]
         meaningful = len(set(names)) == len(names) and not all(name.startswith("LABEL_") for name in names)
-        preprocessing |= {"num_classes": config.num_labels, **({"label_names": names} if meaningful else {})}
+        preprocessing["num_classes"] = config.num_labels
+        if meaningful:
+            preprocessing["label_names"] = names
     return preprocessing
 
 
@@ -216,11 +228,7 @@ def _sides(size: object) -> tuple[int, int] | None:
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))
-    sides = (size, size) if isinstance(size, int) else size
-    if (
-        isinstance(sides, list | tuple)
-        and len(sides) == 2
-        and all(isinstance(side, int) and side > 0 for side in sides)
-    ):
+    sides = to_2tuple(size)
+    if len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
         return sides[0], sides[1]
     return None

@@ -22,7 +22,7 @@ from normswap.plan import Arch
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
-# files that run by themselves, by the endings of their names
+# Files that run by themselves, by the endings of their names.
 EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".param": "ncnn"}
 EXPORTED |= {".pte": "executorch", ".tflite": "litert", ".mlpackage": "coreml"}
 # Those of them that are directories, with a file that each has.
@@ -56,8 +56,9 @@ class Kind:
     @property
     def identify(self) -> Callable[..., Arch | None] | None:
         """From a network that somebody built to its `Arch`, where the package is in use and its file can do that."""
-        there = not self.package or self.package in sys.modules
-        return getattr(self.load(), "identify", None) if there else None
+        if self.package and self.package not in sys.modules:
+            return None
+        return getattr(self.load(), "identify", None)
 
 
 TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
@@ -94,7 +95,7 @@ def by_builder(builder: str) -> Kind:
 def named(arch: Arch) -> str:
     """Return the architecture as MODEL and `--arch` name it."""
     kind = by_builder(arch.builder)
-    return f"{kind.prefix}:{arch.name}" if kind.prefix else arch.name
+    return f"{kind.prefix}:{arch.name}".removeprefix(":")
 
 
 def exported(file: Path) -> bool:

@@ -106,7 +106,8 @@ def full_precision() -> Iterator[None]:
     switch, off = "allow_tf32", cast(object, False)
     try:
         before = [getattr(holder, switch) for holder in holders]
-    except RuntimeError:  # they were set by torch's newer names, and are not readable by the older ones
+    # Values that were set by torch's newer names cannot be read by the older ones.
+    except RuntimeError:
         holders, switch, off = [cast(Any, cudnn).conv, products], "fp32_precision", "ieee"
         before = [getattr(holder, switch) for holder in holders]
     try:
@@ -121,10 +122,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Let forward run auxiliary heads as in training, but every layer computes what it does in eval mode.
-
-    Back in each module's own mode afterwards. Random draws meanwhile are the same each time.
-    """
+    """Let forward run auxiliary heads as in training, with layers in eval mode and the same random draws each time."""
     with undisturbed(*models):
         for model in models:
             show_heads(model)

@@ -55,7 +55,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Is every number of it finite? Their sum is made first, which is faster; it alone may overflow."""
+    """Whether every number of a tensor is finite. Their sum is looked at first, which is faster but may overflow."""
     with torch.no_grad():
         return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
@@ -66,7 +66,7 @@ def has_broken_statistics(module: nn.Module) -> bool:
     if mean is None or variance is None or is_lazy(variance):
         return False
     right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()
-    return not bool(torch.stack(right).all())  # a device is waited for once
+    return not bool(torch.stack(right).all())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -77,11 +77,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_module(model: object) -> nn.Module:
-    """Check that something is a network, and give it back; or raises SourceError."""
+    """Return a network, or the one that a result holds as its `model`; raises SourceError where it is neither."""
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
         what = f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
         raise SourceError(what, remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device")
+    if not isinstance(model, nn.Module):
+        model = getattr(model, "model", model)
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "Give the network that it was made from"
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
@@ -93,8 +95,8 @@ def require_module(model: object) -> nn.Module:
 
 def require_size(size: object) -> None:
     """Raises OptionError for what is neither None nor the size of one input, without a batch."""
-    sides = size if isinstance(size, Sequence) and not isinstance(size, str) else ()
-    if size is not None and not (sides and all(isinstance(side, int) and side > 0 for side in sides)):
+    positive = isinstance(size, Sequence) and size and all(isinstance(side, int) and side > 0 for side in size)
+    if size is not None and not positive:
         raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
 
 
@@ -142,6 +144,29 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
     return form(model).of(x).like(model)
 
 
+class DrawnCalls(list[Example]):
+    """Calls of which only names, shapes and types are stated: their values are random."""
+
+
+def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
+    """One call of the inputs that the network's record states by name; None where it states none.
+
+    Floating-point numbers are N(0, 1); whole ones are below the smallest number of rows of its embeddings, or 2.
+    """
+    stated = provenance.of(model).pretrained_cfg.get("inputs")
+    if not stated:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    rows = min((m.num_embeddings for m in nn.Module.modules(model) if isinstance(m, nn.Embedding)), default=2)
+    values: dict[str, object] = {}
+    for name, (shape, dtype) in stated.items():
+        if dtype == "float32":
+            values[name] = torch.randn(batch, *shape, generator=generator)
+        else:
+            values[name] = torch.randint(rows, (batch, *shape), generator=generator).to(getattr(torch, dtype))
+    return DrawnCalls([Example((), values).like(model)])
+
+
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     """Return a row of numbers of words, with no size of an image, for a network that begins with an embedding."""
     first = next((m for m in nn.Module.modules(model) if next(m.parameters(recurse=False), None) is not None), None)
@@ -155,14 +180,14 @@ def size(model: nn.Module) -> tuple[int, ...]:
     sizes = candidates(model)
     if len({channels for channels, *_ in sizes[:2]}) < 2:
         return sizes[0]
-    # its stem may rearrange channels
+    # A stem that rearranges channels takes another number of them than its first layer.
     return next((shape for shape in sizes[:2] if runs(model, partial(noise, model, shape))), sizes[0])
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
     """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is larger than they are."""
     channels, *sides = size
-    reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97)] if len(sides) == 2 else []
+    reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97) if len(sides) == 2]
     return [shape for shape in dict.fromkeys(reduced) if shape != tuple(size)]
 
 
@@ -184,8 +209,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def _said(model: nn.Module) -> tuple[int, ...] | None:
-    record = provenance.of(model)
-    configs = (record.pretrained_cfg if record else {}, getattr(model, "pretrained_cfg", None) or {})
+    configs = (provenance.of(model).pretrained_cfg, getattr(model, "pretrained_cfg", None))
     stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
     patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
@@ -220,6 +244,6 @@ def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
     try:
         with undisturbed(model):
             make().call(model)
-    except Exception:  # whatever the network raises
+    except Exception:
         return False
     return True

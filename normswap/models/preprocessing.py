@@ -11,9 +11,8 @@ from torch import nn
 from normswap import provenance
 from normswap.errors import OptionError, spelled
 from normswap.models import network_input
-from normswap.models.hub import GENERAL, Cfg, per_channel
+from normswap.models.hub import GENERAL, Cfg, own_cfg, per_channel
 from normswap.models.stated_images import Preprocessing, comma_list
-from normswap.provenance import Provenance
 
 
 def data_config(model: nn.Module) -> Cfg:
@@ -35,8 +34,11 @@ def assumed(model: nn.Module) -> tuple[str, ...]:
 def assumption(model: nn.Module) -> str:
     """A sentence that says what is assumed; empty where everything is stated."""
     config = data_config(model)
-    parts = [f"{name.replace('_', '-')} {_said(config[name])}" for name in assumed(model)]
-    return f"assumed, as the network does not say: {', '.join(parts)}" if parts else ""
+    shown = {key: comma_list(value) if isinstance(value, list | tuple) else value for key, value in config.items()}
+    parts = [f"{name.replace('_', '-')} {shown[name]}" for name in assumed(model)]
+    if not parts:
+        return ""
+    return f"assumed, as the network does not say: {', '.join(parts)}"
 
 
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
@@ -61,25 +63,22 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     return model
 
 
+def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
+    """The network itself, whose record says what it takes: by name the shape without the batch, and the type."""
+    _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
+    return model
+
+
 def _record(model: nn.Module, values: Cfg) -> None:
-    origin = provenance.of(model) or Provenance()
-    provenance.attach(model, replace(origin, pretrained_cfg={**stated(model), **values}))
+    provenance.attach(model, replace(provenance.of(model), pretrained_cfg={**stated(model), **values}))
 
 
 def stated(model: nn.Module) -> Cfg:
     """Return what a network's record, or timm's, states of its images and classes."""
-    origin = provenance.of(model)
-    if origin and origin.pretrained_cfg:
-        return dict(origin.pretrained_cfg)
-    config: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    return dict(config) if isinstance(config, Mapping) else {}
+    return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)
 
 
 def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[float]:
     if len(numbers) not in (1, channels):
         raise OptionError(f"{name} has {len(numbers)} numbers", f"images of the network have {channels} channels")
-    return list(numbers) if len(numbers) == channels else list(numbers) * channels
-
-
-def _said(value: object) -> str:
-    return comma_list(value) if isinstance(value, list | tuple) else str(value)
+    return per_channel(numbers, channels)

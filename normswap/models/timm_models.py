@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import timm
@@ -15,7 +15,7 @@ from normswap import demo_files, shipped
 from normswap.errors import SourceError, first_line, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
-from normswap.models.hub import GENERAL, read_config, record
+from normswap.models.hub import GENERAL, own_cfg, read_config, record
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 
@@ -43,7 +43,7 @@ def _check_known(name: str) -> None:
         raise SourceError(f"unknown model '{name}'", remedy=near(name, names, "timm.list_models() has the names"))
     try:
         get_pretrained_cfg(name)
-    except RuntimeError:  # the tag is unknown
+    except RuntimeError:
         remedy = near(name, timm.list_models(f"{base}.*", include_tags=True))
         raise SourceError(f"timm has no weights '{tag}' for {base}", remedy=remedy) from None
 
@@ -51,11 +51,6 @@ def _check_known(name: str) -> None:
 def _registered(name: str) -> Cfg:
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
-
-
-def _own_cfg(model: nn.Module) -> Cfg:
-    cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    return dict(cfg) if isinstance(cfg, Mapping) else {}
 
 
 def _looks_like_path(name: str) -> bool:
@@ -80,8 +75,9 @@ def build(name: str, request: BuildRequest) -> Built:
 
 def _from_name(name: str, arguments: Cfg) -> Built:
     model = create(Arch(name, arguments))
-    cfg = _own_cfg(model) or {**_USUAL, "architecture": name}  # somebody's own, registered without a record
-    arch = _untagged(cfg, arguments)  # a deprecated name has become its current one here
+    cfg = own_cfg(model) or {**_USUAL, "architecture": name}
+    # timm has replaced a deprecated name by the current one.
+    arch = _untagged(cfg, arguments)
     source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
     return Built(
         model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
@@ -110,7 +106,7 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
         remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
-    try:  # weights outside the hub, or in their authors' own format
+    try:
         with quiet():
             model = timm.create_model(source, pretrained=True, **arguments).eval()
     except Exception as error:
@@ -135,7 +131,7 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     _check_known(architecture)
     name = architecture.partition(".")[0]
     of_name = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
-    cfg = {**_USUAL, **of_name, **stated, "architecture": name}  # no preprocessing of the name's default weights
+    cfg = {**_USUAL, **of_name, **stated, "architecture": name}
     chans, *size = cfg["input_size"]
     cfg["input_size"] = [model_args.get("in_chans", chans), *size]
     kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **model_args, **arguments}
@@ -143,11 +139,8 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """Find how to rebuild a network that the user made; see `zoo.identify`.
-
-    Tried: the arguments timm remembers, then the number of classes and of input channels.
-    """
-    name = _own_cfg(model).get("architecture")
+    """Find how to rebuild a network (`zoo.identify`): by the arguments that timm remembers, or classes and channels."""
+    name = own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):
         return None
     name = name.partition(".")[0]
@@ -156,7 +149,7 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambd
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
-    remembered = getattr(model, "_model_args", {})  # only newer timm does
+    remembered = getattr(model, "_model_args", {})
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
     if classes is not None and (classes != _registered(name).get("num_classes") or "num_classes" in remembered):
@@ -167,6 +160,6 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
     for kwargs in ({**remembered, **current}, current):
         try:
             plain = json.loads(json.dumps(kwargs))
-        except (TypeError, ValueError):  # a layer class among the arguments cannot be written down
+        except (TypeError, ValueError):
             continue
         yield plain

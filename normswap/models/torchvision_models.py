@@ -34,20 +34,24 @@ def build(name: str, request: BuildRequest) -> Built:
     arguments = request.named("num_classes", "in_chans")
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
-    member = _member(called, tag) if tag or request.trained else None
-    categories = member.meta.get("categories") if member is not None else None
-    classes = len(categories or ())
+    member, classes, source = None, 0, f"torchvision:{called}"
+    if tag or request.trained:
+        member = _member(called, tag)
+        classes = len(member.meta.get("categories") or ())
+        source += f"@{member.name}"
     fresh_head = bool(classes) and arguments.get("num_classes") not in (None, classes)
-    named = {} if member is None or fresh_head else {"weights": member.name}
-    arch = Arch(called, {**named, **arguments}, "torchvision")
+    if member is not None and not fresh_head:
+        arguments = {"weights": member.name, **arguments}
+    arch = Arch(called, arguments, "torchvision")
     with seeded() if fresh_head else contextlib.nullcontext():
         model = create(arch)
-    source = f"torchvision:{called}@{member.name}" if member else f"torchvision:{called}"
 
     def pretrained() -> nn.Module:
         assert member is not None
         state = _download(member, source)
-        load_into(model, _rehead(state, model, classes) if fresh_head else state, source, {})
+        if fresh_head:
+            state = _rehead(state, model, classes)
+        load_into(model, state, source, {})
         return model
 
     preprocessing = _preprocessing(member or getattr(models.get_model_weights(called), "DEFAULT", None))
@@ -89,11 +93,11 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 
 def _download(member: models.WeightsEnum, source: str) -> State:
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # torch says there what it fetches
+        with contextlib.redirect_stderr(io.StringIO()):
             state: State = torch.hub.load_state_dict_from_url(
                 member.url, map_location="cpu", progress=False, check_hash=True, weights_only=True
             )
-    except Exception as error:  # urllib's, or the unpickler's
+    except Exception as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
         random, own = spelled("weights", "random"), spelled("weights", metavar="FILE")
         remedy = f"Ways on: '{random}'; '{own}' with weights on this disk; or put {member.url} at {file}."
@@ -109,11 +113,14 @@ def _rehead(state: State, model: nn.Module, classes: int) -> State:
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
-    preset = None if member is None else member.transforms()
-    if isinstance(preset, presets.ObjectDetection):  # the network itself normalizes
+    if member is None:
+        return {}
+    preset = member.transforms()
+    # A detector normalizes its images itself.
+    if isinstance(preset, presets.ObjectDetection):
         return {"mean": [0.0] * 3, "std": [1.0] * 3}
     preprocessing: Cfg = {name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)}
-    if member is None or not isinstance(preset, presets.ImageClassification):
+    if not isinstance(preset, presets.ImageClassification):
         return preprocessing
     side = int(preset.crop_size[0])
     size = {"input_size": [3, side, side], "crop_pct": crop_share(side, int(preset.resize_size[0]))}

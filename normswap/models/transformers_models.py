@@ -34,10 +34,11 @@ def build(name: str, request: BuildRequest) -> Built:
     stated, processor = arguments, dict[str, Any]()
     arch = Arch(place, arguments, "transformers")
     if Path(place).is_dir() or not hasattr(transformers, place):
-        source = f"hf:{Path(place).resolve()}" if Path(place).is_dir() else name
+        if Path(place).is_dir():
+            source = f"hf:{Path(place).resolve()}"
         stated = hub.read_json(_fetch(place, "config.json"), name)
         arch = _architecture(name, stated, arguments)
-        with contextlib.suppress(SourceError):  # not every model has one
+        with contextlib.suppress(SourceError):
             processor = hub.read_json(_fetch(place, "preprocessor_config.json"), name)
     model = create(arch)
     fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
@@ -60,7 +61,7 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
         return None
     try:
         arch = Arch(kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers")
-    except (TypeError, ValueError):  # a value that JSON does not have
+    except (TypeError, ValueError):
         return None
     return arch if rebuilds(lambda: rebuild(create(arch)), model) else None
 
@@ -78,8 +79,10 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
     if strange is not None:
         raise SourceError(f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated))
-    labels = ("id2label", "label2id") if "num_labels" in arguments else ()  # names of another number of classes
-    kwargs = {key: value for key, value in hub.bare(stated).items() if key not in labels} | arguments
+    kwargs = hub.bare(stated) | arguments
+    # The names of the config's classes are those of another number of classes.
+    for key in ("id2label", "label2id") if "num_labels" in arguments else ():
+        kwargs.pop(key, None)
     named = stated.get("architectures")
     if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
         return Arch(named[0], kwargs, "transformers")
@@ -114,9 +117,9 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except Exception as error:  # its own, and those of every reader below
+    except Exception as error:
         raise SourceError(f"{name} does not load", first_line(error), "Is the file whole?") from None
-    other_shapes = [] if fresh else [key[0] for key in info["mismatched_keys"]]
+    other_shapes = [key[0] for key in info["mismatched_keys"] if not fresh]
     wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": other_shapes}
     if any(wrong.values()):
         raise SourceError(f"the weights of {name} do not fit {arch.name}", listed(wrong))

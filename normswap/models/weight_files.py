@@ -48,7 +48,7 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
 def _own_hash(tensor: Tensor) -> bytes:
     """Return the hash of the bytes, as numpy has no bfloat16."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
 class Wrapped(NamedTuple):
@@ -77,7 +77,8 @@ def read_wrapped(file: Path) -> Wrapped:
             # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError ...
+    # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError and others.
+    except Exception as error:
         if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
@@ -91,7 +92,7 @@ def read_wrapped(file: Path) -> Wrapped:
 
 
 def _foreign_names(file: Path) -> list[str]:
-    with suppress(Exception):  # of what is no archive of torch.save
+    with suppress(Exception):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
     return []
 
@@ -195,9 +196,11 @@ def _native(state: State, model: nn.Module) -> State:
         return state
     try:
         with quiet():
-            takes_model = len(inspect.signature(convert).parameters) > 1
-            return convert(dict(state), model) if takes_model else convert(dict(state))
-    except Exception:  # the filter presumes keys that are not there: the strict comparison will list them
+            if len(inspect.signature(convert).parameters) > 1:
+                return convert(dict(state), model)
+            return convert(dict(state))
+    # The filter expects keys that are not there. The strict comparison will list them.
+    except Exception:
         return state
 
 
@@ -205,12 +208,12 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
     """Adapt the stem to another number of input channels: the only convs whose kernels differ in that alone."""
     base = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
-        target = bare[name].shape if name in bare else kernel.shape
+        target = bare.get(name, kernel).shape
         if len(target) != 4 or base not in kernel.shape[1:2] or target[1] == base:
             continue
         if kernel.shape[:1] + kernel.shape[2:] != target[:1] + target[2:]:
             continue
-        if base != 3:  # timm knows how to spread or sum RGB only
+        if base != 3:
             raise SourceError(f"{origin}: cannot turn a stem of {base} channels into one of {target[1]}")
         state = {**state, name: adapt_input_conv(target[1], kernel)}
     return state
@@ -223,9 +226,11 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
     if isinstance(heads, str):
         heads = (heads,)
     for name in (f"{head}.{leaf}" for head in heads for leaf in ("weight", "bias")):
-        if fresh:  # the new head keeps its random values, the old one goes
+        # A new head keeps its random values, and the file's goes.
+        if fresh and name in bare:
+            state = {**state, name: bare[name]}
+        elif fresh:
             state = {key: tensor for key, tensor in state.items() if key != name}
-            state |= {name: bare[name]} if name in bare else {}
         elif offset and name in state:
             state = {**state, name: state[name][offset:]}
     return state
@@ -255,7 +260,7 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
     """Check that a file's tensors are those of the bare network; or raises SourceError."""
     both = [(key, state[key], bare[key]) for key in bare if key in state]
     misfits = {
-        # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have
+        # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have.
         "missing": [key for key in bare if key not in state and not key.endswith("num_batches_tracked")],
         "unexpected": [key for key in state if key not in bare],
         "of another shape": [

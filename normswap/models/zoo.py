@@ -14,6 +14,7 @@ from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
 from normswap.models.preprocessing import data_config as data_config
+from normswap.models.preprocessing import for_inputs as for_inputs
 from normswap.models.preprocessing import for_size as for_size
 from normswap.models.weight_files import hash_tensors as hash_tensors
 from normswap.models.weight_files import load_into, read
@@ -42,10 +43,7 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Return the bare skeleton: eval mode, on the CPU, random values. Never touches the network or any file of weights.
-
-    Raises SourceError where the builder does not know the name, or rejects the arguments.
-    """
+    """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it cannot be built."""
     model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
     return model
 
@@ -71,16 +69,14 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
         if len(tensors) == len(model.state_dict()):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
-    except Exception:  # the same call without the meta device says what is wrong with it
+    # The same call without the meta device says what is wrong with it.
+    except Exception:
         pass
     return build()
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """Find how to rebuild a network that the user made, or None when no candidate gives the same modules.
-
-    `rebuild` does to a skeleton what has been done to the network since (replays a plan).
-    """
+    """Find how to rebuild a network, or None; `rebuild` replays on a skeleton the network's plan."""
     archs = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
     return next((arch for arch in archs if arch is not None), None)
 
@@ -142,6 +138,7 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
-    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)  # plain attributes, as timm sets them
+    # timm sets both, as plain attributes.
+    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     record = Provenance(built.arch, source, sha256, built.preprocessing)
     return provenance.attach(model, record)

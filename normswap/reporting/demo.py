@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from normswap.analysis import summary
@@ -24,37 +23,12 @@ SCHEMES = ("folded", "skipinit")
 _FEW = 4
 
 
-@dataclass(frozen=True)
-class Row:
-    """One network, measured.
+def run(say: Callable[[str], None] = lambda what: None) -> Body:
+    """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on.
 
-    Args:
-        norms: normalization layers left; parameters: trainable values.
-        top1: in percent; agreement: fraction of the images with the source's answer.
-        relative_l2: |logits - the source's| / |the source's|.
+    `anatomy` is the source's summary without its long lists; a row has the norms that are left, the trainable values,
+    top-1 in percent, the fraction of images with the source's answer, and |logits - the source's| / |the source's|.
     """
-
-    network: str
-    norms: int
-    parameters: int
-    top1: float
-    agreement: float
-    relative_l2: float
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The demo's figures; `anatomy` is the source's summary without its long lists."""
-
-    passed: bool
-    seconds: float
-    images: int
-    anatomy: Body
-    rows: tuple[Row, ...]
-
-
-def run(say: Callable[[str], None] = lambda what: None) -> Demo:
-    """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on."""
     start = time.perf_counter()
     say("opening and inspecting the network")
     source = checkpoint.open_model(NAME)
@@ -76,6 +50,8 @@ def run(say: Callable[[str], None] = lambda what: None) -> Demo:
         report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
         same = agreement(truth, answers)
         passed = passed and report.passed and same == 1 and evaluation.top1 == first.top1
-        sizes = summary.norms(model), summary.parameters(model)
-        rows.append(Row(name, *sizes, evaluation.top1, same, report.worst.relative_l2))
-    return Demo(passed, time.perf_counter() - start, first.count, anatomy, tuple(rows))
+        sizes = {"norms": summary.norms(model), "parameters": summary.parameters(model)}
+        measured = {"top1": evaluation.top1, "agreement": same, "relative_l2": report.worst.relative_l2}
+        rows.append({"network": name, **sizes, **measured})
+    seconds = time.perf_counter() - start
+    return {"passed": passed, "seconds": seconds, "images": first.count, "anatomy": anatomy, "rows": rows}

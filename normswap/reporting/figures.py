@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from normswap.analysis import plots
-from normswap.reporting.report import Facts, Gammas
+from normswap.reporting.report import Facts
 from normswap.surgery.report import Report
 
 ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
@@ -44,7 +44,7 @@ def sites(facts: Facts, report: Report) -> Figure:
 
 def signal(facts: Facts) -> Iterator[Figure]:
     """Show how the signal propagates: variance and mean after the sum, variance of what is added."""
-    names = {"before": "source (unfolded)" if facts.against == "unfolded" else "source", "after": "result"}
+    names = {"before": "source", "after": "result"}
     curves = {names[network]: points for network, points in facts.signal.items()}
     for quantity, title, label in (
         ("variance", "Variance after the sum", "average channel variance"),
@@ -54,15 +54,6 @@ def signal(facts: Facts) -> Iterator[Figure]:
         axes = _axes()
         plots.draw(axes, curves, quantity, label)
         yield Figure(title, _svg(axes), f"{label.capitalize()}, over batch and positions.")
-
-
-def gammas(gammas: Gammas) -> Figure:
-    """Show how those of one role are distributed."""
-    axes = _axes()
-    axes.stairs(gammas.counts, gammas.edges, fill=True, color=_MEASURED)
-    axes.set(xlabel="gamma", ylabel="number of channels", xlim=(gammas.edges[0], gammas.edges[-1]))
-    caption = f"{sum(gammas.counts):,} channels; norms of this role: {gammas.norms}."
-    return Figure(f"Gammas: {gammas.role}", _svg(axes), caption)
 
 
 def alphas(facts: Facts) -> Figure:

@@ -1,7 +1,6 @@
 """The report about a directory that normswap wrote: everything that the page says, as records.
 
-The source is opened again where it is still what it was; else the network is unfolded, which brings its BatchNorm back;
-else only what the directory itself holds is told.
+The source is opened again where it is still what it was; else only what the directory itself holds is told.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.analysis import summary
-from normswap.analysis.signal_propagation import Point, signal
+from normswap.analysis.block_signals import Point, signal_propagation
 from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
@@ -26,24 +24,12 @@ from normswap.layers.planned_layer import planned_layers
 from normswap.models import devices, network_input, zoo
 from normswap.models.calling import form
 from normswap.plan import Arch, Body, Plan, Step
-from normswap.provenance import Provenance
 from normswap.storage import checkpoint, header_record
-from normswap.surgery import reverification, unfolding
+from normswap.surgery import reverification
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
-_BINS = 30
 _NOISE = 8
-
-
-@dataclass(frozen=True)
-class StepFact:
-    """One step of the plan: the scheme, and what it is."""
-
-    scheme: str
-    options: Body
-    summary: str
-    paper: str
 
 
 @dataclass(frozen=True)
@@ -67,16 +53,6 @@ class BlockFact:
 
 
 @dataclass(frozen=True)
-class Gammas:
-    """The gammas of the norms of one role, counted between edges that all roles share."""
-
-    role: str
-    norms: int
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Alpha:
     """The scalar at the end of a branch: as it is now, and as the plan placed it."""
 
@@ -94,7 +70,6 @@ class Facts:
     Args:
         others: the norms outside of blocks.
         sizes: norms and parameters of `before` and `after`.
-        against: what `before` was measured on: `source`, `unfolded` or nothing.
         notes: what the reader should know about the figures.
         signal: the points of the networks `before` and `after`, as far as there are any; measured on `signal_inputs`.
         accuracy: top-1 in percent of source and result, agreement and count, where measured.
@@ -103,16 +78,14 @@ class Facts:
     source: str
     sha256: str | None
     arch: Arch
-    steps: tuple[StepFact, ...]
+    steps: tuple[Body, ...]
     digest: str
     versions: dict[str, str]
     report: Report | None
     blocks: tuple[BlockFact, ...]
     others: tuple[NormFact, ...]
-    gammas: tuple[Gammas, ...]
     alphas: tuple[Alpha, ...]
     sizes: dict[str, dict[str, int]]
-    against: str
     notes: tuple[str, ...]
     signal: dict[str, tuple[Point, ...]]
     signal_inputs: str
@@ -121,7 +94,7 @@ class Facts:
     @property
     def title(self) -> str:
         """The architecture, and what it was converted to."""
-        names = [step.scheme for step in self.steps]
+        names = [step["scheme"] for step in self.steps]
         return f"{self.arch.name} converted to {', then '.join(names)}" if names else self.arch.name
 
     @property
@@ -133,7 +106,6 @@ class Facts:
 def collect(
     directory: Path,
     images: Callable[[nn.Module], Loader] | None = None,
-    say: Callable[[str], None] = lambda what: None,
     *,
     device: str = "cpu",
     trust_factory: bool = False,
@@ -142,24 +114,19 @@ def collect(
 
     Args:
         images: makes the loader of labelled images that both networks are evaluated on.
-        say: called with what is going on.
     """
-    say(f"loading {directory}")
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
-    assert record is not None
     assert record.arch is not None
-    say("opening the source")
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)
     network = Network(result, form(result).of(batch))
-    before, against, notes = _source(network)
+    before, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
     anatomy = bare.anatomy
     norms = _norms(anatomy, record.plan)
     in_blocks = {path for block in anatomy.blocks for path in block.norms}
-    measured = {"before": before, "after": network}
-    say("measuring")
+    measured = {name: net for name, net in (("before", before), ("after", network)) if net and net.anatomy.blocks}
     header = header_record.read_header(directory)
     return Facts(
         source=record.source,
@@ -174,15 +141,13 @@ def collect(
             for block in anatomy.blocks
         ),
         others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
-        gammas=_gammas(record, norms),
         alphas=_alphas(result, anatomy, record.plan),
         sizes={
             name: {"norms": summary.norms(model), "parameters": summary.parameters(model)}
             for name, model in (("before", bare.module), ("after", result))
         },
-        against=against,
         notes=tuple(notes),
-        signal={name: tuple(signal(net)) for name, net in measured.items() if net is not None and net.anatomy.blocks},
+        signal={name: tuple(signal_propagation(net)) for name, net in measured.items()},
         signal_inputs=signal_inputs,
         accuracy=_accuracy(before, result, loader),
     )
@@ -197,7 +162,7 @@ def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, st
     return noise, f"{_NOISE} images of N(0, 1) noise"
 
 
-def _source(network: Network) -> tuple[Network | None, str, list[str]]:
+def _source(network: Network) -> tuple[Network | None, list[str]]:
     result, record = network.module, network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
@@ -207,23 +172,14 @@ def _source(network: Network) -> tuple[Network | None, str, list[str]]:
             notes.append("The recorded source cannot be opened from here any more.")
         else:
             if reverification.unchanged(source, result) is not False:
-                return network.after(source.to(network.device)), "source", notes
+                return network.after(source.to(network.device)), notes
             notes.append("The recorded source has other tensors now than when this was made.")
-    if not all(map(schemes.exact, record.plan.steps)):
-        notes.append("The conversion changed the function, so the source's signal cannot be had from the result.")
-        return None, "", notes
-    try:
-        unfolded = unfolding.unfold(network)
-    except NormswapError as error:
-        notes.append(f"The result cannot be unfolded: {error}")
-        return None, "", notes
-    unfolded.module.eval()
-    return unfolded, "unfolded", notes
+    return None, notes
 
 
-def _step(step: Step) -> StepFact:
-    scheme = schemes.get(step.scheme)
-    return StepFact(step.scheme, schemes.changed(step.scheme, step.options), scheme.summary, scheme.paper)
+def _step(step: Step) -> Body:
+    scheme, options = schemes.get(step.scheme), schemes.changed(step.scheme, step.options)
+    return {"scheme": step.scheme, "options": options, "summary": scheme.summary, "paper": scheme.paper}
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
@@ -242,22 +198,6 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
         )
         for norm in anatomy.norms
     }
-
-
-def _gammas(record: Provenance, norms: dict[str, NormFact]) -> tuple[Gammas, ...]:
-    by_role: dict[str, list[np.ndarray]] = {}
-    for name, tensor in record.norms.items():
-        path, _, kind = name.rpartition(".")
-        if kind == "weight":
-            role = norms[path].role if path in norms else "other"
-            by_role.setdefault(role, []).append(tensor.detach().double().flatten().numpy())
-    if not by_role:
-        return ()
-    edges = np.histogram_bin_edges(np.concatenate([values for role in by_role.values() for values in role]), _BINS)
-    return tuple(
-        Gammas(role, len(values), tuple(edges.tolist()), tuple(np.histogram(np.concatenate(values), edges)[0].tolist()))
-        for role, values in sorted(by_role.items())
-    )
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:

@@ -12,7 +12,7 @@ from normswap.calibration.tanh_factors import choose_factors
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.layers.dynamic_tanh import DynamicTanh, Straight, Whitened
-from normswap.plan import Edit, Outcome, Step
+from normswap.plan import Body, Edit, Outcome, Step
 from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 from normswap.schemes.scheme import FitTask
 
@@ -22,11 +22,14 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
     builder, norms = replaceable_batchnorms(anatomy, "Dynamic Tanh")
     for path, module in norms.items():
         conv = conv_before(builder, module)
-        if conv is not None:
+        args: Body = {"alpha": float(bend)}
+        sentence = "becomes a Dynamic Tanh"
+        if conv is None:
+            args["lead"] = True
+            sentence += " behind a scale and shift"
+        else:
             builder.replacements[conv] = Edit(conv, Whitened.__name__, {}, (path,))
-        lead = {"lead": True} if conv is None else {}
-        builder.replace(path, DynamicTanh.__name__, alpha=float(bend), **lead)
-        sentence = "becomes a Dynamic Tanh" + ("" if conv else " behind a scale and shift")
+        builder.replace(path, DynamicTanh.__name__, **args)
         builder.settle(path, Outcome("became Dynamic Tanh", sentence))
     return builder
 

@@ -34,10 +34,7 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBu
 
 
 def plan_centered_weightnorm(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Plan standardized filters for every convolution, which is centered weight normalization.
-
-    W = g (v - mean v) / |v - mean v| per filter is timm's `ScaledStdConv2d` up to sqrt(fan-in) in g.
-    """
+    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|, up to sqrt(fan-in) in g."""
     return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
@@ -90,10 +87,7 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
 
 
 def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a weight norm for every linear layer: W = g v / |v| per filter with g the filter's norm.
-
-    Filters that were switched off get g = 0 and keep a direction.
-    """
+    """Plan W = g v / |v| for every linear layer, g the filter's norm; a filter of 0 keeps a direction."""
     return reparametrize(anatomy, "WeightNorm")
 
 

@@ -20,11 +20,7 @@ from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Fold, then put multipliers (1) at the branches' ends and biases (0) before layers and activations.
-
-    Args:
-        init: `fixup` applies the paper's reset to the weights, `keep` does not.
-    """
+    """Fold; put multipliers (1) at the branches' ends and biases (0) before layers; `init="fixup"` resets weights."""
     check_blocks(anatomy)
     builder = fold_norms(anatomy)
     if init == "fixup":

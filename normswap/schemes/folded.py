@@ -34,10 +34,11 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 
 def _merge(builder: PlanBuilder, merge: Branches) -> None:
     reads, takes = list(merge.others), [Absorption(AbsorbMode.SUM)] * len(merge.others)
+    args: Body = {}
     if merge.after is not None:
         reads, takes = [*reads, merge.after], [*takes, Absorption(AbsorbMode.AFTER)]
+        args["skips"] = merge.skips
         builder.remove(merge.after)
-    args: Body = {"skips": merge.skips} if merge.after is not None and merge.skips else {}
     modules = builder.anatomy.traced.modules
     builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
     for path in merge.others:

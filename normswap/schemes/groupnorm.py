@@ -32,7 +32,9 @@ def plan(anatomy: Anatomy, *, groups: int, group_size: int, relative_eps: float)
     """
 
     def groups_of(channels: int) -> int:
-        return max(channels // group_size, 1) if group_size else groups
+        if group_size:
+            return max(channels // group_size, 1)
+        return groups
 
     return insert_per_sample_norms(anatomy, groups_of, relative_eps)
 

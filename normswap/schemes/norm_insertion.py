@@ -26,11 +26,9 @@ from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
-    """Plan a BatchNorm wherever a norm stands or stood; what `where` and `like` ask for is done elsewhere.
+    """Plan a BatchNorm wherever a norm stands or stood; `where` and `like` are planned elsewhere.
 
-    Args:
-        ghost_batch: in training so many samples share their statistics (Hoffer et al. 2017, arXiv:1705.08741,
-            algorithm 1).
+    In training `ghost_batch` samples share statistics (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1).
     """
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
@@ -47,10 +45,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm whose statistics, gamma and beta are constants wherever a norm stands or stood.
-
-    torchvision's `FrozenBatchNorm2d`, or timm's `FrozenBatchNormAct2d` where the norm carries an activation.
-    """
+    """Plan a norm of constants wherever one stands or stood: `FrozenBatchNorm2d`, or timm's with an activation."""
     return insert_norms(anatomy, "FrozenNorm", _freeze)
 
 
@@ -184,9 +179,9 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
     if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
         return mean, var.sqrt()
-    beta, deviation = anatomy.kept_moments(path)
-    assert beta is not None
-    assert deviation is not None
+    kept_moments = anatomy.kept_moments(path)
+    assert kept_moments is not None
+    beta, deviation = kept_moments
     if f"{path}.output_std" not in record.norms:
         deviation = deviation * (var / (var + record.norms[f"{path}.eps"])).sqrt()
     return beta, deviation

@@ -74,12 +74,13 @@ def learns(module: nn.Module) -> bool:
 
 
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    buffers = [name for name, _ in module.named_buffers()] if learns(module) else []
+    buffers = [name for name, _ in module.named_buffers() if learns(module)]
     if buffers:
         what = f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which Opacus refuses"
         builder.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
     elif parametrize.is_parametrized(module) and not learns(module):
-        builder.replace(path, "WithBias")  # else Opacus would hook the parametrization, which sees no samples
+        # Without a bias Opacus would hook the parametrization, which sees no samples.
+        builder.replace(path, "WithBias")
         builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
 
 

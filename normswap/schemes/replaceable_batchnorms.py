@@ -19,10 +19,7 @@ from normswap.plan import Step
 
 
 def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, dict[str, nn.Module]]:
-    """The builder of a plan that folds all but the BatchNorms, and those of them that can be replaced, by path.
-
-    These are called and can be read; the builder refuses the others.
-    """
+    """The builder of a plan that folds all but the BatchNorms and refuses some; those that can be replaced, by path."""
     traced = anatomy.traced
     norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}

@@ -42,7 +42,8 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
     factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]
     builder = fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
-    owed: dict[fx.Node, float] = {}  # by sum: what the stream there is divided by
+    # What the stream is divided by at each sum.
+    owed: dict[fx.Node, float] = {}
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
             continue

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from normswap.schemes.options import EVERY, Option
 
-if TYPE_CHECKING:  # torch takes a second to import, and the command line needs none of it
+# torch takes a second to import, and the command line needs none of it.
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.folding.plan_builder import PlanBuilder

@@ -84,7 +84,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             matched = _normalize(builder, block)
             place_scale(builder, block.tail, matched if value is None else value, with_bias)
         elif builder.removes(block.tail):
-            # gamma no longer says how much the branch varies: both have learned
+            # gamma and alpha have both learned, so gamma no longer says how much the branch varies.
             matched = old.alpha.item()
             _divide(builder, *last_linear(builder, block.branch, block.total), matched)
             place_scale(builder, block.tail, matched if value is None else value, with_bias)
@@ -157,7 +157,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
         dropout = getattr(builder.anatomy.traced.modules[owner], name)
-        # timm's networks hold a number
+        # timm's networks hold a number.
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
@@ -172,7 +172,6 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
     if bias:
         args["bias"] = True
     if path in builder.linears or (path in builder.replacements and not removed):
-        # the path gets its replacement, and the scalar
         if path in builder.scalars:
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
         builder.scalars[path] = Then(layer, args)
@@ -233,7 +232,7 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
     mean, variance = _input_moments(anatomy, call)
     weight = reparametrized.weight(traced.linear(conv))
     weight = weight.reshape(*weight.shape[:2], -1)
-    # of a grouped convolution the first group stands for all
+    # The first group of a grouped convolution stands for all.
     mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]
     return weight.sum(2) @ mean, (weight.square().sum(2) @ variance).sqrt()
 
@@ -246,8 +245,9 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
     while node is not None:
         module = traced.module(node)
         if moments := norm_moments(anatomy, node):
-            act = None if module is None else affine.activation(module)
-            return _through([*([act] if act is not None else []), *reversed(acts)], *moments)
+            if module is not None and (act := affine.activation(module)) is not None:
+                acts.append(act)
+            return _through(acts[::-1], *moments)
         if module is None or len(list(module.parameters())):
             break
         acts.append(module)
@@ -275,5 +275,4 @@ def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | Non
         return affine.moments(module)
     paths = (str(node.target), *reversed(node.meta["inside"]))
     path = next((path for path in paths if path in anatomy.provenance.original_paths), None)
-    mean, deviation = (None, None) if path is None else anatomy.kept_moments(path)
-    return None if mean is None or deviation is None else (mean, deviation)
+    return None if path is None else anatomy.kept_moments(path)

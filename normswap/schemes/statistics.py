@@ -44,7 +44,7 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
         builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
     if not builder.replacements:
         require_no_tokenwise_norms(anatomy, "there is no place for a BatchNorm")
-        reaches = "an activation" if where == "activation" else "another layer"
+        reaches = {"activation": "an activation", "conv": "another layer"}[where]
         raise RefusedError(
             "there is no place for a BatchNorm",
             f"no convolution that is called once and has no norm yet reaches {reaches}",
@@ -66,7 +66,7 @@ def fit_measured(task: FitTask) -> tuple[str, ...]:
         stored.running_var.copy_(moments.variance)
         if not bool(torch.isfinite(stored.running_var).all()):
             raise VerificationError(f"the variance after {path} is more than {stored.running_var.dtype} holds")
-        # a convolution that was merged from branches may say of itself that it is in training
+        # A convolution that was merged from branches may be in training mode.
         norm.train(task.source.training)
     settle_measured(task.source, task.result, task.step)
     return (f"the statistics of {len(norms)} norms were measured on {measured.images} images",)
@@ -114,10 +114,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
-    """Whether values of a convolution reach an activation, or, with `linear`, another linear layer.
-
-    They do so through identities, sums, gates, and what treats all channels alike.
-    """
+    """Whether a convolution's values reach an activation (`linear`: a layer) past steps alike to all channels."""
     traced = builder.anatomy.traced
 
     def passes(reader: fx.Node) -> bool:

@@ -52,6 +52,9 @@ def push(
         private: of a new repository.
         message: of the commit.
 
+    Returns:
+        What was published, and where.
+
     Raises:
         OptionError: `repo` is no name of that form.
         SourceError: it is no such directory, or is damaged.
@@ -61,8 +64,7 @@ def push(
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
-    record = provenance.of(model)
-    arguments = _arguments(model, record.arch if record else None)
+    arguments = _arguments(model, provenance.of(model).arch)
     contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:  # with these timm builds the result itself

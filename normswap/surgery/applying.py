@@ -1,7 +1,7 @@
 """DO: carry out a plan. No decisions are made here.
 
-All replacements are built from the untouched model; only then a copy is made in which they sit. So edits have no order,
-the source is never written to, and no tensor that is replaced is ever copied.
+Every replacement is built from the untouched model. Then the model is copied with the replacements in place. So edits
+have no order, the source is never written to, and a tensor that is replaced is never copied.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def apply(model: nn.Module, plan: Plan | Sequence[Step], *, double: bool = False
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
     """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
-    like = _like(model).double() if double else _like(model)
-    duplicate = copying.to_double if double else copying.duplicate
+    like, duplicate = _like(model), copying.duplicate
+    if double:
+        like, duplicate = like.double(), copying.to_double
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
-    # innermost paths first, so that a kept module is copied with its own replacements inside
+    # Innermost paths come first, so that a module that stays is copied with its own replacements inside.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
@@ -50,12 +51,14 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
         key = id(old)
-        if edit.keep or (double and not layer_of(edit).CASTS):
-            old = duplicate(old, memo if edit.keep else {})
+        if edit.keep:
+            old = duplicate(old, memo)
+        elif double and not layer_of(edit).CASTS:
+            old = duplicate(old, {})
         new = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             new.train(old.training)
-            # What does not learn does not learn afterwards either, under the same name.
+            # A parameter that is frozen stays frozen in the layer that takes it over by name.
             for name, parameter in new.named_parameters(recurse=False):
                 parameter.requires_grad &= getattr(getattr(old, name, None), "requires_grad", True)
         memo[key] = new
@@ -71,10 +74,7 @@ def _like(model: nn.Module) -> torch.Tensor:
 
 
 def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """The layers that a step put into `result`, in float64, to run it without a copy (`running.by_parts`).
-
-    What makes each of its replacements anew, and its new parameters by the identity of the old.
-    """
+    """What builds a step's replacements in float64, and its tensors by identity, for `running.by_parts`."""
     like = _like(model).double()
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
@@ -139,7 +139,7 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Check that what was planned is gone; a PlanError where a BatchNorm that the plan replaces lives on."""
+    """Raise PlanError where a BatchNorm that the plan replaces is still in the result."""
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
@@ -154,7 +154,7 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:
-    """Where the module at `path` is after the step: what is inside a kept module has moved into its `inner`."""
+    """The path after the step of the module at `path`: the inside of a module that stays moves into its `inner`."""
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
     inside = [name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)]
@@ -167,18 +167,19 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
         raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
     try:
         with torch.no_grad():
-            new = layer.replacing(nn.Identity() if edit.keep else old, *reads, like=like, **edit.arguments)
-            following = [
-                layer_of(edit, then.layer).replacing(nn.Identity(), like=like, **then.args) for then in edit.then
-            ]
+            following = [layer_of(edit, t.layer).replacing(nn.Identity(), like=like, **t.args) for t in edit.then]
             if edit.keep:
-                following.insert(0, new)
                 new = old
+                following.insert(0, layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments))
+            else:
+                new = layer.replacing(old, *reads, like=like, **edit.arguments)
             for follower in following:
                 if not isinstance(new, nn.Module) or not isinstance(follower, nn.Module):
                     raise TypeError("only layers follow one another")
                 new = placeholders.Chain(new, follower)
-            return placeholders.out_of_place(new) if edit.out_of_place and isinstance(new, nn.Module) else new
+            if edit.out_of_place and isinstance(new, nn.Module):
+                new = placeholders.out_of_place(new)
+            return new
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         why = f"{edit.layer}.replacing: {first_line(error)}"
         raise PlanError(f"edit of {edit.path} does not fit", why) from error

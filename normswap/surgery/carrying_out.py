@@ -1,4 +1,4 @@
-"""One step of a conversion: applied, fitted to data if it asks for that, proved, and recorded."""
+"""Carry out one step of a conversion: apply it, fit its values to data, prove the result, record what was done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
-from normswap.provenance import Provenance
 from normswap.surgery import applying, comparison, fitting, held_out, running
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
@@ -27,7 +26,7 @@ class Conversion:
         report: what was measured.
         outcomes: for every norm, by path, what happened to it.
         notes: what the user should know (a branch whose alpha could not be matched ...).
-        renames: (old, new) names of tensors that live on under another name.
+        renames: (old, new) names of the tensors that the result keeps under another name.
         steps: how many of the plan's steps this conversion took.
     """
 
@@ -40,10 +39,9 @@ class Conversion:
 
     def __repr__(self) -> str:
         """The report first, in a line; `report` and `outcomes` have all of it."""
-        word = "exact" if self.report.exact else "approximate"
-        worst = f"relative L2 {self.report.worst.relative_l2:.1e}"
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
-        measured = f"{self.report.verdict}, {word}, {worst}"
+        word = "exact" if self.report.exact else "approximate"
+        measured = f"{self.report.verdict}, {word}, relative L2 {self.report.worst.relative_l2:.1e}"
         return f"Conversion({measured}: {type(self.model).__name__} -> {steps or 'unfolded'})"
 
     @property
@@ -79,7 +77,10 @@ def carry_out(network: Network, step: Step) -> Conversion:
 def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
     """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
     exact = schemes.exact(step)
-    precise = _precise(network, result, step) if exact else None  # others differ by far more than float32 does
+    precise = None
+    # An approximate result differs by far more than float32 rounds.
+    if exact:
+        precise = _precise(network, result, step)
     report = comparison.compare(network, result, exact=exact, precise=precise)
     comparison.require_passed(network, report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, scores=not network.anatomy.features)
@@ -108,8 +109,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     for path, module in network.module.named_modules():
         if path in edited:
             norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
-    origin = provenance.of(network.module) or Provenance(source=type(network.module).__name__)
-    return provenance.attach(result, origin.after(step, norms))
+    return provenance.attach(result, network.provenance.after(step, norms))
 
 
 def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:

@@ -1,13 +1,12 @@
-"""PROVE: run source and result on the same inputs, and say by how much they differ, where, and whether that is enough.
+"""PROVE: run source and result on the same inputs, and measure by how much they differ, and where.
 
 Exact conversions must agree to a relative L2 error of 1e-5 in float32 at the logits, and of 1e-12 in float64, where
 a correct fold is off by 1e-14 and a wrong eps by 1e-4. In half precision three times what the format's own rounding
-costs the source is allowed: itself in that precision against its float64 values. Where a source in float32 strays from
-its own float64 values by more than the tolerance (a chaotic network), four times that is allowed, and float64 decides.
-Where a change of its input in the last digit moves the source's output by more, a multiple of that is allowed, up to
-1e-8 in float64. Of several outputs each is measured by itself, and the worst counts; of labels, masks and counts, the
-share of entries that differ. Where a layer's class is neither torch's nor timm's, the same must hold at ten times the
-input's scale.
+costs the source is allowed: itself in that precision against its float64 values. Where a change of its input in the
+last digit moves the output of a source in float32 by more than the tolerance (a chaotic network), four times that is
+allowed, and float64 decides; in float64 32 times that is allowed, up to 1e-8. Each output is measured by itself, and
+the worst counts. The error of labels, masks and counts is the share of entries that differ. Where a layer's class is
+neither torch's nor timm's, the same must hold at ten times the input's scale.
 """
 
 from __future__ import annotations
@@ -90,9 +89,10 @@ def compare(
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
     blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
     paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
+    logits: list[Error] = []
     # An approximate result may find another number of boxes, and has no distance in float64 then.
-    output_shape_changed = not exact and precise is not None and precise.error.relative_l2 == float("inf")
-    logits: list[Error] = [] if precise is None or output_shape_changed else [precise.error]
+    if precise is not None and (exact or precise.error.relative_l2 != float("inf")):
+        logits.append(precise.error)
     sites: list[Error] = []
     vacuous: list[str] = []
     proved, own_change = True, 0.0
@@ -114,7 +114,8 @@ def compare(
             vacuous = _vacuous(a, at, blocks)
             proved = bool(sites) or not _unproved(a)
     tolerance = _tolerance(precision, own_change, precise)
-    if precise is not None and own_change == float("inf"):  # the source cannot decide by itself how many boxes it sees
+    # The number of boxes that the source itself finds depends on the last digit.
+    if precise is not None and own_change == float("inf"):
         vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and own_change > _COARSE:
@@ -175,7 +176,7 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
     larger = source.calls[0].first(1).map_floats(lambda t: _LARGER * t)
     try:
         outputs, _ = run(network, larger)
-    except Exception:  # whatever the network raises
+    except Exception:
         return None
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         return None
@@ -211,11 +212,12 @@ def _allowance(
     source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
 ) -> float:
     """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
-    if _is_half(error.precision):
-        return _rounding(source, example, outputs, error) if exact else 0.0
-    is_double = error.precision == "float64"
+    is_half, is_double = _is_half(error.precision), error.precision == "float64"
+    if is_half and exact:
+        return _rounding(source, example, outputs, error)
+    tolerance = FLOAT64_TOLERANCE if is_double else FLOAT32_TOLERANCE
     # Where the error is within the tolerance anyway, the source need not run once more.
-    if error.relative_l2 <= (FLOAT64_TOLERANCE if is_double else FLOAT32_TOLERANCE) or not (is_double or precise):
+    if is_half or error.relative_l2 <= tolerance or not (is_double or precise):
         return 0.0
     again, _ = run(source.module, _in_the_last_digit(example))
     return _apart(error.precision, example.images, outputs, again)
@@ -260,14 +262,18 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
 
 
 def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:
-    wide = (
-        FLOAT64_TOLERANCE if precise is None else max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * precise.own_change))
-    )
     if precision == "float64":
-        return {precision: max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * own_change))}
-    half = _is_half(precision)
-    narrow, times = (torch.finfo(getattr(torch, precision)).eps, ROUNDING) if half else (FLOAT32_TOLERANCE, 4)
-    return {precision: narrow if own_change == float("inf") else max(narrow, times * own_change), "float64": wide}
+        return {precision: _tolerance64(own_change)}
+    narrow, times = FLOAT32_TOLERANCE, 4
+    if _is_half(precision):
+        narrow, times = torch.finfo(getattr(torch, precision)).eps, ROUNDING
+    if own_change < float("inf"):
+        narrow = max(narrow, times * own_change)
+    return {precision: narrow, "float64": _tolerance64(precise.own_change if precise else 0.0)}
+
+
+def _tolerance64(own_change: float) -> float:
+    return max(FLOAT64_TOLERANCE, min(_MOST64, _CONDITION * own_change))
 
 
 @dataclass(frozen=True)
@@ -280,14 +286,14 @@ class Precise:
 
 
 def compare_double(
-    network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] | None = None
+    network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] = lambda _: None
 ) -> Precise | None:
     """Compare the source in float64 with a result in float64, never rounded to less, on the first image.
 
     Args:
         make: makes the result in float64.
-        parts: what the result gives on an example in float64, by another way that costs less. Where the source gives
-            something else, what `make` makes decides.
+        parts: the result's outputs on an example in float64, by another way that costs less, or None. Where the
+            source's outputs are others, the network of `make` decides.
 
     Returns:
         None for networks that are in float64 already, and where there is no float64 (MPS).
@@ -297,13 +303,15 @@ def compare_double(
         return None
     example = double(network.examples[0].first(1))
     reference = outputs_double(source, example)
-    outputs = parts(example) if parts else None
-    error = None if outputs is None else worst("float64", example.images, reference, outputs)
-    if error is None or not error.relative_l2 <= FLOAT64_TOLERANCE:
+    error = worst("float64", example.images, reference, parts(example) or {})
+    if not error.relative_l2 <= FLOAT64_TOLERANCE:
         result = make()
         error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
+        # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU decides.
         if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":
-            error = _error_on_cpu(source, result, example)
+            on_cpu = example.on(torch.device("cpu"))
+            both_outputs = (outputs_double(to_double(model).cpu(), on_cpu) for model in (source, result))
+            error = worst("float64", on_cpu.images, *both_outputs)
     own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
         again = outputs_double(source, _in_the_last_digit(example))
@@ -311,19 +319,8 @@ def compare_double(
     return Precise(error, reference, own_change)
 
 
-def _error_on_cpu(source: nn.Module, result: nn.Module, example: Example) -> Error:
-    """The error in float64 on the CPU: a GPU's kernels may round to less (weight_norm's has a float32 root)."""
-    example = example.on(torch.device("cpu"))
-    source, result = to_double(source).cpu(), to_double(result).cpu()
-    outputs = outputs_double(source, example), outputs_double(result, example)
-    return worst("float64", example.images, *outputs)
-
-
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The outputs of the first image only, as they are in `like`.
-
-    A forward that squeezes its outputs gives other dimensions for one image than for several, and is run once more.
-    """
+    """The first image's outputs in the shapes of `like`; run once more where a forward squeezes its outputs."""
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
@@ -340,16 +337,17 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
     return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"), 0.0)
 
 
-def _agreement(a: Tensor, b: Tensor) -> float | None:
-    # Of one number there is no largest, and of complex numbers none.
-    if a.ndim < 2 or a.shape != b.shape or not a.numel() or a.shape[1] == 1 or not a.is_floating_point():
+def _agreement(a: Tensor, b: Tensor, site: str = "logits") -> float | None:
+    # A single number has no argmax, nor have complex numbers.
+    many = a.ndim > 1 and a.numel() and a.shape[1] > 1 and a.is_floating_point()
+    if site != "logits" or a.shape != b.shape or not many:
         return None
     return float((a.argmax(1) == b.argmax(1)).float().mean())
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
-    agreement, size = _agreement(a, b) if site == "logits" else None, tuple(x.shape)
+    agreement, size = _agreement(a, b, site), tuple(x.shape)
     if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
     if not a.numel():
@@ -364,7 +362,8 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
         a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max(), a @ b)
-    norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()  # one wait for a device
+    # The numbers are stacked, so that a device is waited for once.
+    norm, other, error, most, top, other_top, product = torch.stack(numbers).tolist()
     if not (math.isfinite(top) and math.isfinite(other_top)):
         return Error(site, precision, size, float("inf"), float("inf"), 0.0, agreement)
     if not norm:
@@ -375,7 +374,9 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 def _numbers(value: Tensor) -> Tensor:
     """All numbers of a tensor in a row, in float64; of a complex one real and imaginary parts."""
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.double().flatten()
 
 
 def _unproved(outputs: Outputs) -> str:
@@ -384,8 +385,9 @@ def _unproved(outputs: Outputs) -> str:
     if not values:
         return "the outputs are empty: no number was compared"
     several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
-    fixed = several and all(bool((value == value[:1]).all()) for value in values)
-    return "every input gives the same numbers: nothing was compared" if fixed else ""
+    if several and all(bool((value == value[:1]).all()) for value in values):
+        return "every input gives the same numbers: nothing was compared"
+    return ""
 
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:

@@ -101,7 +101,7 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
-    why = f"the norms of {'what is chosen' if anatomy.outside else 'the network'} are {kinds}"
+    why = f"its norms are {kinds}"
     if builder.outcomes:
         what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
         why += f", and stay as they are: {what}"
@@ -150,7 +150,7 @@ def convert(
     network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress)
     schemes.check_target(to)
     # Folding is done in float64, which MPS has not.
-    work_on = network if network.device_has_double else network.on_cpu()
+    work_on = network.with_double()
     if to == "unfold":
         conversion = _unfolded(work_on, to, dict(options))
     elif to == "batchnorm" and options.get("like"):
@@ -177,7 +177,9 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
-    return conversions[0] if len(conversions) == 1 else _joined(source, conversions)
+    if len(conversions) == 1:
+        return conversions[0]
+    return _joined(source, conversions)
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
@@ -203,22 +205,27 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     # A target that needs BatchNorms uses those in the network, and leaves other norms as they are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
-    before = ["estimate"] if averaged else []
+    before: list[str] = []
+    if averaged:
+        before.append("estimate")
     if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.part()):
         before.append("folded")
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
-    where = target.options["where"] if to == "batchnorm" else "norms"
+    where = target.options.get("where", "norms")
     if where != "norms" or (to == "batchnorm" and measured and not (alive or lost or averaged)):
         adding = schemes.chosen("measured-batchnorm", {**limits, "where": "activation" if where == "norms" else where})
         return [adding, *([target] if target.options["ghost_batch"] else []), *after]
-    there = averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")
-    way = [schemes.chosen(name, limits) for name in before] + ([] if there else [target])
+    way = [schemes.chosen(name, limits) for name in before]
+    # The estimated norms are the BatchNorms that were asked for.
+    if not (averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")):
+        way.append(target)
     if to == "folded" and target.options["branches"] == "merge":
         merging = schemes.chosen("merged-branches", limits)
-        way += [merging] if merging.scheme.plan(anatomy).replacements else []
+        if merging.scheme.plan(anatomy).replacements:
+            way.append(merging)
     return way + after
 
 
@@ -249,7 +256,8 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
-    if len(fitted) == 1:  # the exact ones add nothing to it
+    # The exact steps lose nothing, so the fitted step's agreement is that of all.
+    if len(fitted) == 1:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
         report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")

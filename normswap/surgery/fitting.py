@@ -69,7 +69,9 @@ class _Calls:
     """Batches of any form, or a function that gives them, or a single one, as calls of a network."""
 
     def __init__(self, calibrate: Batches, form: Example) -> None:
-        batches: object = calibrate() if callable(calibrate) else calibrate
+        batches: object = calibrate
+        if callable(calibrate):
+            batches = calibrate()
         several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
         if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
             batches = [batches]

@@ -37,11 +37,12 @@ class HeldOutSplit:
         position = 0
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
-                yield batch  # whoever reads it says what is wrong
+                # Its reader says what is wrong with it.
+                yield batch
                 continue
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
-            held_out, fitted = (batch.take(rows) if bool(rows.any()) else None for rows in (out, ~out))
+            held_out, fitted = batch.take(out), batch.take(~out)
             if held_out is None and fitted is None:
                 held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held_out is not None and room > 0:
@@ -71,7 +72,7 @@ def _without(call: Example, seen: set[bytes]) -> Example | None:
         return call
     new = torch.tensor([mark not in seen and mark not in hashes[:i] for i, mark in enumerate(hashes)])
     seen.update(hashes)
-    return call.take(new) if bool(new.any()) else None
+    return call.take(new)
 
 
 def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, scores: bool = True) -> Kept | None:
@@ -86,7 +87,7 @@ def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, s
     errors, counts, sizes = [], [], []
     for example in held:
         pair = running.both(source, result, example.like(source))
-        assert pair is not None  # there is no other size
+        assert pair is not None, "there is no second size"
         (before, _), (after, _) = pair
         errors.append(comparison.worst("", example.images, before, after, exact=False))
         counts.append(example.count)

@@ -23,7 +23,6 @@ from normswap.graph.inspection import Anatomy
 from normswap.layers import affine
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
-from normswap.provenance import Provenance
 from normswap.surgery import comparison, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
@@ -48,7 +47,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
         module, arch = copying.duplicate(like, {}), None
     else:
         module = _built(network, like)
-        arch = (provenance.of(module) or Provenance()).arch
+        arch = provenance.of(module).arch
     module.to(network.device, network.dtype).train(network.module.training)
     skeleton = unfolding.bare(network, module, arch)
     if network.inputs is None:
@@ -98,10 +97,7 @@ def _classes(anatomy: Anatomy) -> int:
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
-    """Copy the tensors by name, and let every norm's statistics be 0 and 1.
-
-    By path of each norm, what it adds then: the bias of a convolution that has none there, float64 (C,).
-    """
+    """Copy the tensors by name, statistics as 0 and 1; returns, by norm, the bias (C,) of the convolution before."""
     traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
     shifts: dict[str, Tensor] = {}
     for path, norm in traced.modules.items():

@@ -1,6 +1,6 @@
-"""The record of a network: the module, and all that a verb must know to work on it.
+"""The record of a network: the module, and all that `convert` and the others must know to work on it.
 
-It is made once, at the boundary. Whatever is asked for is worked out when it is first asked for, and kept.
+The public functions make it. Its anatomy, calls and images are computed when first asked for, and then kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress
+from normswap.models.network_input import DrawnCalls
 from normswap.provenance import Provenance
 from normswap.surgery import running
 
@@ -36,21 +37,16 @@ class HasModel(Protocol):
     def model(self) -> nn.Module: ...
 
 
-def module_of(model: nn.Module | HasModel) -> nn.Module:
-    """The module itself, or the one that a result holds; a SourceError where it is neither."""
-    return network_input.require_module(model if isinstance(model, nn.Module) else getattr(model, "model", model))
-
-
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A network, how it is called, and what its values are fitted to. Nothing that takes it changes it.
+    """A network, how it is called, and the images that its values are fitted to. No function that takes it changes it.
 
-    What it has worked out stays: after the module was changed by hand, make another record.
+    After the module was changed by hand, make another record: this one keeps what it has computed.
 
     Args:
         module: the network itself.
         inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
-            default N(0, 1) noise of `size`.
+            default random ones that its record states (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
         size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
         seed: of all that is drawn.
         calibrate: batches to fit values to, a function that gives them, or "synthetic": images made from the statistics
@@ -69,6 +65,8 @@ class Network:
         network_input.require_module(self.module)
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
+        if self.inputs is None and self.size is None:
+            object.__setattr__(self, "inputs", network_input.drawn_calls(self.module, seed=self.seed))
         if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
             raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
 
@@ -87,7 +85,7 @@ class Network:
         if inputs is not None and size is not None:
             raise OptionError("inputs= and input_size= both say what the network takes", remedy="Give one of them")
         if not isinstance(model, Network):
-            module = module_of(model)
+            module = network_input.require_module(model)
             network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
         values = {"inputs": inputs, "size": size, "seed": seed, "calibrate": calibrate, "progress": progress}
@@ -95,7 +93,9 @@ class Network:
         if not changes:
             return model
         network = replace(model, **changes)  # type: ignore[arg-type]
-        return network._seen_as(model) if changes.keys() <= {"calibrate", "progress"} else network
+        if changes.keys() <= {"calibrate", "progress"}:
+            return network._seen_as(model)
+        return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
         """The same network, as it was looked at, with other images to fit values to."""
@@ -136,8 +136,10 @@ class Network:
             return False
         return True
 
-    def on_cpu(self) -> Network:
-        """The network with a copy of its module, on the CPU."""
+    def with_double(self) -> Network:
+        """The network itself, or with a copy of its module on the CPU where its device has no float64."""
+        if self.device_has_double:
+            return self
         return replace(self, module=copying.duplicate(self.module, {}).cpu())
 
     @property
@@ -154,8 +156,9 @@ class Network:
         """The anatomy, from one recorded forward; raises TraceError where it does not run, or cannot be seen."""
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
-        shown = network_input.noise(self.module, self.size, batch=2) if self.size else None
-        return inspection.inspect(self.module, shown)
+        if self.size:
+            return inspection.inspect(self.module, network_input.noise(self.module, self.size, batch=2))
+        return inspection.inspect(self.module)
 
     @property
     def form(self) -> Example:
@@ -165,19 +168,18 @@ class Network:
     @property
     def provenance(self) -> Provenance:
         """Where the network is from, and what was done to it."""
-        return provenance.of(self.module) or Provenance()
+        return provenance.of(self.module)
 
     @property
     def input_size(self) -> tuple[int, ...]:
         """(C, H, W) of one input."""
-        return tuple(self.size) if self.size else network_input.size(self.module)
+        if isinstance(self.inputs, DrawnCalls):
+            return self.inputs[0].size
+        return tuple(self.size or network_input.size(self.module))
 
     @cached_property
     def calls(self) -> list[Example]:
-        """Calls to run the network on, on its device: the inputs, or noise at two sizes where it takes two.
-
-        Raises OptionError: the inputs hold no tensor, no image, or numbers that are not finite.
-        """
+        """The inputs, or noise at two sizes where it takes two; raises OptionError: no images, or NaN."""
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
         calls = calling.batches(self.inputs)
@@ -205,4 +207,6 @@ class Network:
     @property
     def described(self) -> str:
         """How reports call the inputs."""
+        if isinstance(self.inputs, DrawnCalls):
+            return f"random inputs of the stated shapes, seed {self.seed}"
         return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"

@@ -37,7 +37,7 @@ def recalibrate(
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
-    """`model`, which is not changed, with population statistics estimated on `batches` (`population`).
+    """Return `model`, which is not changed, with population statistics estimated on `batches` (`population`).
 
     Args:
         batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one size, or a function
@@ -61,7 +61,7 @@ def recalibrate(
     means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
-    model, broken = (model, []) if isinstance(model, Network) else _without_broken_statistics(model)
+    model, broken = _without_broken_statistics(model)
     network = Network.of(model, inputs=inputs, size=input_size, calibrate=batches, progress=progress)
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
@@ -104,8 +104,10 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
     return convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep").model
 
 
-def _without_broken_statistics(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
+def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | Network, list[str]]:
+    if not isinstance(model, nn.Module):
+        return model, []
+    modules = nn.Module.named_modules(model)
     broken = [path for path, module in modules if network_input.has_broken_statistics(module)]
     if broken:
         model = copying.duplicate(model, {})

@@ -9,10 +9,10 @@ from normswap.plan import Body
 
 @dataclass(frozen=True)
 class Kept:
-    """How far the answers of source and result go together on held-out images, without labels.
+    """How well the answers of source and result agree on held-out images, without labels.
 
     Args:
-        agreement: share of images, or of places in maps, with the same argmax; None where there is no such thing.
+        agreement: share of images, or of places in maps, with the same argmax; None where the outputs have no argmax.
         relative_l2: at the outputs.
         count: of images.
     """
@@ -72,9 +72,9 @@ class Report:
         logits: one error per precision and input size.
         sites: errors at the residual blocks' outputs, in float32.
         tolerance: the largest relative L2 error allowed, by precision.
-        vacuous: what the measurement cannot see: branches, or an input, that hardly move the output.
-        kept: of an approximate result, what held-out images of the user's say.
-        unmeasured: why they say nothing, although there were images.
+        vacuous: why the measurement says little: a branch, or the input, hardly moves the output.
+        kept: the agreement of an approximate result with its source on the user's held-out images.
+        unmeasured: why there is no such agreement, although there were images.
     """
 
     exact: bool
@@ -89,9 +89,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One word: only what claims to be exact can pass."""
-        good = "passed" if self.exact else "measured"
-        return good if self.passed else "FAILED"
+        """One word. Only a conversion that claims to be exact can pass; another one is measured."""
+        if not self.passed:
+            return "FAILED"
+        return "passed" if self.exact else "measured"
 
     @property
     def worst(self) -> Error:

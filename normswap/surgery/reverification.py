@@ -24,8 +24,6 @@ def recorded(result: nn.Module, directory: Path) -> str:
     """The source that a converted network was made from; a SourceError where it cannot be had again."""
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
-    if record is None or not record.source:
-        raise SourceError(f"{directory} does not say what it was made from", remedy=remedy)
     if record.sha256 is None:
         raise SourceError(f"{directory} was made from random weights", "they cannot be had again", remedy)
     return record.source
@@ -34,20 +32,25 @@ def recorded(result: nn.Module, directory: Path) -> str:
 def how(result: nn.Module) -> Body:
     """The options that `recorded` must be opened with."""
     record = provenance.of(result)
-    if record is None or record.arch is None:
+    if record.arch is None:
         return {}
-    name = kinds.named(record.arch) if Path(record.source).is_file() else None
-    trusted = kinds.by_builder(record.arch.builder).foreign  # or it would not have been loaded
-    size = network_input.size(result) if record.pretrained_cfg.get("input_size") else None
-    return {"arch": name, "arch_args": record.arch.kwargs, "input_size": size, "named": False, "trust_factory": trusted}
+    # The result was loaded, so a factory that builds it is trusted.
+    trusted = kinds.by_builder(record.arch.builder).foreign
+    options: Body = {"arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
+    options["inputs"] = record.pretrained_cfg.get("inputs")
+    if Path(record.source).is_file():
+        options["arch"] = kinds.named(record.arch)
+    if record.pretrained_cfg.get("input_size"):
+        options["input_size"] = network_input.size(result)
+    return options
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
-    """Whether the source has the tensors it had then; None if that was not recorded."""
-    then, now = provenance.of(result), provenance.of(source)
-    if then is None or now is None or then.sha256 is None:
+    """Whether the source has the tensors that it had when `result` was made; None where that was not recorded."""
+    hashed = provenance.of(result).sha256
+    if hashed is None:
         return None
-    return now.sha256 == then.sha256
+    return provenance.of(source).sha256 == hashed
 
 
 def again(source: Network, result: nn.Module) -> Report:
@@ -82,5 +85,6 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 
 
 def labels_are_missing(loader: Loader) -> bool:
-    """Whether images of the first batch have no label: -1."""
-    return any(bool((labels < 0).any()) for _, labels in itertools.islice(loader, 1))
+    """Whether samples of the first batch have no label: -1."""
+    firsts = itertools.islice(loader, 1)
+    return any(bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any()) for batch in firsts)

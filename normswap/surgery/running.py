@@ -1,4 +1,4 @@
-"""Run a network for comparison: in eval mode, and left as it was; what it gives, by name; in float64 without a copy."""
+"""Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ Outputs = dict[str, Tensor]
 def run(
     model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
 ) -> tuple[Outputs, Outputs]:
-    """The tensors that the network returns, by name, and those of the modules at `paths`.
-
-    With `heads`, also what its auxiliary heads return (`modes.with_heads`).
-    """
+    """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at `paths`."""
     outputs_at_paths: Outputs = {}
 
     def keep(path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                outputs_at_paths[path] = output.clone()  # in-place activations would overwrite it
+                # An in-place activation would overwrite it.
+                outputs_at_paths[path] = output.clone()
 
         return hook
 
@@ -50,14 +48,14 @@ def both(
     tails: Sequence[str] = (),
     first: Example | None = None,
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
-    """Both outputs (`running.run`), or None where the source does not take this size of input, but took the first.
+    """Both outputs (`running.run`), or None where the source runs on `first` but not on this size of input.
 
     Raises VerificationError: one of them does not run, or the source gives nothing.
     """
     first = first or example
     try:
         outputs = run(source, example, (*paths, *tails) if example is first else paths)
-    except Exception as error:  # whatever the network raises
+    except Exception as error:
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
         return None
@@ -71,7 +69,7 @@ def both(
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """The outputs in float64, by parts, or, where a forward reads another module's tensors, of a copy."""
+    """The outputs in float64: by parts, or of a copy where a forward reads another module's tensors."""
     outputs = by_parts(model, example)
     if outputs is None:
         double = to_double(model)
@@ -90,7 +88,7 @@ def by_parts(
     Each module gets float64 tensors for the time its forward runs only, so that the whole network never exists twice.
 
     Args:
-        replacements, tensors: what is not to be widened but made in float64 (`applying.doubles`).
+        replacements, tensors: layers and tensors that are built in float64, not cast to it (`applying.doubles`).
 
     Returns:
         None where dtypes were mixed, or a module calls itself.
@@ -98,7 +96,7 @@ def by_parts(
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
 
-    @_unseen  # as it is made elsewhere: what is cast there is cast
+    @_unseen
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
         doubles = dict(_tensors(replacements[module]()))
@@ -110,7 +108,7 @@ def by_parts(
         floats = {name: t for name, t in tensors_of_module.items() if t is not None and t.is_floating_point()}
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
-            double_tensor = ready.pop(id(tensor), None) if id(tensor) in ready else (tensors or {}).get(id(tensor))
+            double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
             _put(module, name, tensor.data.double() if double_tensor is None else double_tensor)
 
     @_unseen
@@ -147,7 +145,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def widely(work: Callable[[], Outputs]) -> Outputs:
-    """The result of `work` while all that forward makes is made in float64."""
+    """The result of `work` while every tensor that forward makes is float64."""
     with Widening():
         return work()
 
@@ -177,13 +175,16 @@ def noise(
     examples: list[Example] = []
     why = ""
     for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
-        if examples:  # one more image at a second size, which `compare` leaves out if the network does not take it
-            return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))] if i < 2 else examples
+        if examples and i > 1:
+            break
+        # One more image of a second size, which `compare` leaves out if the network does not take it.
+        if examples:
+            return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))]
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
             if str(x) not in ran:
                 run(model, x.first(1))
-        except Exception as error:  # whatever the network raises
+        except Exception as error:
             why = first_line(error)
         else:
             examples.append(x)

@@ -50,7 +50,8 @@ def unfold(network: Network) -> Network:
     state, tensors = source.module.state_dict(), _tensors(canonical)
     _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
-    _copy(state, record.norms)  # after that: a ChannelBias has a `bias` where its norm had one
+    # The norms come second: a ChannelBias has a `bias` where its norm had one.
+    _copy(state, record.norms)
     _copy(state, _living(network.module))
     builder = fold_norms(source.anatomy)
     modules, converted = builder.anatomy.traced.modules, _by_old_path(canonical)
@@ -75,14 +76,13 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
     """Another module that takes what the network takes, carrying where that is from."""
     attributes, record = network.module.__dict__, network.provenance
     module.__dict__.update({name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes})
-    source = record.source or type(network.module).__name__
-    origin = Provenance(arch, source, record.sha256, record.pretrained_cfg)
+    origin = Provenance(arch, record.source, record.sha256, record.pretrained_cfg)
     return network.after(provenance.attach(module, origin))
 
 
 def architecture(model: nn.Module) -> Arch | None:
     """How to build the network that `model` was converted from, if that is known."""
-    record = provenance.of(model) or Provenance()
+    record = provenance.of(model)
     return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
 
 

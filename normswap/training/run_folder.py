@@ -124,10 +124,9 @@ def check_no_run(place: Path) -> None:
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
     """Return what makes a run the same run: the recipe, the network it starts from, the images."""
-    record = provenance.of(model)
-    plan = record.plan.digest if record else ""
     keys = recipe_files.flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)
+    plan = provenance.of(model).plan.digest
     hashes = {"the network's hash": hash_tensors(model.state_dict()), "its plan's": plan, "the images'": images}
     return keys | {name: digest[:12] for name, digest in hashes.items()}

@@ -133,41 +133,6 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
     return texts
 
 
-def plot(trials: Sequence[Trial], rates: Sequence[Line], file: Path, *, title: str = "") -> Path:
-    """Draw top-1 over the learning rate: every run, mean and deviation of those that count, and the best lr."""
-    from matplotlib.figure import Figure  # a second to import
-
-    from normswap.analysis import plots
-
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
-    axes = figure.subplots()
-    ended = [(trial.lr, trial.top1) for trial in trials if trial.top1 is not None]
-    axes.plot([lr for lr, _ in ended], [top1 for _, top1 in ended], "o", color="0.6", markersize=4.5, label="a run")
-    measured = [(line.lr, line.mean, line.std or 0.0) for line in rates if line.mean is not None]
-    axes.errorbar(
-        [lr for lr, _, _ in measured],
-        [mean for _, mean, _ in measured],
-        [std for _, _, std in measured],
-        color=plots.COLOURS[0],
-        marker="s",
-        capsize=4,
-        label="mean and std of the best",
-    )
-    for line in rates:
-        if line.best:
-            label = f"best: lr {line.lr:g}"
-            axes.plot([line.lr], [line.mean or 0.0], "*", color=plots.COLOURS[1], markersize=17, label=label)
-    if lost := [trial.lr for trial in trials if trial.state in ("diverged", "failed")]:
-        axes.plot(lost, [axes.get_ylim()[0]] * len(lost), "x", color="0.2", markersize=8, label="diverged or failed")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([line.lr for line in rates], [f"{line.lr:g}" for line in rates])
-    axes.minorticks_off()
-    axes.set(xlabel="learning rate", ylabel="Top-1 after the last epoch (%)", title=title)
-    axes.grid(alpha=0.25)
-    axes.legend()
-    return plots.save(figure, file)
-
-
 Objective = Callable[[Recipe, Path], float | None]
 """Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to stop before."""
 Point = tuple[float, int]

@@ -48,7 +48,7 @@ def test_what_cannot_be_read_can_be_left() -> None:
     [
         ("folded", {"only": ["layer9"]}, OptionError, 'only="layer9" names no norm.*layer'),
         ("folded", {"only": ["layer1", "nothing"]}, OptionError, '"nothing".*`normswap inspect` lists their paths'),
-        ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: the norms of what is chosen are none"),
+        ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: its norms are none"),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),
         ("residual-scale", {"rule": "rescale", "only": "layer3.1"}, RefusedError, "layer3.1: a scale cannot pass"),
         ("unfold", {"only": "layer1"}, OptionError, "no option only"),
@@ -86,4 +86,4 @@ def test_a_path_is_removed_when_the_plan_says_so() -> None:
 
 def test_what_was_never_known_is_none() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)).eval()
-    assert Network(net).anatomy.kept_moments("1") == (None, None)
+    assert Network(net).anatomy.kept_moments("1") is None

@@ -45,7 +45,6 @@ def test_the_core_imports_neither(tmp_path: Path) -> None:
     [
         ("report demo -o a.html", "the report"),
         pytest.param("spp demo -o a.png", "a picture (a.png)", marks=pytest.mark.slow),
-        ("sweep a.yaml --lr 0.1", "a sweep's picture"),
     ],
 )
 def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_path: Path) -> None:

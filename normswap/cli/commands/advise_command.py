@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,7 +32,8 @@ def run(
     from normswap.surgery.network import Network
 
     with progress.working("looking"):
-        possible, refused = advise(Network(net), opening.as_typed(model), batch_size, private=private, deploy=deploy)
+        name = shlex.join(opening.words(model))
+        possible, refused = advise(Network(net), name, batch_size, private=private, deploy=deploy)
     first, *others = map(asdict, possible)
     asked = {"source": model, "batch_size": batch_size, "private": private, "deploy": deploy}
     show({**asked, "choose": first, "others": others, "refused": refused}, json, _print)

@@ -11,7 +11,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
-from normswap.cli.tables import facts, listing, next_step, show, size, table
+from normswap.cli.tables import facts, listing, show, size, table
 from normswap.errors import NormswapError, OptionError
 from normswap.models import kinds
 from normswap.plan import Body
@@ -64,7 +64,10 @@ def run(
             images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
             rows += timing.run(contenders, images, **settings, say=say)
     settings |= {"device": device, "size": image_size}
-    show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model))
+    following = ["export", *opening.words(model), "-o", "FILE.onnx"]
+    if Path(model).suffix.lower() in kinds.EXPORTED:
+        following = ["evaluate", model, "--data", "IMAGES"]
+    show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model), *following)
     return 0
 
 
@@ -106,7 +109,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     import torch
 
     from normswap import provenance
-    from normswap.analysis import signal_propagation
+    from normswap.analysis import block_signals
     from normswap.benchmarking.timing import Contender
     from normswap.models import calling
     from normswap.models.network_input import answer
@@ -117,9 +120,8 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
         # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
-        model = signal_propagation.awake(model)
-    record = provenance.of(model)
-    scheme = record.plan.steps[-1].scheme if record and record.plan.steps else "original"
+        model = block_signals.awake(model)
+    scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
     networks, notes = {}, []
     try:
         if scheme != "original":
@@ -164,7 +166,3 @@ def _print(model: str, body: Body) -> None:
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
     listing("note", body["notes"])
-    if Path(model).suffix.lower() in kinds.EXPORTED:
-        next_step("evaluate", model, "--data", "IMAGES")
-    else:
-        next_step("export", model, "-o", "FILE.onnx")

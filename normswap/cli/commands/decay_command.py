@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli.options import Json, Model, Opening
-from normswap.cli.tables import facts, next_step, show, table
+from normswap.cli.tables import facts, show, table
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
@@ -60,7 +60,7 @@ def run(
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
     }
-    show(body, json, _print)
+    show(body, json, _print, "finetune", *opening.words(model), "--recipe", "RECIPE", "--data", "IMAGES")
     return 0
 
 
@@ -79,4 +79,3 @@ def _print(body: Body) -> None:
     facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
     columns = ("role", "decay", "tensors", "values", "reason")
     table("Roles", columns, [[row[column] for column in columns] for row in body["roles"]], right=columns[2:4])
-    next_step("finetune", body["source"], "--recipe", "RECIPE", "--data", "IMAGES")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from normswap.cli import progress
 from normswap.cli.options import Json
-from normswap.cli.tables import network, next_step, show, small, table
+from normswap.cli.tables import network, show, small, table
 from normswap.plan import Body
 
 KEYS = "passed, seconds, images (how many), anatomy (as `inspect` gives it), rows (one per network)"
@@ -23,8 +21,8 @@ def run(json: Json = False) -> int:
         from normswap.reporting import demo
 
         result = demo.run(say)
-    show(asdict(result), json, _print)
-    return int(not result.passed)
+    show(result, json, _print, "advise", "MODEL")
+    return int(not result["passed"])
 
 
 def _print(body: Body) -> None:
@@ -44,4 +42,3 @@ def _print(body: Body) -> None:
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
     verdict = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
     print(f"{verdict}; {body['seconds']:.0f} s")
-    next_step("advise", "MODEL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from normswap.cli import progress
@@ -19,8 +20,8 @@ EXAMPLES = ("doctor demo", "doctor demo --data demo")
 def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = False) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
-    With --data also what images show: whether they are prepared as in training, whether statistics fit them (drift,
-    beside its sampling error), and whether another eps does.
+    With --data also what images show: whether they are prepared as in training, and whether statistics fit them (drift,
+    beside its sampling error).
 
     Exit code 1 where something is wrong.
     """
@@ -31,7 +32,7 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
     if images.data is not None:
         loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=loader, name=opening.as_typed(model), data=images.data or "IMAGES")
+        diagnosis = diagnose(net, images=loader, name=shlex.join(opening.words(model)), data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return int(bool(diagnosis.faults))
 

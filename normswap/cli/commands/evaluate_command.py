@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Json, ModelOrFile, last_part
-from normswap.cli.tables import facts, next_step, show
+from normswap.cli import progress, result_tables
+from normswap.cli.image_options import Compared, ImageOpening, Images
+from normswap.cli.options import Json, ModelOrFile, last_part, open_model
+from normswap.cli.tables import facts, show
 from normswap.models import kinds
 from normswap.plan import Body
 
-KEYS = "source, data, top1 (percent), top5 (percent), loss, count, images_per_s"
-EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --samples 100")
+KEYS = (
+    "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, against (null, or source, top1, "
+    "agreement, enough)"
+)
+EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --against demo --min-kept 0.99")
 
 
 @dataclass(frozen=True)
@@ -25,29 +28,46 @@ class Labelled(Images):
     data: Annotated[str, typer.Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
 
-def run(model: ModelOrFile, *, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
-    """Accuracy, loss and speed on labelled images."""
-    net = opening.open(model, device=images.device, runs=True)
-    from normswap.images.accuracy import evaluate
+def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
+    """Accuracy, loss and speed on labelled images.
 
-    loader = images.loader(net)
+    With --against also the accuracy of that network, and how often both give the same answer. The exit code is 1 if
+    they agree on less than --min-kept.
+    """
+    if compared.against is None:
+        compared.enough(None)
+    net = opening.open(model, device=images.device, runs=True)
+    from normswap.images.accuracy import agreement, classify
+
+    against: Body | None = None
     with progress.bar(f"evaluating {model}") as advance:
-        result = evaluate(net, loader, progress=advance)
-    show({"source": model, "data": images.data, **asdict(result)}, json, _print)
-    return 0
+        result, answers = classify(net, images.loader(net), progress=advance)
+        if compared.against is not None:
+            source = open_model(compared.against, device=images.device, runs=True, trust_factory=opening.trust_factory)
+            before, others = classify(source, images.loader(source), progress=advance)
+            against = {"source": compared.against, "top1": before.top1, "agreement": agreement(answers, others)}
+    enough = compared.enough(against and against["agreement"])
+    if against:
+        against["enough"] = enough
+    following = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
+    if model.lower().endswith(tuple(kinds.EXPORTED)):
+        following = ["bench", model]
+    body = {"source": model, "data": images.data, **asdict(result), "against": against}
+    show(body, json, _print, *following * enough)
+    return int(not enough)
 
 
 def _print(body: Body) -> None:
+    source, against = body["source"], body["against"]
     facts(
-        ("network", body["source"]),
+        ("network", source),
         ("images", f"{body['count']} of {body['data']}"),
         ("top-1", f"{body['top1']:.2f} %"),
         ("top-5", f"{body['top5']:.2f} %"),
         ("loss", f"{body['loss']:.4f}"),
         ("speed", f"{body['images_per_s']:.0f} images/s"),
+        ("against", against and f"{against['source']}: top-1 {against['top1']:.2f} %"),
+        ("agreement", against and f"{100 * against['agreement']:.2f} %"),
     )
-    source = body["source"]
-    if source.lower().endswith(tuple(kinds.EXPORTED)):
-        next_step("bench", source)
-    else:
-        next_step("export", source, "-o", f"{last_part(source)}.onnx")
+    if against and not against["enough"]:
+        print(result_tables.TOO_LITTLE)

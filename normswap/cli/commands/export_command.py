@@ -11,7 +11,7 @@ import typer
 from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
 from normswap.cli.options import Json, Model
-from normswap.cli.tables import facts, next_step, show, size
+from normswap.cli.tables import facts, show, size
 from normswap.errors import OptionError
 from normswap.exporting import formats
 from normswap.exporting.settings import SAFE_BITS, WHOLE_BITS, FileSettings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEYS = (
     "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (null where the "
     "file was not run), nodes (counts by kind), bytes, notes, seconds, noise_only (it was checked on no images), "
-    "quantized (null but for int8: calibrated_on, weight_bits)"
+    "quantized (null but for int8: calibrated_on, weight_bits), inputs (of what takes no images)"
 )
 EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
 _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
@@ -142,17 +142,23 @@ def run(
         elif images.data is not None:  # a few, as what is exact shows on any
             loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
         exported = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
-    show({"source": model, **asdict(exported)}, json, _print)
+    figures, following = exported.figures, list[object]()
+    if figures and figures.answers == figures.count and not exported.inputs:
+        following = ["evaluate", exported.file, "--data", "IMAGES"]
+    elif figures:
+        following = ["verify", exported.file, "--against", *opening.words(model), "--data", "IMAGES"]
+    show({"source": model, **asdict(exported)}, json, _print, *following)
     return 0
 
 
 def _print(body: Body) -> None:
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
     figures, quantized, noise_only = body["figures"], body["quantized"], body["noise_only"]
+    images = "images" if body["dynamic_batch"] else "one image"
     rows = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
-        ("takes", f"{'images' if body['dynamic_batch'] else 'one image'} of {size(body['input_size'])}"),
+        ("takes", "; ".join(body["inputs"]) or f"{images} of {size(body['input_size'])}"),
         ("nodes", result_tables.operators(body["nodes"])),
     ]
     if figures:
@@ -168,7 +174,3 @@ def _print(body: Body) -> None:
     if quantized:
         rows.append(("weights", f"{quantized['weight_bits']} bits, calibrated on {quantized['calibrated_on']} images"))
     facts(*rows, *(("note", note) for note in body["notes"]))
-    if figures and figures["answers"] == figures["count"]:
-        next_step("evaluate", str(body["file"]), "--data", "IMAGES")
-    elif figures:
-        next_step("verify", str(body["file"]), "--against", body["source"], "--data", "IMAGES")

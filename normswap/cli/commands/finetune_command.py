@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, last_part, output_option
+from normswap.cli.options import Device, Json, last_part, output_option, trusting
 from normswap.cli.tables import next_step, show
 from normswap.errors import NormswapError, OptionError
 from normswap.plan import Body
@@ -37,7 +38,8 @@ class TrainingOptions:
     ] = None
     device: Device = "auto"
     track: Annotated[
-        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
+        str,
+        typer.Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard."),
     ] = "auto"
 
 
@@ -85,12 +87,12 @@ def run(
         raise
     if first:
         body = {"output": place, **vars(result)}
-        del body["model"]
-        show(body, json, _print)
+        words = [result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
+        show(body, json, partial(_print, words))
     return 0
 
 
-def _print(body: Body) -> None:
+def _print(words: list[object], body: Body) -> None:
     rows = body["rows"]
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
@@ -101,4 +103,4 @@ def _print(body: Body) -> None:
         print(f"top-1: {rows[0]['top1']:.2f} before training, {after}")
     print(f"written to {body['output']}: best, last, metrics.csv")
     if body["finished"]:
-        next_step("evaluate", body["best"], "--data", "IMAGES")
+        next_step("evaluate", *words)

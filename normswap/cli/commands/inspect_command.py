@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 
 from normswap.cli import progress, result_tables
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
-from normswap.cli.tables import network, next_step, show, span, table
+from normswap.cli.tables import network, show, span, table
 from normswap.plan import Body
 
 KEYS = (
@@ -39,11 +37,11 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
     with progress.working("inspecting"):
         body = summary.of_network(Network(net), model)
-    show(body, json, partial(_print, opening.as_typed(model)))
+    show(body, json, _print, "advise", *opening.words(model))
     return 0
 
 
-def _print(named: str, body: Body) -> None:
+def _print(body: Body) -> None:
     network(body)
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
@@ -52,7 +50,6 @@ def _print(named: str, body: Body) -> None:
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
-    next_step(*shlex.split(f"advise {named}"))
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:

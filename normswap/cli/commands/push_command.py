@@ -9,7 +9,7 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Trust
-from normswap.cli.tables import facts, next_step, show
+from normswap.cli.tables import facts, show
 from normswap.plan import Body
 
 KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"
@@ -39,7 +39,7 @@ def run(
 
         check_no_run(directory)
         published = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
-    show(vars(published), json, _print)
+    show(vars(published), json, _print, "inspect", f"hf-hub:{published.repo}")
     return 0
 
 
@@ -49,4 +49,3 @@ def _print(body: Body) -> None:
         print(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
     else:
         print(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")
-    next_step("inspect", f"hf-hub:{body['repo']}")

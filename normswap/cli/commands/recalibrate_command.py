@@ -10,9 +10,9 @@ import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Force, Json, Model, last_part, open_model, output_option
+from normswap.cli.options import Force, Json, Model, last_part, open_model, output_option, trusting
 from normswap.cli.result_tables import proof
-from normswap.cli.tables import facts, next_step, show
+from normswap.cli.tables import facts, show
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
@@ -81,7 +81,7 @@ def run(
     checkpoint.save(recalibrated, place, force=force)
     notes, report = list(recalibrated.notes), summary.of_report(recalibrated.report)
     body = {"source": model, "data": images.data, "output": place, "notes": notes, "report": report}
-    show(body, json, _print)
+    show(body, json, _print, "verify", place, *trusting(net), "--data", images.data)
     return 0
 
 
@@ -89,4 +89,3 @@ def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     proof(body["report"])
     print(f"written to {body['output']}")
-    next_step("verify", body["output"], "--data", body["data"])

@@ -12,15 +12,14 @@ import typer
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.options import Force, Json, Trust, output_option
-from normswap.cli.tables import next_step, show
+from normswap.cli.tables import show
 from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
 
 KEYS = (
-    "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), gammas "
-    "(histograms by role), alphas, sizes, against (what the result was measured with: source, unfolded or nothing), "
-    "notes, signal (a point per block), signal_inputs, accuracy"
+    "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), alphas, "
+    "sizes, notes, signal (a point per block), signal_inputs, accuracy"
 )
 EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 
@@ -44,18 +43,17 @@ def run(
     atomic_write.check_writable(file, force=force)
     if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
         raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
-    with progress.working("starting") as say:
+    with progress.working("opening and measuring"):
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
         loader = None if images.data is None else partial(images.loader, labelled=None)
-        facts = report.collect(directory, loader, say, device=images.device, trust_factory=trust_factory)
+        facts = report.collect(directory, loader, device=images.device, trust_factory=trust_factory)
         atomic_write.text(file, page.render(facts))
-    show({"output": file, **asdict(facts)}, json, partial(_print, directory))
+    show({"output": file, **asdict(facts)}, json, _print, "push", directory, "OWNER/NAME")
     return 0
 
 
-def _print(directory: Path, body: Body) -> None:
+def _print(body: Body) -> None:
     print(f"written to {body['output']}: any browser shows it")
-    next_step("push", directory, "OWNER/NAME")

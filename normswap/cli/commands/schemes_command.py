@@ -9,7 +9,7 @@ import typer
 
 from normswap import schemes
 from normswap.cli.options import Json
-from normswap.cli.tables import facts, next_step, show
+from normswap.cli.tables import facts, show
 from normswap.errors import flag
 from normswap.plan import Body
 
@@ -26,7 +26,9 @@ def run(
 
     --json prints a list, one object per scheme.
     """
-    show([_card(name) for name in names or [*schemes.names(), "unfold"]], json, _print)
+    target = names[0] if names and len(names) == 1 else "SCHEME"
+    cards = [_card(name) for name in names or [*schemes.names(), "unfold"]]
+    show(cards, json, _print, "convert", "MODEL", "--to", target)
     return 0
 
 
@@ -51,4 +53,3 @@ def _print(bodies: Sequence[Body]) -> None:
             exact = f"with {needed}"
         names = ("scheme", body["name"]), ("", body["summary"]), ("paper", body["paper"])
         facts(*names, ("options", options), ("exact", exact))
-    next_step("convert", "MODEL", "--to", bodies[0]["name"] if len(bodies) == 1 else "SCHEME")

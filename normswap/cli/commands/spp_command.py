@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +12,7 @@ from normswap.analysis import plots
 from normswap.cli import progress
 from normswap.cli.image_options import Images
 from normswap.cli.options import Force, Json, Opening, last_part, output_option
-from normswap.cli.tables import next_step, show, table
+from normswap.cli.tables import show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -46,7 +44,7 @@ class ImagesOrNoise(Images):
             return batches, f"{sum(map(len, batches))} images of {self.data}"
         size = network_input.size(model)
         noise = torch.randn(self.samples, *size, generator=torch.Generator().manual_seed(seed))
-        return [noise], f"{self.samples} x N(0, 1) noise, {size[1]} x {size[2]}, seed {seed}"
+        return [noise], f"{self.samples} x N(0, 1) noise, {' x '.join(map(str, size[1:]))}, seed {seed}"
 
 
 def run(
@@ -70,7 +68,7 @@ def run(
         atomic_write.check_writable(output, force=force)
     import torch
 
-    from normswap.analysis.signal_propagation import Point, awake, signal
+    from normswap.analysis.block_signals import Point, awake, signal_propagation
     from normswap.models import network_input
     from normswap.surgery.network import Network
 
@@ -87,20 +85,19 @@ def run(
         batches, inputs[name] = images.batches(model, seed)
         with progress.working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
-            curves[name] = signal(network, batches, batch_statistics=is_random)
+            curves[name] = signal_propagation(network, batches, batch_statistics=is_random)
     body = {
         "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
         "inputs": inputs,
         "files": [] if output is None else [plots.plot(curves, output)],
     }
-    show(body, json, partial(_print, models))
+    show(body, json, _print, "advise", *opening.words(models[0]))
     return 0
 
 
-def _print(models: Sequence[str], body: Body) -> None:
+def _print(body: Body) -> None:
     for name, points in body["curves"].items():
         rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
     for file in body["files"]:
         print(f"written to {file}")
-    next_step("advise", models[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.options import Device, Json, Opening, Weights, output_option
+from normswap.cli.image_options import ImageOpening
+from normswap.cli.options import Device, Json, output_option
 from normswap.cli.tables import next_step, show, table
-from normswap.errors import OptionError, require_packages
+from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -56,16 +58,15 @@ def run(
     output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
-    weights: Weights = "pretrained",
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Say which learning rates are best, by several seeds of each.
 
     Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
     the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
-    a row of the table. Writes runs.csv and sweep.png beside the runs.
+    a row of the table. Writes runs.csv beside the runs.
     """
-    require_packages("a sweep's picture", ("matplotlib",), "plots")
     from normswap.training import recipe_files
     from normswap.training import sweep as sweeps
 
@@ -82,24 +83,23 @@ def run(
 
     training_images.require_validation(plan.data)
     points = [(rate, seed) for rate in rates for seed in range(seeds)]
-    sweep = sweeps.Sweep(plan, {"model": name, "weights": weights}, points, place, storage)
+    sweep = sweeps.Sweep(plan, {"model": shlex.join(opening.words(name))}, points, place, storage)
     with progress.training() as (show_progress, say):
-        finished = sweep.work(trainer(model, Opening(weights), device, show_progress), say=say)
+        finished = sweep.work(trainer(model, opening, device, show_progress), say=say)
     trials = sweep.trials()
     lines = sweeps.lines(trials, seeds, counted)
     rows = [asdict(trial) for trial in trials]
     files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
-    if trials:
-        files += [sweeps.plot(trials, lines, place / "sweep.png", title=Path(recipe).stem)]
     asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
     notes = sweeps.notes(trials, lines, finished)
     body = {**asked, "lines": [asdict(line) for line in lines], "trials": rows, "notes": notes, "done": finished}
-    show({**body, "files": files}, json, functools.partial(_print, words or []))
+    typed = [*(opening.words(model) if model else []), *overrides]
+    show({**body, "files": files}, json, functools.partial(_print, typed))
     return 0
 
 
 def trainer(
-    model: str | None, opening: Opening, device: str, show_progress: Callable[[TrainingProgress], None]
+    model: str | None, opening: ImageOpening, device: str, show_progress: Callable[[TrainingProgress], None]
 ) -> Objective:
     """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to stop."""
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import ImageOpening, Images
+from normswap.cli.image_options import Compared, ImageOpening, Images
 from normswap.cli.options import Json, exported_file, last_part, open_model
 from normswap.cli.result_tables import proof, verdict
-from normswap.cli.tables import facts, next_step, show, small
+from normswap.cli.tables import facts, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
@@ -32,21 +32,17 @@ def run(
         Path, typer.Argument(metavar="DIR|FILE", help="Written by `normswap convert`, or by `normswap export`.")
     ],
     *,
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare with this network [default: the recorded source].")
-    ] = None,
-    min_kept: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
-    ] = None,
+    compared: Compared,
     images: Images,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
     """Compare a converted network or exported file with its source.
 
-    The exit code is 1 if they differ, or agree on less than --min-kept. A file runs in its own runtime, and needs
-    --against.
+    A directory is compared with the source that it records, or with --against; a file, which runs in its own runtime,
+    needs --against. The exit code is 1 if they differ, or agree on less than --min-kept.
     """
+    against = compared.against
     asked = [name for name, _ in opening.asked()]
     if against is None and asked:
         raise OptionError(f"{' and '.join(asked)} without --against", "it says how that MODEL is opened")
@@ -57,13 +53,14 @@ def run(
     else:
         body = _of_file(file, against, images, opening)
     agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
-    if min_kept is not None and agreement is None:
-        raise OptionError(
-            f"--min-kept {min_kept:g}", "no agreement was measured", "Give --data IMAGES, or leave it out"
-        )
-    body["enough"] = min_kept is None or (agreement or 0.0) >= min_kept
-    show(body, json, _print)
-    return int(not (body["passed"] and body["enough"]))
+    body["enough"] = compared.enough(agreement)
+    is_good = body["passed"] and body["enough"]
+    trust = ["--trust-factory"] * opening.trust_factory
+    following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
+    if file is not None:
+        following = ["bench", *opening.words(str(against)), directory]
+    show(body, json, _print, *following * is_good)
+    return int(not is_good)
 
 
 def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -101,11 +98,11 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
     from normswap.exporting import exported_file
-    from normswap.models.preprocessing import for_size
 
     if against is None:
         raise OptionError(f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'")
-    source = for_size(opening.open(against, device=images.device), file.shape[1])
+    source = opening.open(against, device=images.device)
+    file.request(source)  # from now on the network's record says what the file takes
     loader = None if images.data is None else images.loader(source, labelled=None)
     with progress.working("comparing"):
         figures = exported_file.verify(file, source, loader)
@@ -133,11 +130,5 @@ def _print(body: Body) -> None:
         )
     is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
     good = "passed" if is_exact else "measured: it is not exact, and what it keeps stands above"
-    good = good if body["enough"] else "FAILED: they agree on less than --min-kept asks"
+    good = good if body["enough"] else result_tables.TOO_LITTLE
     print(good if body["passed"] else "FAILED: they differ")
-    if not (body["passed"] and body["enough"]):
-        return
-    if figures:
-        next_step("bench", against, directory)
-    else:
-        next_step("export", directory, "-o", f"{last_part(str(directory))}.onnx")
