@@ -54,5 +54,5 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
             convert(Network(conversion.model, size=_SIZE), target)
         except VerificationError:
             raise
-        except NormswapError:  # a target may refuse, with its reason
+        except NormswapError:
             continue

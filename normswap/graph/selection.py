@@ -26,8 +26,7 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
         only: patterns; nothing but what they name takes part.
         skip: patterns of what does not.
 
-    Raises:
-        OptionError: a pattern names no norm, block or linear layer.
+    Raises OptionError: a pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
     homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}

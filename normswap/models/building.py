@@ -59,7 +59,6 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
     try:
         with quiet():
             return factory(**kwargs)
-    # Builders raise TypeError, KeyError and others for arguments that they cannot use.
     except (Exception, SystemExit) as error:
         described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its defaults"
         if len(described) > 200:
@@ -75,11 +74,7 @@ def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) ->
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Tell whether `build` gives a network like `model`.
-
-    Tensor names and shapes must agree, and so must each module's class and settings (a stride leaves no trace in the
-    shapes).
-    """
+    """Tell whether `build` gives a network like `model`: tensor names and shapes, each module's class and settings."""
     try:
         with torch.random.fork_rng(devices=[]):
             return _blueprint(build()) == _blueprint(model)

@@ -68,7 +68,6 @@ def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    # The user's module may raise anything when it is run.
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")

@@ -78,7 +78,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     cfg = own_cfg(model) or {**_USUAL, "architecture": name}
     # timm has replaced a deprecated name by the current one.
     arch = _untagged(cfg, arguments)
-    source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
+    source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     return Built(
         model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
     )

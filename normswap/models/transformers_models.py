@@ -63,7 +63,9 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
         arch = Arch(kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers")
     except (TypeError, ValueError):
         return None
-    return arch if rebuilds(lambda: rebuild(create(arch)), model) else None
+    if not rebuilds(lambda: rebuild(create(arch)), model):
+        return None
+    return arch
 
 
 def _fetch(place: str, *names: str) -> Path:

@@ -77,7 +77,6 @@ def read_wrapped(file: Path) -> Wrapped:
             # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError and others.
     except Exception as error:
         if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
@@ -172,8 +171,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
             `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
 
-    Raises:
-        SourceError: missing or unexpected keys, or other shapes, listed.
+    Raises SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)
@@ -241,8 +239,10 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
 def some(items: Iterable[str]) -> str:
     """Return the first few items and a count of the rest."""
     listed = list(items)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    shown = ", ".join(listed[:_SHOWN])
+    if len(listed) > _SHOWN:
+        shown += f" and {len(listed) - _SHOWN} more"
+    return shown
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:

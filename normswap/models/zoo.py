@@ -139,7 +139,6 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
-    # timm sets both, as plain attributes.
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     record = Provenance(built.arch, source, sha256, built.preprocessing)
     return provenance.attach(model, record)

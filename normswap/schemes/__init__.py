@@ -31,8 +31,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     Returns:
         The scheme, under its name.
 
-    Raises:
-        OptionError: there is a scheme of that name, or it is none.
+    Raises OptionError: there is a scheme of that name, or it is none.
     """
     if not isinstance(scheme, Scheme):
         raise OptionError(f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}")

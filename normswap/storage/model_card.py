@@ -23,7 +23,7 @@ def render(record: Provenance, report: Report | None, *, code: str = "", license
         license: of the weights, if it is known.
     """
     steps = [_said(step) for step in record.plan.steps]
-    arch = record.arch.name if record.arch else "network"
+    arch = getattr(record.arch, "name", "network")
     task = "image-classification" if record.pretrained_cfg.get("num_classes") else "image-feature-extraction"
     title = f"{arch} converted to {steps[-1]}" if steps else arch
     code = code or loading_code(".", record)
@@ -76,7 +76,9 @@ def _results(task: str, report: Report) -> list[EvalResult]:
 
 def _said(step: Step) -> str:
     options = ", ".join(f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items())
-    return f"{step.scheme} ({options})" if options else step.scheme
+    if not options:
+        return step.scheme
+    return f"{step.scheme} ({options})"
 
 
 def _measured(report: Report) -> str:
@@ -89,7 +91,8 @@ def _measured(report: Report) -> str:
     for error in report.logits:
         size, same = "x".join(map(str, error.size)), "" if error.agreement is None else f"{error.agreement:.1%}"
         row = f"| {error.precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
-        lines.append(row + f" {same} |" * report.exact)  # of an approximate result it would say nothing, on noise
+        # On noise an approximate result's argmax says nothing.
+        lines.append(row + f" {same} |" * report.exact)
     if report.kept:
         lines.append(f"\nMeasured on images that nothing was fitted to: {report.kept}. Other images may keep less.")
     elif not report.exact:

@@ -73,7 +73,7 @@ def push(
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
     folder = Path(directory)
-    model = checkpoint.load(folder, trust_factory=trust_factory)  # also sees that it is whole
+    model = checkpoint.load(folder, trust_factory=trust_factory)
     record = provenance.of(model)
     # Random weights are nobody's.
     license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
@@ -83,7 +83,7 @@ def push(
     arguments = _arguments(model, record.arch)
     contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if arguments is not None:  # with these timm builds the result itself
+    if arguments is not None:
         config["model_args"] = dict(arguments)
         code = f'import timm\n\nmodel = timm.create_model("hf-hub:{repo}", pretrained=True).eval()'
     else:
@@ -102,10 +102,13 @@ def push(
             commit = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:
         raise OutputError(f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name") from None
-    except Exception as error:  # the client's exceptions differ by version (requests, httpx)
+    except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        why = f"{hub.endpoint()} answers {status}" if status else f"{hub.endpoint()}: {first_line(error)}"
-        remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN" if status in (401, 403) else ""
+        why, remedy = f"{hub.endpoint()} answers {status}", ""
+        if status is None:
+            why = f"{hub.endpoint()}: {first_line(error)}"
+        elif status in (401, 403):
+            remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
     return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
 
@@ -121,7 +124,8 @@ def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | No
             other.load_state_dict(model.state_dict())
             if comparison.verify(model, other).passed:
                 return kwargs
-        except (NormswapError, RuntimeError):  # it has no such option, or other tensors, or does not run
+        # It has no such option, or other tensors, or does not run.
+        except (NormswapError, RuntimeError):
             continue
     return None
 

@@ -116,7 +116,7 @@ def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list
 def _yaml() -> YAML:
     """Return a reader of YAML 1.2, where `no` is a word and `1e-4` a number; it refuses a key that stands twice."""
     yaml = YAML(typ="safe", pure=True)
-    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)  # a key a line, as they come
+    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
     return yaml
 
 
@@ -127,7 +127,7 @@ def _parsed(content: str, label: str) -> object:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}: " if mark else ""
         raise RecipeError(f"{label} is not YAML", f"{where}{error.problem or error.context}") from None
-    except YAMLError as error:  # characters that YAML does not allow
+    except YAMLError as error:
         raise RecipeError(f"{label} is not YAML", str(error).splitlines()[0]) from None
 
 
@@ -156,7 +156,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         if kind == "extra_forbidden":
             hint = near(key, flat(_EVERY_GROUP), "`normswap recipes NAME --json` prints every key", 1)
             yield f"unknown key {key} ({hint})"
-        elif kind == "value_error":  # _fits_together names the key itself
+        elif kind == "value_error":
             yield str(problem["ctx"]["error"])
         elif kind == "missing":
             yield f"{key} is missing"
