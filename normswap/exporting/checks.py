@@ -9,7 +9,7 @@ that precision costs the network in PyTorch, on the same inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +131,9 @@ def check(
         if not example.count:
             continue
         answers = signature.answers(reference.source, x)
-        _require_dense_and_real(answers)
+        if any(value.is_complex() or value.is_sparse for value in answers.values()):
+            remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
+            raise OptionError("the network gives complex numbers or a sparse tensor", "files hold neither", remedy)
         try:
             outputs = reference.answers(runs, x)
         except Exception as error:
@@ -200,14 +202,6 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
     own = Distance()
     own.add(wide, sums.first)
     return own.relative
-
-
-def _require_dense_and_real(answers: Mapping[str, Tensor]) -> None:
-    if any(value.is_complex() for value in answers.values()):
-        remedy = "Let it give both parts: torch.view_as_real"
-        raise OptionError("the network gives complex numbers", "files hold real ones", remedy)
-    if any(value.layout != torch.strided for value in answers.values()):
-        raise OptionError("the network gives sparse tensors", "files hold dense ones", "Let it give x.to_dense()")
 
 
 class Distance:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from normswap import schemes
 from normswap.errors import OptionError, TraceError
 from normswap.exporting import checks, formats, sidecar
-from normswap.exporting.bias_correction import correct_biases
 from normswap.exporting.checks import Figures
-from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.exported_module import FileContents, Shipped, correct_biases
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings
 from normswap.layers import affine, reparametrized

@@ -72,7 +72,7 @@ def carry_out(network: Network, step: Step) -> Conversion:
     try:
         report = prove(network, result, step, fitted)
     except (AssertionError, AttributeError, TypeError):
-        _check_runs(result, network.examples[0].first(1), step.scheme)
+        _check_runs(network, result, step.scheme)
         raise
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
 
@@ -103,7 +103,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
     if not schemes.exact(step):
-        _check_runs(result, network.examples[0].first(1), step.scheme)
+        _check_runs(network, result, step.scheme)
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():
         if path in edited:
@@ -111,10 +111,11 @@ def applied(network: Network, step: Step) -> nn.Module:
     return provenance.attach(result, network.provenance.after(step, norms))
 
 
-def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Refuse a norm that does not take what reaches it on this example, and a forward that asks for the old layers."""
+def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
+    """Refuse a norm that does not take what reaches it, and a forward that asks for the old layers."""
+    example = network.examples[0].first(1)
     try:
-        running.run(model, example)
+        running.run(result, example)
     except (RuntimeError, ValueError) as error:
         size = tuple(example.images.shape[1:])
         remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "

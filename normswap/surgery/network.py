@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.calibration import synthetic_images
-from normswap.calibration.synthetic_images import SyntheticImages
 from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -200,12 +199,11 @@ class Network:
 
     @cached_property
     def images(self) -> Batches | None:
-        """The images that values are fitted to: those given, or synthetic ones of the network as it is now."""
+        """The images that values are fitted to: those given, or synthetic ones, made when they are first asked for."""
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
-        return SyntheticImages(make)
+        return synthetic_images.make(self.module, self.form, size, seed=self.seed, progress=self.progress)
 
     @property
     def described(self) -> str:

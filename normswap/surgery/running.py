@@ -37,12 +37,8 @@ def run(
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
     with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
-    outputs = {name: _strided(value) for name, value in named_tensors(output)}
+    outputs = {name: value.to_dense() if value.is_sparse else value for name, value in named_tensors(output)}
     return outputs, outputs_at_paths
-
-
-def _strided(value: Tensor) -> Tensor:
-    return value.to_dense() if value.is_sparse or value.is_sparse_csr else value
 
 
 def both(

@@ -23,8 +23,7 @@ from normswap.cli.app import main
 from normswap.cli.commands import export_command
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
 from normswap.exporting import exporter, formats, pt2
-from normswap.exporting.bias_correction import correct_biases
-from normswap.exporting.exported_module import Shipped
+from normswap.exporting.exported_module import Shipped, correct_biases
 from normswap.exporting.settings import Quantization
 from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
