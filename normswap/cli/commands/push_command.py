@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +41,12 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        options = {"license": license, "private": private, "message": message, "trust_factory": trust_factory}
+        options: dict[str, Any] = {
+            "license": license,
+            "private": private,
+            "message": message,
+            "trust_factory": trust_factory,
+        }
         published = publishing.push(directory, repo, **options)
     show(vars(published), json, _print, "inspect", f"hf-hub:{published.repo}")
     return 0
