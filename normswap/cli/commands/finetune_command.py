@@ -83,7 +83,8 @@ def run(
             result = finetune(source, plan, place, **vars(training), progress=show_progress, say=say)
     except NormswapError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
+            # Where the first process says the same, torchrun ends this one before.
+            time.sleep(5)
         raise
     if first:
         body = {"output": place, **vars(result)}
