@@ -6,8 +6,10 @@ variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,20 @@ from normswap.models.modes import Progress, hooked, undisturbed
 # So many images are made, and so many at a time.
 COUNT, BATCH = 128, 32
 STEPS, RATE = 30, 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class SyntheticImages:
+    """Batches of images that are made, by calling `make`, when they are first read."""
+
+    make: Callable[[], list[Tensor]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._batches)
+
+    @cached_property
+    def _batches(self) -> list[Tensor]:
+        return self.make()
 
 
 def make(

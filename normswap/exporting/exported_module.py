@@ -120,7 +120,9 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
 
         return layer.register_forward_pre_hook(add_loss)
 
-    with hooked([watch(module) for module in network.modules() if isinstance(module, LINEAR) and _is_plain(module)]):
+    linear = [module for module in network.modules() if isinstance(module, LINEAR) and "weight" in module._parameters]
+    plain = [layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)]
+    with hooked([watch(layer) for layer in plain]):
         for images in how.images:
             network(images)
     for layer, means in shifts.items():
@@ -128,10 +130,6 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
         if layer.bias is not None:
             bias += layer.get_parameter("bias")
         layer.bias = nn.Parameter(bias, requires_grad=False)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    return "weight" in layer._parameters and (not own_forwards.is_own(layer) or own_forwards.computes(layer))
 
 
 def _rounded(layer: nn.Module, levels: int) -> Tensor:

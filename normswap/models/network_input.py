@@ -62,7 +62,6 @@ def is_finite(tensor: Tensor) -> bool:
 
 def has_broken_statistics(module: nn.Module) -> bool:
     """Whether running statistics of a module are such as no training gives: not finite, or a variance below zero."""
-    # A scripted module's buffers are no dict.
     buffers = dict(module._buffers.items())
     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
     if mean is None or variance is None or is_lazy(variance):

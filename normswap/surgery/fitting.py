@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from normswap import schemes
-from normswap.calibration.synthetic_images import COUNT
+from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, spelled
 from normswap.graph import selection
 from normswap.models.calling import Example
@@ -26,23 +26,19 @@ from normswap.surgery.network import Batches, Network
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """The images that the values of a step are fitted to, if any; raises OptionError: it needs some, or real ones."""
+    """The images that a step's values are fitted to, if any; raises OptionError: it needs some, or needs real ones."""
     if not chosen.fits:
         return None
-    calibrate = network.calibrate
+    images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
-    if chosen.measures and (calibrate is None or isinstance(calibrate, str)):
-        why = (
-            "there are none"
-            if calibrate is None
-            else "those of synthetic images are not what training would begin from"
-        )
+    if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
+        why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
-    if calibrate is None and chosen.scheme.needs_data:
+    if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
         remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
         raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
-    return network.images
+    return images
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
@@ -92,10 +88,9 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
     if not chosen.fits:
         return Fitted()
     batches = None if images is None else calls_of(images, network)
-    is_synthetic = isinstance(network.calibrate, str)
     split: HeldOutSplit | None = None
     # A step of its own measures statistics, and does that on all images.
-    if batches is not None and chosen.scheme.name not in schemes.STEPS and not is_synthetic:
+    if batches is not None and chosen.scheme.name not in schemes.STEPS and not isinstance(images, SyntheticImages):
         batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert chosen.scheme.fit is not None
     after = functools.partial(applying.apply_step, network.module)
@@ -104,7 +99,7 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         network.module, result, step, batches, network.examples[0], after, part, network.seed, network.progress
     )
     notes = tuple(chosen.scheme.fit(task) or ())
-    if is_synthetic:
+    if isinstance(images, SyntheticImages):
         notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
     if split is None:
         return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.calibration import synthetic_images
+from normswap.calibration.synthetic_images import SyntheticImages
 from normswap.errors import OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -199,11 +200,12 @@ class Network:
 
     @cached_property
     def images(self) -> Batches | None:
-        """The images that values are fitted to: those given, or synthetic ones, made when they are first asked for."""
+        """The images that values are fitted to: those given, or synthetic ones of the network as it is now."""
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        return synthetic_images.make(self.module, self.form, size, seed=self.seed, progress=self.progress)
+        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        return SyntheticImages(make)
 
     @property
     def described(self) -> str:
