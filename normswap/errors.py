@@ -138,7 +138,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            remedy = f"pip install 'normswap[{extra}]'"
+            remedy = f"In the clone of normswap: pip install -e '.[{extra}]'"
             raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
 
 

@@ -116,7 +116,7 @@ def of_report(report: Report) -> Body:
     """Describe a report and judge each measurement (`within`); what approximate results answer on noise is left out."""
     body = report.to_dict()
     if report.kept is not None:
-        body["kept"]["least"] = report.kept.least
+        body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
     for error in body["logits"]:
         if not report.exact:
             error["agreement"] = None

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
+from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line, require_packages
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
@@ -318,9 +318,8 @@ def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
 
 
 def _optuna() -> ModuleType:
-    try:
-        import optuna
-    except ImportError:
-        raise OptionError("sweeps need Optuna", "it is not installed", "pip install 'normswap[train]'") from None
+    require_packages("a sweep", ("optuna",), "train")
+    import optuna
+
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its heartbeat, which is from 2021
     return optuna

@@ -143,7 +143,7 @@ def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(OptionError, match=r"needs accelerate.*pip install 'normswap\[train\]'"):
+    with pytest.raises(OptionError, match=r"needs the package accelerate.*pip install -e '\.\[train\]'"):
         normswap.finetune(network(), recipe(tmp_path), tmp_path / "out")
 
 

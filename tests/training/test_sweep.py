@@ -382,7 +382,7 @@ def test_the_command_says_what_is_wrong(
 
 def test_without_optuna_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(OptionError, match=r"pip install 'normswap\[train\]'"):
+    with pytest.raises(OptionError, match=r"pip install -e '\.\[train\]'"):
         sweep(tmp_path / "s")
 
 
