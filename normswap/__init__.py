@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from normswap.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from normswap.analysis.block_signals import signal_propagation as signal_propagation
     from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.diagnosis.doctor import diagnose as diagnose
     from normswap.diagnosis.findings import Diagnosis as Diagnosis
@@ -21,57 +22,66 @@ if TYPE_CHECKING:
     from normswap.exporting.exporter import export as export
     from normswap.graph.inspection import Anatomy as Anatomy
     from normswap.graph.inspection import inspect as inspect
+    from normswap.images.accuracy import evaluate as evaluate
     from normswap.layers.known_norms import register_norm as register_norm
     from normswap.plan import Arch as Arch
     from normswap.plan import Plan as Plan
     from normswap.schemes import Scheme as Scheme
     from normswap.schemes import register_scheme as register_scheme
     from normswap.storage.checkpoint import load as load
+    from normswap.storage.checkpoint import open_model
     from normswap.storage.checkpoint import save as save
+    from normswap.storage.publishing import push as push
     from normswap.surgery.carrying_out import Conversion as Conversion
     from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.network import Network as Network
+    from normswap.surgery.recalibration import recalibrate as recalibrate
     from normswap.surgery.report import Report as Report
     from normswap.training.engine import Result as Result
     from normswap.training.engine import finetune as finetune
+    from normswap.training.optimizing import adaptive_clip_ as adaptive_clip_
+    from normswap.training.optimizing import teacher_loss as teacher_loss
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
-_HOMES = {
-    "Anatomy": "graph.inspection",
-    "Arch": "plan",
-    "Conversion": "surgery.conversion",
-    "Diagnosis": "diagnosis.findings",
-    "Exported": "exporting.exporter",
-    "Finding": "diagnosis.findings",
-    "Network": "surgery.network",
-    "NormswapError": "errors",
-    "Plan": "plan",
-    "Scheme": "schemes",
-    "Recipe": "training.recipe",
-    "Report": "surgery.report",
-    "Result": "training.engine",
-    "convert": "surgery.conversion",
-    "diagnose": "diagnosis.doctor",
-    "export": "exporting.exporter",
-    "finetune": "training.engine",
-    "inspect": "graph.inspection",
-    "load": "storage.checkpoint",
-    "load_recipe": "training.recipe_files",
-    "param_groups": "analysis.weight_decay",
-    "register_norm": "layers.known_norms",
-    "register_scheme": "schemes",
-    "save": "storage.checkpoint",
-    "verify": "surgery.comparison",
+    open = open_model
+
+# By the file that has them.
+_NAMES = {
+    "analysis.block_signals": "signal_propagation",
+    "analysis.weight_decay": "param_groups",
+    "diagnosis.doctor": "diagnose",
+    "diagnosis.findings": "Diagnosis Finding",
+    "errors": "NormswapError",
+    "exporting.exporter": "Exported export",
+    "graph.inspection": "Anatomy inspect",
+    "images.accuracy": "evaluate",
+    "layers.known_norms": "register_norm",
+    "plan": "Arch Plan",
+    "schemes": "Scheme register_scheme",
+    "storage.checkpoint": "load open save",
+    "storage.publishing": "push",
+    "surgery.comparison": "verify",
+    "surgery.conversion": "Conversion convert",
+    "surgery.network": "Network",
+    "surgery.recalibration": "recalibrate",
+    "surgery.report": "Report",
+    "training.engine": "Result finetune",
+    "training.optimizing": "adaptive_clip_ teacher_loss",
+    "training.recipe": "Recipe",
+    "training.recipe_files": "load_recipe",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+# In its file `open` would hide Python's.
+_OTHER_NAMES = {"open": "open_model"}
 __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"normswap.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"normswap.{_HOMES[name]}"), _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import schemes
-from normswap.analysis import signal_propagation
+from normswap.analysis import block_signals
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
@@ -55,7 +55,7 @@ def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
     is 0.3 times as large. Rounding errors do not grow from block to block then, and float32 is as near to float64 at
     the logits as it is in trained networks.
     """
-    model.load_state_dict(signal_propagation.awake(model).state_dict())  # NFNets start with branches that add nothing
+    model.load_state_dict(block_signals.awake(model).state_dict())  # NFNets start with branches that add nothing
     lived_in(model, x, seed)
     with torch.no_grad():
         for block in inspection.inspect(model).blocks:

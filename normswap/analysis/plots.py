@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from normswap.analysis.signal_propagation import Point
+    from normswap.analysis.block_signals import Point
 
 Curves = Mapping[str, Sequence["Point"]]
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -43,12 +44,12 @@ class CommandGroup(typer.core.TyperGroup):
         name, _, arguments = super().resolve_command(ctx, args)
         return name, load(str(name)), arguments
 
-    def get_help_option(self, ctx: Clicks) -> Clicks:
-        """Say that a --help that is not given is false; typer imports pydantic to find that out, in 0.1 s."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
+    def get_params(self, ctx: Clicks) -> Clicks:
+        """Say that flags that are not given are false; typer imports pydantic to find that out, in 0.1 s."""
+        params = super().get_params(ctx)
+        for option in params:
+            option.default = option.default or False
+        return params
 
 
 @functools.cache
@@ -70,7 +71,6 @@ app = typer.Typer(
     help="Move a pretrained vision network to another normalization scheme, keeping the function it learned. "
     "Begin with `normswap demo`, then `normswap convert demo --to skipinit`.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings=_SETTINGS,
 )
 
@@ -80,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's waiting threads spin, which costs several times the work where other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else list(argv)
+    fail = _fail
+    if "--debug" in arguments:
+        arguments.remove("--debug")
+        fail = _fail_with_traceback
     try:
         with quiet(), command_line():
             if "" in arguments:
@@ -87,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
-        return _fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]
+        return fail(gone.instead_of(arguments) or error.format_message())  # type: ignore[attr-defined]
     except NormswapError as error:
-        return _fail(gone.instead_of(arguments) or str(error))
+        return fail(gone.instead_of(arguments) or str(error))
     except OSError as error:
         _abandon_stdout()
-        return _fail(": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error))
+        return fail(": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     return int(result or 0)
@@ -111,6 +115,15 @@ def _fail(message: str) -> int:
     return 2
 
 
+def _fail_with_traceback(message: str) -> int:
+    error: BaseException | None = sys.exc_info()[1]
+    while error is not None:
+        # Errors of one line hide what they were raised for.
+        error.__suppress_context__, error = False, error.__context__
+    traceback.print_exc()
+    return _fail(message)
+
+
 def _version(is_asked: bool) -> None:
     if is_asked:
         print(f"normswap {normswap.__version__}")
@@ -122,5 +135,6 @@ def _normswap(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     pass

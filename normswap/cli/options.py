@@ -120,7 +120,8 @@ class Opening:
 
 def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: Any) -> nn.Module:
     """See `checkpoint.open_model` and `Opening.open`; a terminal shows that it is going on."""
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in kinds.EXPORTED:
+    # What normswap wrote opens by the record in its header.
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in (".safetensors", *kinds.EXPORTED):
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"

@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluate(model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None) -> Evaluation:
-    """Evaluate as `classify` does, without the answers."""
+    """Return top-1, top-5 and loss on the batches of `loader`; arguments and errors are those of `classify`."""
     return classify(model, loader, progress=progress)[0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap import provenance, schemes
 from normswap.analysis import summary
-from normswap.analysis.signal_propagation import Point, signal
+from normswap.analysis.block_signals import Point, signal_propagation
 from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
@@ -126,7 +126,7 @@ def collect(
     anatomy = bare.anatomy
     norms = _norms(anatomy, record.plan)
     in_blocks = {path for block in anatomy.blocks for path in block.norms}
-    measured = {"before": before, "after": network}
+    measured = {name: net for name, net in (("before", before), ("after", network)) if net and net.anatomy.blocks}
     header = header_record.read_header(directory)
     return Facts(
         source=record.source,
@@ -147,7 +147,7 @@ def collect(
             for name, model in (("before", bare.module), ("after", result))
         },
         notes=tuple(notes),
-        signal={name: tuple(signal(net)) for name, net in measured.items() if net is not None and net.anatomy.blocks},
+        signal={name: tuple(signal_propagation(net)) for name, net in measured.items()},
         signal_inputs=signal_inputs,
         accuracy=_accuracy(before, result, loader),
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import timm
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
-from normswap.storage.header_record import VERSION, read_header
+from normswap.storage.header_record import VERSION, read_header, weights_in
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -49,13 +49,16 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL: a source of `zoo.open_source`, or a directory that `save` wrote, here or on the hub.
+    """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its weights file alone.
 
     Args:
         input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`); inputs: what it takes, by
             name, where that is no image (`zoo.for_inputs`).
         trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
+
+    Returns:
+        The network in eval mode, on the CPU, carrying its provenance.
 
     Raises:
         SourceError: it cannot be found, read or understood.
@@ -126,40 +129,48 @@ def load(
         SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory.
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
-    folder = Path(directory)
-    header, file = read_header(folder), folder / WEIGHTS
+    place = Path(directory)
+    header, file = read_header(place), weights_in(place)
+    norms_file = file.with_name(NORMS)
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
     if header.plan.get("digest") != plan.digest:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
     state = weight_files.read(file)
-    norms = weight_files.read(folder / NORMS) if (folder / NORMS).is_file() else {}
+    states = {WEIGHTS: state}
+    # A file alone may stand beside the norms of another network, or without any.
+    if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
+        states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
     weight_files.check_finite(state, str(file))
-    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(folder, header.arch, trust_factory)
+    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(place, header.arch, trust_factory)
     dtype = _dtype(state)
     model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _check_the_same(header.hashes, {WEIGHTS: state, NORMS: norms}, folder)
+        _check_the_same(header.hashes, states, file)
     model.eval()
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
+    norms = states.get(NORMS, {})
     record = Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
     return provenance.attach(model, record)
 
 
-def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    for name, expected in hashes.items():
-        if weight_files.hash_tensors(states.get(name, {})) != expected:
-            what = f"the tensors of {folder / name} are not those that were saved"
+def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
+    for name, state in states.items():
+        if name in hashes and weight_files.hash_tensors(state) != hashes[name]:
+            what = f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those that were saved"
             why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
             raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Tell whether normswap wrote this directory, as its config.json says."""
+def is_checkpoint(place: Path) -> bool:
+    """Tell whether normswap wrote this: a directory, as its config.json says, or a weights file, as its header says."""
     try:
-        return "normswap" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        if place.suffix == ".safetensors" and place.is_file():
+            with safe_open(place, "pt") as file:
+                return "normswap" in (file.metadata() or {})
+        return "normswap" in json.loads((place / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, SafetensorError):
         return False
 
 

@@ -37,11 +37,16 @@ class Header(BaseModel):
     versions: dict[str, str]
 
 
-def read_header(folder: Path) -> Header:
-    """Read the record of a directory that normswap wrote; raises SourceError: missing, damaged, or of a later one."""
-    file = folder / WEIGHTS
+def weights_in(place: Path) -> Path:
+    """Return the weights file of a directory; or the file itself, which opens alone, too."""
+    return place if place.is_file() else place / WEIGHTS
+
+
+def read_header(place: Path) -> Header:
+    """Read the record of what normswap wrote; raises SourceError: missing, damaged, or of a later one."""
+    file = weights_in(place)
     if not file.is_file():
-        raise SourceError(f"{folder} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
+        raise SourceError(f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
     try:
         with safe_open(file, "pt") as opened:
             text = (opened.metadata() or {}).get("normswap")
@@ -49,7 +54,7 @@ def read_header(folder: Path) -> Header:
         reason = first_line(error)
         raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
     if text is None:
-        remedy = "Name what `normswap convert` wrote"
+        remedy = "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
     try:
         version = json.loads(text)["version"]

@@ -52,6 +52,9 @@ def push(
         private: of a new repository.
         message: of the commit.
 
+    Returns:
+        What was published, and where.
+
     Raises:
         OptionError: `repo` is no name of that form.
         SourceError: it is no such directory, or is damaged.

@@ -37,7 +37,7 @@ def recalibrate(
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
-    """`model`, which is not changed, with population statistics estimated on `batches` (`population`).
+    """Return `model`, which is not changed, with population statistics estimated on `batches` (`population`).
 
     Args:
         batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one size, or a function

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import signal
 import threading
@@ -21,10 +20,10 @@ from torch import nn
 from normswap.errors import OptionError, RecipeError, require_packages
 from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices
-from normswap.training.optimizing import Objective, Teacher, clipped, optimizer, scheduler
+from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import State
-from normswap.training.subject import Subject, classifier
+from normswap.training.subject import Subject
 from normswap.training.training_images import Share, TrainingImages, validation
 
 if TYPE_CHECKING:  # an optional package, or one that takes long to import
@@ -90,10 +89,7 @@ def stop_on_request() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-_TRACKERS = ("tensorboard", "wandb", "mlflow")
-
-
-def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> Accelerator:
+def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
     """Set up Accelerate's view of the machine: processes, device, precision.
 
     Raises:
@@ -119,7 +115,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
         cpu=cpu,
         mixed_precision=recipe.train.precision,
         gradient_accumulation_steps=recipe.train.accumulate,
-        log_with=trackers or None,
+        log_with=trackers(track) or None,
         project_dir=str(out / "trackers"),
     )
 
@@ -127,15 +123,17 @@ def accelerator(recipe: Recipe, device: str, out: Path, trackers: list[str]) -> 
 def trackers(asked: str) -> list[str]:
     """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there), `none`, or a comma list.
 
-    Raises OptionError: unknown, or not installed.
+    Raises OptionError: Accelerate does not know it, or it is not installed.
     """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    there = [str(name) for name in get_available_trackers()]
     if asked == "auto":
-        return [name for name in _TRACKERS[:1] if importlib.util.find_spec(name)]
+        return [name for name in ("tensorboard",) if name in there]
     names = [] if asked == "none" else asked.split(",")
-    for name in names:
-        if name not in _TRACKERS or importlib.util.find_spec(name) is None:
-            remedy = f"Known: {', '.join(_TRACKERS)}, auto, none; pip installs one"
-            raise OptionError(f"tracker {name!r} is unknown, or not installed", remedy=remedy)
+    if unknown := [name for name in names if name not in there]:
+        remedy = f"Accelerate knows {', '.join(LOGGER_TYPE_TO_CLASS)}; pip installs one. Or write auto, or none"
+        raise OptionError(f"tracker {unknown[0]!r} is unknown, or not installed", remedy=remedy)
     return names
 
 
@@ -169,10 +167,9 @@ class Task:
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)
         self.ema = ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup) if train.ema else None
-        self.clip, head = recipe.optim.clip, None
+        self.clip = recipe.optim.clip
         if self.clip is not None and self.clip.mode == "agc":
-            head = self.raw.get_submodule(classifier(subject.network))
-        self.clipped = clipped(self.raw, self.clip, head) if self.clip else []
+            find_head(self.raw, subject.network)
         teacher = None
         if recipe.distill is not None:
             teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)

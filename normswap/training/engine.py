@@ -103,7 +103,7 @@ def finetune(
         out: the run's folder.
         resume: "auto" continues the run in `out` if there is one. None: `out` must be new.
         device: auto, cpu, cuda or mps.
-        track: auto, none, or a list of tensorboard, wandb, mlflow.
+        track: auto (TensorBoard), none, or a comma list of the trackers that Accelerate knows.
         progress: called now and then, in the first process.
         say: called with what the user should know, in the first process.
 
@@ -116,7 +116,7 @@ def finetune(
     """
     if resume not in (None, "auto"):
         raise OptionError(f"resume {resume!r} is not auto", remedy="Copy the run's folder, and continue the copy")
-    engine = assembly.accelerator(recipe, device, Path(out), assembly.trackers(track))
+    engine = assembly.accelerator(recipe, device, Path(out), track)
     notes: list[str] = []
 
     def log(text: str) -> None:
@@ -229,7 +229,7 @@ class TrainingRun:
                 engine.backward(loss)
                 if engine.sync_gradients and task.clip is not None:
                     engine.unscale_gradients()
-                    clip_gradients(task.raw, task.clipped, task.clip)
+                    clip_gradients(task.raw, task.clip)
                 task.optimizer.step()
                 task.optimizer.zero_grad()
             self.sum += loss.detach() / self.recipe.train.accumulate

@@ -1,13 +1,14 @@
 """What a recipe minimizes and how: the loss, the optimizer, and its learning rate at every update; from timm.
 
 The loss is cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
-Distillation: Hinton et al. 2015, arXiv:1503.02531, section 2: T^2 KL(teacher / T || student / T).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,15 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap import provenance, schemes
 from normswap.analysis.weight_decay import Policy, param_groups
-from normswap.errors import OptionError, SourceError, first_line, quiet
+from normswap.errors import OptionError, SourceError, TraceError, first_line, quiet
 from normswap.models import zoo
 from normswap.models.network_input import scores
 from normswap.surgery.network import Network
-from normswap.training.recipe import Clip, Distill, Optim, Recipe, Schedule
+from normswap.training.recipe import Clip, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
+
+# Paths of classifiers that a recorded forward has found: it takes long.
+_HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) -> torch.optim.Optimizer:
@@ -78,35 +82,37 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
     return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common)
 
 
-def clipped(model: nn.Module, clip: Clip, head: nn.Module | None) -> list[nn.Parameter]:
-    """List the parameters whose gradients are clipped.
-
-    Adaptive clipping leaves the classifier, `head`, alone (Brock et al. 2021, arXiv:2102.06171).
-    """
-    spared = {id(p) for p in head.parameters()} if clip.mode == "agc" and head is not None else set()
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in spared]
-
-
-def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], clip: Clip) -> None:
+def clip_gradients(model: nn.Module, clip: Clip) -> None:
     """Clip gradients, in place: adaptively, or as timm does."""
     if clip.mode == "agc":
-        adaptive_clip_(model, parameters, clip.value)
+        adaptive_clip_(model, clip.value)
     else:
-        dispatch_clip_grad(parameters, clip.value, mode=clip.mode)
+        dispatch_clip_grad(model.parameters(), clip.value, mode=clip.mode)
 
 
 @torch.no_grad()
-def adaptive_clip_(model: nn.Module, parameters: Iterable[nn.Parameter], share: float) -> None:
-    """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
+def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
+    """Clip the gradients of each output's weights, in place, to a share of those weights' norm. Returns nothing.
 
     Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a fifth of
-    the kernels; and the outputs of a transposed convolution are found in the second dimension of its weight.
+    the kernels; the classifier is left alone, and the outputs of a transposed convolution are found in the second
+    dimension of its weight.
+
+    Args:
+        model: after `backward`, and after the gradients were unscaled.
+        share: of the norm of an output's weights; norms below 1e-3 count as 1e-3.
+        head: what is left alone; by default the layer that gives the logits, looked for at the first call.
+
+    Raises:
+        OptionError: nobody knows which layer that is.
     """
+    head = find_head(model) if head is None else head
+    spared = {id(parameter) for parameter in head.parameters()}
     transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
+    for parameter in model.parameters():
+        if parameter.grad is not None and id(parameter) not in spared:
             by_output = id(parameter) in transposed
             weights.append(parameter.transpose(0, 1) if by_output else parameter)
             gradients.append(parameter.grad.transpose(0, 1) if by_output else parameter.grad)
@@ -125,6 +131,44 @@ def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
         else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
         for tensor in tensors
     ]
+
+
+def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
+    """Return the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
+
+    Args:
+        network: the record of the network that `model` is a copy of, where one has been made.
+
+    Raises:
+        OptionError: there is none.
+    """
+    ask = getattr(model, "get_classifier", None)
+    layer = ask() if callable(ask) else None
+    if isinstance(layer, nn.Module) and next(layer.parameters(), None) is not None:
+        return layer
+    if model not in _HEADS:
+        path: str | None = None
+        with suppress(TraceError):
+            path = (network or Network(model)).anatomy.classifier
+        if path is None:
+            what = "the classifier of this network is not known, and adaptive clipping leaves it alone"
+            raise OptionError(what, remedy="In Python: adaptive_clip_(model, head=LAYER), or nn.Identity() to clip all")
+        _HEADS[model] = path
+    return model.get_submodule(_HEADS[model])
+
+
+def teacher_loss(logits: Tensor, taught: Tensor, temperature: float = 2.0) -> Tensor:
+    """Return T^2 KL(teacher / T || student / T), the mean over a batch; no gradient flows into the teacher.
+
+    Hinton et al. 2015, arXiv:1503.02531, section 2.
+
+    Args:
+        logits: of the student, (N, classes).
+        taught: those of the teacher on the same images.
+        temperature: T, which softens both.
+    """
+    learned, target = (F.log_softmax(scores / temperature, 1) for scores in (logits, taught.detach()))
+    return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
 
 
 class Objective:
@@ -153,15 +197,10 @@ class Objective:
             smoothing = 0.0 if self.mixup is not None else self.smoothing
             loss = self.labels * F.cross_entropy(logits, target, label_smoothing=smoothing)
         if self.distill and self.teacher:
-            loss = loss + self.distill.weight * self._distance(self.distill, logits, images)
+            with torch.no_grad():
+                taught = self.teacher(images)
+            loss = loss + self.distill.weight * teacher_loss(logits, taught, self.distill.temperature)
         return loss
-
-    def _distance(self, distill: Distill, logits: Tensor, images: Tensor) -> Tensor:
-        assert self.teacher is not None
-        with torch.no_grad():
-            taught = F.log_softmax(self.teacher(images) / distill.temperature, 1)
-        learned = F.log_softmax(logits / distill.temperature, 1)
-        return distill.temperature**2 * F.kl_div(learned, taught, reduction="batchmean", log_target=True)
 
 
 class Teacher(nn.Module):

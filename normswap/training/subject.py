@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, SourceError, TraceError
+from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.images import datasets
 from normswap.plan import Body
 from normswap.storage import checkpoint
@@ -111,23 +110,3 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
     if steps and steps[-1].scheme == "folded":
         say(_FOLDED)
     return Subject(network, model)
-
-
-def classifier(network: Network) -> str:
-    """Return the path of the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
-
-    Adaptive clipping leaves it alone.
-
-    Raises:
-        OptionError: there is none.
-    """
-    ask = getattr(network.module, "get_classifier", None)
-    layer = ask() if callable(ask) else None
-    if isinstance(layer, nn.Module) and any(True for _ in layer.parameters()):
-        return next(path for path, module in network.module.named_modules() if module is layer)
-    path: str | None = None
-    with suppress(TraceError):
-        path = network.anatomy.classifier
-    if path is None:
-        raise OptionError("the classifier of this network is not known", "optim.clip.mode agc needs it")
-    return path

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from scheme_check import NETWORKS, check
+from scheme_check import check_scheme as check_scheme
 
 import normswap
 from normswap import schemes
-from normswap.analysis.scheme_check import NETWORKS, check
-from normswap.analysis.scheme_check import check_scheme as check_scheme
 from normswap.errors import VerificationError
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy

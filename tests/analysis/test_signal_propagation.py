@@ -15,7 +15,7 @@ from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 
 from normswap.analysis import plots
-from normswap.analysis.signal_propagation import Point, awake, signal
+from normswap.analysis.block_signals import Point, awake, signal_propagation
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
@@ -51,7 +51,7 @@ def test_one_constant_factor_is_taken_off_the_branch() -> None:
     model.get_submodule("1.conv2").register_forward_hook(lambda m, a, y: seen.append(y.clone()))
     with torch.no_grad():
         model(x)
-    (point,) = signal(Network(model, x))
+    (point,) = signal_propagation(Network(model, x))
     of_branch = float(seen[0].var((0, 2, 3), correction=0).mean())
     assert (point.branch_variance, point.added_variance) == pytest.approx((9 * of_branch, 2.25 * of_branch))
 
@@ -61,7 +61,7 @@ def test_the_model_is_left_alone() -> None:
     x = noise(6, seed=1).double()
     before = copy.deepcopy(model.state_dict())
     model.train()
-    signal(Network(model, x), batch_statistics=True)
+    signal_propagation(Network(model, x), batch_statistics=True)
     assert model.training
     assert model.bn1.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -70,7 +70,7 @@ def test_the_model_is_left_alone() -> None:
 def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> None:
     model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
     x = noise(seed=1).double()
-    half, one = (signal(Network(swapped(model, "skipinit", alpha=alpha), x))[0] for alpha in (0.5, 1.0))
+    half, one = (signal_propagation(Network(swapped(model, "skipinit", alpha=alpha), x))[0] for alpha in (0.5, 1.0))
     assert half.branch_variance == pytest.approx(one.branch_variance)
     assert half.added_variance == pytest.approx(0.25 * half.branch_variance)
     assert half.variance < one.variance
@@ -107,7 +107,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
     seen = inspection.inspect(model)
     wanted = expected_nf(seen, alpha=0.2)
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
-    points = signal(Network(model), noise(8, 128))
+    points = signal_propagation(Network(model), noise(8, 128))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
     assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
 
@@ -115,7 +115,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
 def test_normalized_branches_add_one_each() -> None:
     """De & Smith 2020, section 2.1: every branch adds 1; a projection starts anew, from 1."""
     model = fresh("resnet50")
-    points = signal(Network(model, noise(8, 64)), batch_statistics=True)
+    points = signal_propagation(Network(model, noise(8, 64)), batch_statistics=True)
     assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
     starts = [
         p for p, block in zip(points, inspection.inspect(model).blocks, strict=True) if block.skip == "projection"
@@ -131,8 +131,8 @@ def test_awake_revives_what_timm_zeroes() -> None:
     for name, args in (("resnet18", NARROW["resnet18"]), ("nf_resnet26", {}), ("dm_nfnet_f0", nfnet)):
         asleep = timm.create_model(name, **args)
         x = noise(1, 64)
-        dead = [p.added_variance for p in signal(Network(asleep, x), batch_statistics=True)]
-        alive = [p.added_variance for p in signal(Network(awake(asleep), x), batch_statistics=True)]
+        dead = [p.added_variance for p in signal_propagation(Network(asleep, x), batch_statistics=True)]
+        alive = [p.added_variance for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)]
         assert max(dead) == 0 < min(alive)
 
 
@@ -141,7 +141,7 @@ def test_awake_revives_what_timm_zeroes() -> None:
     [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})],
 )
 def test_transformers(name: str, args: dict[str, int]) -> None:
-    points = signal(Network(timm.create_model(name, **args), noise(1, 224)))
+    points = signal_propagation(Network(timm.create_model(name, **args), noise(1, 224)))
     assert len(points) == 24
     assert all(0 < p.variance < 100 and p.added_variance > 0 for p in points)
 
@@ -149,9 +149,9 @@ def test_transformers(name: str, args: dict[str, int]) -> None:
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = timm.create_model("resnet18", **NARROW["resnet18"])
     with pytest.raises(RefusedError, match="more than 1 value per channel"):
-        signal(Network(model, noise(1, 32)), batch_statistics=True)
+        signal_propagation(Network(model, noise(1, 32)), batch_statistics=True)
     with pytest.raises(RefusedError, match="size"):
-        signal(Network(model), torch.zeros(1, 4, 64, 64))
+        signal_propagation(Network(model), torch.zeros(1, 4, 64, 64))
     assert model.bn1.running_mean is not None
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from own_networks import Branch
 from torch import Tensor, nn
 
-from normswap.analysis import signal_propagation
+from normswap.analysis import block_signals
 from normswap.calibration import channel_moments, channel_values, sequential_fit
 from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.least_squares import Folds
@@ -159,7 +159,7 @@ def test_the_signal_is_numpys(shift: float, scale: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(C, C, 1), Branch(), nn.Conv2d(C, 2, 1)).eval()
     x = shift + scale * torch.randn(10, C, 3, 3)
-    (point,) = signal_propagation.signal(Network(model, x[:2]), list(x.split(3)))
+    (point,) = block_signals.signal_propagation(Network(model, x[:2]), list(x.split(3)))
     with torch.no_grad():
         stem = model[0](x)
         branch = model[1].bn(model[1].conv(stem))  # type: ignore[union-attr, operator]

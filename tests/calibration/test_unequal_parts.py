@@ -15,7 +15,7 @@ from six_networks import images, measured, trained
 from torch import Tensor, nn
 
 import normswap
-from normswap.analysis import signal_propagation
+from normswap.analysis import block_signals
 from normswap.calibration import channel_moments, share_of_fit
 from normswap.calibration.least_squares import Folds, regress
 from normswap.calibration.restoring import restore
@@ -119,7 +119,7 @@ def of_evaluation(batches: Batches) -> object:
 
 
 def of_signal(batches: Batches) -> object:
-    points = signal_propagation.signal(Network(SOURCE, X[:2]), batches)
+    points = block_signals.signal_propagation(Network(SOURCE, X[:2]), batches)
     return [(point.mean_sq, point.variance, point.branch_variance, point.added_variance) for point in points]
 
 

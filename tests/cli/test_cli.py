@@ -383,6 +383,24 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["schemes"])
 
 
+def test_debug_shows_where_an_error_comes_from(capfd: Capture) -> None:
+    assert main(["inspect", "nonsense", "--debug"]) == 2
+    trace, _, line = capfd.readouterr().err.strip().rpartition("\n")
+    assert "in _check_known" in trace
+    assert main(["inspect", "nonsense"]) == 2
+    assert capfd.readouterr().err.strip() == line
+
+
+def test_a_shell_completes_commands_and_their_options(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_NORMSWAP_COMPLETE", "complete_bash")
+    for typed, completed in (("normswap reca", "recalibrate"), ("normswap convert x --relative", "--relative-eps")):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+        with pytest.raises(SystemExit):
+            main([])
+        assert completed in capfd.readouterr().out.split()
+
+
 def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
     import warnings

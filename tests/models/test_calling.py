@@ -16,7 +16,7 @@ from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Unpacked, batches, 
 from torch import Tensor, nn
 
 import normswap
-from normswap.analysis.signal_propagation import signal
+from normswap.analysis.block_signals import signal_propagation
 from normswap.calibration import sequential_fit, share_of_fit
 from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
@@ -197,8 +197,8 @@ def test_how_a_network_is_called() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
     wrap, given = FORMS[form]
-    wanted = signal(Network(trunk(), batches()))
-    found = signal(Network(wrap(trunk()), [given(x) for x in batches()]))
+    wanted = signal_propagation(Network(trunk(), batches()))
+    found = signal_propagation(Network(wrap(trunk()), [given(x) for x in batches()]))
     assert [(p.depth, p.variance) for p in found] == [(p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted]
     for one, other in zip(found, wanted, strict=True):
         for what in ("mean_sq", "branch_variance", "added_variance"):
@@ -207,8 +207,8 @@ def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
 
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_the_signal_of_images(wrap: Any) -> None:
-    found = signal(Network(wrap(trunk())), batches())
-    assert found[0].variance == pytest.approx(signal(Network(trunk(), batches()))[0].variance, rel=1e-5)
+    found = signal_propagation(Network(wrap(trunk())), batches())
+    assert found[0].variance == pytest.approx(signal_propagation(Network(trunk(), batches()))[0].variance, rel=1e-5)
 
 
 def labelled(form: str) -> list[Any]:

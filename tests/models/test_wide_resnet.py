@@ -16,7 +16,7 @@ from lived import distance, run, step, swapped
 from torch import Tensor, nn
 
 from normswap import shipped
-from normswap.analysis.signal_propagation import signal
+from normswap.analysis.block_signals import signal_propagation
 from normswap.errors import SourceError
 from normswap.models import zoo
 from normswap.plan import Arch
@@ -148,12 +148,13 @@ def test_the_signal_at_initialization_is_the_papers(depth: int, width: int) -> N
     one, zero = (swapped(plain, "skipinit", alpha=alpha) for alpha in (1, 0))
     for module in [*one.modules(), *zero.modules(), *normed.modules()]:
         module.padding_mode = "circular"  # type: ignore[assignment]
-    grown = [point.variance + point.mean_sq for point in signal(Network(one, images(8)))]
+    grown = [point.variance + point.mean_sq for point in signal_propagation(Network(one, images(8)))]
     assert mean(after / before for before, after in pairwise(grown)) == pytest.approx(2, rel=0.1)
-    stage = signal(Network(zero, images(8)))[: len(grown) // 3]
+    stage = signal_propagation(Network(zero, images(8)))[: len(grown) // 3]
     assert stage[0].variance == stage[-1].variance
     assert [name for name, _ in zero.named_parameters() if name.endswith("bias")] == ["fc.bias"]
-    shares = [p.added_variance / p.variance for p in signal(Network(normed, images(8)), batch_statistics=True)]
+    points = signal_propagation(Network(normed, images(8)), batch_statistics=True)
+    shares = [point.added_variance / point.variance for point in points]
     assert shares == pytest.approx([1 / (place + 2) for place in range(len(stage))] * 3, rel=0.12)
 
 

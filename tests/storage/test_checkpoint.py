@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normswap
+from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch, Plan, Step
 from normswap.provenance import Provenance
@@ -277,6 +278,28 @@ def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) 
     with pytest.raises(SourceError, match=r"changed=True"):
         normswap.load(tmp_path / "net")
     assert normswap.load(tmp_path / "net", changed=True).fc.bias.mean() > 0.5
+
+
+def test_a_weights_file_opens_alone(tmp_path: Path) -> None:
+    folder = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
+    alone = tmp_path / "elsewhere.safetensors"
+    shutil.copy(folder / "model.safetensors", alone)
+    x = torch.randn(1, 3, 64, 64)
+    opened = normswap.open(str(alone))
+    assert torch.equal(opened(x), normswap.load(folder)(x))
+    assert not provenance.of(opened).norms  # they are in a file of their own
+    assert len(provenance.of(normswap.open(str(folder / "model.safetensors"))).norms) > 0
+    with pytest.raises(SourceError, match=r"knows its architecture\. Drop arch="):
+        normswap.open(str(alone), arch="resnet18")
+    alone.write_bytes(alone.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(SourceError, match=r"not those that were saved"):
+        normswap.open(str(alone))
+
+
+def test_load_names_what_opens_the_directory_of_another_library(tmp_path: Path) -> None:
+    save_file(lived("resnet18").state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=r"was not written by normswap.*normswap\.open\(MODEL\)"):
+        normswap.load(tmp_path)
 
 
 def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:

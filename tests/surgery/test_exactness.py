@@ -15,7 +15,7 @@ from timm import layers as timm_layers
 from torch import Tensor, nn
 
 import normswap
-from normswap.analysis import signal_propagation
+from normswap.analysis import block_signals
 from normswap.errors import NormswapError, VerificationError
 from normswap.surgery import recalibration
 from normswap.surgery.network import Network
@@ -199,7 +199,7 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "verify": lambda net: normswap.verify(net, copy.deepcopy(net), IMAGES[:2]),
     "diagnose": lambda net: normswap.diagnose(net, inputs=IMAGES[:2]),
     "recalibrate": lambda net: recalibration.recalibrate(net, [IMAGES[:32], IMAGES[32:]], inputs=IMAGES[:2]),
-    "signal propagation": lambda net: signal_propagation.signal(Network.of(net, inputs=IMAGES[:2]), [IMAGES]),
+    "signal propagation": lambda net: block_signals.signal_propagation(Network.of(net, inputs=IMAGES[:2]), [IMAGES]),
 }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import normswap
 from normswap.analysis import advice
-from normswap.analysis.signal_propagation import signal
+from normswap.analysis.block_signals import signal_propagation
 from normswap.graph import inspection
 from normswap.surgery import conversion, reverification
 from normswap.surgery.network import Network
@@ -135,7 +135,7 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "recalibrate": lambda net, _: recalibrate(net, [X], input_size=SIZE),
     "planned only": lambda net, _: list(conversion.plan_steps(Network(net, size=SIZE), "skipinit", purpose="opacus")),
     "advise": lambda net, _: advice.advise(Network(net, size=SIZE), "net", 2),
-    "the signal": lambda net, _: signal(Network(net, X[:4])),
+    "the signal": lambda net, _: signal_propagation(Network(net, X[:4])),
 }
 
 

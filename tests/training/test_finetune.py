@@ -134,8 +134,10 @@ def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     events = EventAccumulator(str(tmp_path / "out/trackers/normswap")).Reload()
     assert [event.step for event in events.Scalars("top1")] == [0, 5, 10]
     assert len(events.Scalars("loss")) == 10
-    monkeypatch.setattr(assembly.importlib.util, "find_spec", lambda name: name)
     assert assembly.trackers("auto") == ["tensorboard"]
+    monkeypatch.setattr("accelerate.tracking._available_trackers", ["wandb", "dvclive"])
+    assert assembly.trackers("wandb,dvclive") == ["wandb", "dvclive"]
+    assert assembly.trackers("auto") == []
     assert assembly.trackers("none") == []
     with pytest.raises(OptionError, match="tracker 'wand' is unknown"):
         assembly.trackers("wand")

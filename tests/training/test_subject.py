@@ -15,8 +15,9 @@ from normswap.errors import OptionError
 from normswap.surgery.network import Network
 from normswap.training import recipe_files
 from normswap.training.engine import finetune
+from normswap.training.optimizing import find_head
 from normswap.training.recipe import Distill
-from normswap.training.subject import begin, classifier, converted
+from normswap.training.subject import begin, converted
 
 
 class HeadFirst(nn.Module):
@@ -40,12 +41,19 @@ class HeadFirst(nn.Module):
     ],
 )
 def test_the_classifier_is_known_by_its_path(model: nn.Module, path: str) -> None:
-    assert classifier(Network(model.eval())) == path
+    assert find_head(model.eval()) is model.get_submodule(path)
+
+
+def test_a_classifier_that_was_replaced_is_found_again() -> None:
+    model = HeadFirst()
+    before = find_head(model)
+    model.head = nn.Linear(4, 7)
+    assert find_head(model) is model.head is not before
 
 
 def test_a_network_without_a_classifier_is_refused() -> None:
     with pytest.raises(OptionError, match="classifier of this network is not known"):
-        classifier(Network(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).eval()))
+        normswap.adaptive_clip_(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
 
 
 def test_an_unconverted_network_learns_from_a_copy_of_itself(tmp_path: Path) -> None:

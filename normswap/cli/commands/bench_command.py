@@ -109,7 +109,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     import torch
 
     from normswap import provenance
-    from normswap.analysis import signal_propagation
+    from normswap.analysis import block_signals
     from normswap.benchmarking.timing import Contender
     from normswap.models import calling
     from normswap.models.network_input import answer
@@ -120,7 +120,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
         # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
-        model = signal_propagation.awake(model)
+        model = block_signals.awake(model)
     scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
     networks, notes = {}, []
     try:

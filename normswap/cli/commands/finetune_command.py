@@ -41,7 +41,8 @@ class TrainingOptions:
     ] = None
     device: Device = "auto"
     track: Annotated[
-        str, typer.Option(metavar="auto|none|NAMES", help="tensorboard, wandb or mlflow; auto: tensorboard.")
+        str,
+        typer.Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard."),
     ] = "auto"
 
 

@@ -68,7 +68,7 @@ def run(
         atomic_write.check_writable(output, force=force)
     import torch
 
-    from normswap.analysis.signal_propagation import Point, awake, signal
+    from normswap.analysis.block_signals import Point, awake, signal_propagation
     from normswap.models import network_input
     from normswap.surgery.network import Network
 
@@ -85,7 +85,7 @@ def run(
         batches, inputs[name] = images.batches(model, seed)
         with progress.working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
-            curves[name] = signal(network, batches, batch_statistics=is_random)
+            curves[name] = signal_propagation(network, batches, batch_statistics=is_random)
     body = {
         "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
         "inputs": inputs,

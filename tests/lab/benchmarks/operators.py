@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from compiled_operators import Compared, Operator, compared
 
-from normswap.analysis import signal_propagation
+from normswap.analysis import block_signals
 from normswap.calibration.natural_noise import pink
 from normswap.graph import inspection
 from normswap.layers import affine
@@ -45,7 +45,7 @@ def alive(name: str, side: int) -> nn.Module:
     an exact copy could not be told from a wrong one.
     """
     torch.manual_seed(0)
-    model = signal_propagation.awake(checkpoint.open_model(name, weights="random"))
+    model = block_signals.awake(checkpoint.open_model(name, weights="random"))
     norms = [module for module in model.modules() if affine.is_batchnorm(module)]
     with torch.no_grad():
         for norm in norms:

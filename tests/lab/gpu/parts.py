@@ -256,7 +256,7 @@ def clipping(machine: Machine) -> Iterator[str]:
     clip = Clip()
     ways: dict[str, Callable[[], object]] = {
         "timm": lambda: adaptive_clip_grad(parameters, clip.value),
-        "normswap": lambda: clip_gradients(model, parameters, clip),
+        "normswap": lambda: clip_gradients(model, clip),
         "clip_grad_norm_ (torch)": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
     }
     yield "# Adaptive clipping"

@@ -1,6 +1,6 @@
 """A pytest fixture for whoever adds a scheme: it must keep what it claims, and every target must take its results.
 
-from normswap.analysis.scheme_check import check_scheme
+from scheme_check import check_scheme
 
 def test_my_scheme(check_scheme):
 check_scheme("mine", share=0.5)

@@ -55,18 +55,25 @@ class Point:
     added_variance: float
 
 
-def signal(network: Network, batches: Inputs = None, *, batch_statistics: bool = False) -> list[Point]:
-    """Measure the signal at every residual block. The network is not changed.
+def signal_propagation(
+    model: nn.Module | Network, batches: Inputs = None, *, batch_statistics: bool = False
+) -> list[Point]:
+    """Measure the signal at every residual block of a network, which is not changed.
 
     Args:
+        model: a network, or its record.
         batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the network is called with.
             Statistics are taken over all of them together. Of a list of images each is a batch of its own.
         batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh network say nothing.
+
+    Returns:
+        A point for each block, in order: Brock et al. 2021, arXiv:2101.08692.
 
     Raises:
         TraceError: the network cannot be traced.
         RefusedError: it has no residual blocks, or does not run on such inputs.
     """
+    network = Network.of(model)
     anatomy, model = network.anatomy, network.module
     examples = network.calls if batches is None else calling.batches(batches, network.form)
     if not anatomy.blocks:
