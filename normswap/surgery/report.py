@@ -41,7 +41,7 @@ class Kept:
             return f"{distance} on {images}"
         sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
         # A classifier's scores need no word.
-        answer = "" if self.answer.endswith("on axis 1") else f", {self.answer}"
+        answer = self.answer and f", {self.answer}" * (not self.answer.endswith("on axis 1"))
         return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}), {distance}"
 
 
