@@ -23,7 +23,6 @@ REMOVED = (
     Removed("--steady *", "convert", "Use --relative-eps, a multiple of the mean variance: 9 makes a share of 0.9."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
     Removed("--format torchscript", "export", "Use FILE.pt2, by torch.export."),
-    Removed("--size *", "bench", "Use --input-size C,H,W."),
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--resume [!a]*", "finetune", "Use --resume auto. Copy another run's folder, and name the copy by -o."),
     Removed("*.tar.gz|*.tgz|*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),

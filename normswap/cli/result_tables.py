@@ -36,7 +36,7 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
         ),
         # `unfold`, which is exact, is no scheme that could fit values.
         ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
-        ("norms", counts(step["outcomes"])),
+        ("norms", counts(step["outcomes"]) or counts(step["left"])),
     )
     if dry:
         edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]

@@ -70,10 +70,12 @@ class Loader:
         return Loader(batches, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.count
-        for batch in self.batches:
+        left, batches = self.count, iter(self.batches)
+        for batch in batches:
             if isinstance(batch, str):
-                raise SourceError(f"{self.origin}: {batch}", remedy="Remove or replace it.")
+                # All of them are named at once: the others are read, too.
+                broken = "\n".join([batch, *(other for other in batches if isinstance(other, str))]).splitlines()
+                raise SourceError(f"{self.origin}: {some(broken)}", remedy="Remove or replace them.")
             if isinstance(batch, dict):
                 yield batch
                 continue
@@ -301,8 +303,8 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
 
 def collate(batch: list[object]) -> object:
     """Make a batch for `Loader`, which raises what a worker could not read."""
-    broken = next((item for item in batch if isinstance(item, str)), None)
-    return default_collate(batch) if broken is None else broken
+    broken = [item for item in batch if isinstance(item, str)]
+    return "\n".join(broken) or default_collate(batch)
 
 
 def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:

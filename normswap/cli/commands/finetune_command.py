@@ -70,7 +70,8 @@ def run(
     if not recipe and training.resume and output is not None and (output / "recipe.yaml").is_file():
         recipe = str(output / "recipe.yaml")
     if not recipe:
-        raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
+        what = "no recipe is given" + f", and {output} holds no run" * bool(training.resume)
+        raise OptionError(what, remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
     plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
     from normswap.training import assembly
