@@ -100,7 +100,7 @@ def measured(
         squares = sum(float(value.square().sum()) for value in floats) or example.count
         off, size, count = off + squares * error.relative_l2**2, size + squares, count + example.count
         for name, axis in _class_axes(before, anatomy).items():
-            if before[name].shape == after[name].shape:
+            if name in after and before[name].shape == after[name].shape:
                 equal = before[name].argmax(axis) == after[name].argmax(axis)
                 same[name] += float(equal.double().mean()) * example.count
                 compared[name] += example.count

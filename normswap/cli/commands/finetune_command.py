@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
 from normswap.cli.options import Device, Json, Opening, last_part, output_option, trusting
 from normswap.cli.tables import show
-from normswap.errors import NormswapError, OptionError
+from normswap.errors import OptionError
 from normswap.plan import Body
 
 if TYPE_CHECKING:  # pydantic takes a moment, and --help needs none
@@ -88,10 +87,6 @@ def run(
     except KeyboardInterrupt:
         if first and (place / "state" / "run.pt").is_file():
             print(f"stopped; to go on from the last state: normswap finetune --resume auto -o {place}", file=sys.stderr)
-        raise
-    except NormswapError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # if the first process says the same, torchrun ends this one before it does
         raise
     if first:
         body = {"output": place, **vars(result)}
