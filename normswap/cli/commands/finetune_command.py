@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -75,8 +75,8 @@ def run(
     try:
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
-            how = {"resume": resume, "device": device, "track": track}
-            result = finetune(source, plan, place, **how, progress=show_progress, say=say)  # type: ignore[arg-type]
+            how: dict[str, Any] = {"resume": resume, "device": device, "track": track}
+            result = finetune(source, plan, place, **how, progress=show_progress, say=say)
     except KeyboardInterrupt:
         if first and (place / "state" / "run.pt").is_file():
             print(f"stopped; to go on from the last state: normswap finetune --resume auto -o {place}", file=sys.stderr)
