@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -90,7 +90,7 @@ def measured(
     """
     off = size = 0.0
     count, answers = 0, dict[str, str]()
-    same, compared = Counter[str](), Counter[str]()
+    same, compared = defaultdict[str, float](float), defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None  # there is no other size
