@@ -78,7 +78,7 @@ def _cited(paper: str) -> Markup:
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if facts.report:
-        yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
+        yield from _report_tiles(facts.report)
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
@@ -95,7 +95,7 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
             yield "same answers", share(accuracy["agreement"]), below
 
 
-def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str, str, str]]:
+def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
@@ -106,8 +106,6 @@ def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str
     if agreement and agreement.agreement is not None:
         on = f"at least {agreement.least:.0%}, on {agreement.count} held-out calibration images"
         yield "same answers", share(agreement.agreement), on
-    elif not report.exact and not measured_again:
-        yield "same answers", "?", report.unmeasured or "not measured: give images"
 
 
 def _provenance(facts: Facts) -> list[tuple[str, str]]:

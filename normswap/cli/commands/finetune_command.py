@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +31,20 @@ EXAMPLES = (
 _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to train, but for what the recipe says."""
+
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
+    ] = None
+    device: Device = "auto"
+    track: Annotated[
+        str,
+        typer.Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard."),
+    ] = "auto"
+
+
 def run(
     words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
     *,
@@ -40,14 +55,7 @@ def run(
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
-    ] = None,
-    device: Device = "auto",
-    track: Annotated[
-        str,
-        typer.Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard."),
-    ] = "auto",
+    training: TrainingOptions,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
@@ -58,10 +66,10 @@ def run(
     """
     from normswap.training import recipe_files
 
-    if not recipe and resume and output is not None and (output / "recipe.yaml").is_file():
+    if not recipe and training.resume and output is not None and (output / "recipe.yaml").is_file():
         recipe = str(output / "recipe.yaml")
     if not recipe:
-        what = "no recipe is given" + f", and {output} holds no run" * bool(resume)
+        what = "no recipe is given" + f", and {output} holds no run" * bool(training.resume)
         raise OptionError(what, remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
     plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
@@ -75,8 +83,7 @@ def run(
     try:
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
-            how: dict[str, Any] = {"resume": resume, "device": device, "track": track}
-            result = finetune(source, plan, place, **how, progress=show_progress, say=say)
+            result = finetune(source, plan, place, **vars(training), progress=show_progress, say=say)
     except KeyboardInterrupt:
         if first and (place / "state" / "run.pt").is_file():
             print(f"stopped; to go on from the last state: normswap finetune --resume auto -o {place}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +37,15 @@ _BEST = "Of each lr's runs the best N count [default: all, or all but two of mor
 _STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
 
 
+@dataclass(frozen=True)
+class Varied:
+    """The options in which the runs of a sweep differ, and which of them count."""
+
+    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
+    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
+
+
 def run(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
@@ -45,9 +54,7 @@ def run(
         list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
-    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = "",
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1,
-    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None,
+    varied: Varied,
     output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
@@ -64,8 +71,8 @@ def run(
     from normswap.training import sweep as sweeps
 
     model, overrides = recipe_files.split(words or [])
-    plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(lr)
-    counted = sweeps.count_best(seeds, best)
+    plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
+    seeds, counted = varied.seeds, sweeps.count_best(varied.seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
