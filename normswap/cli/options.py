@@ -108,7 +108,7 @@ class Opening:
         inputs = dict(map(_named_input, self.inputs or []))
         if inputs and size:
             raise OptionError("--input and --input-size both say what it takes", remedy="Give one of them")
-        asked = {"weights": self.weights, "arch": self.arch, "arch_args": self.arch_args(), "inputs": inputs}
+        asked: Any = {"weights": self.weights, "arch": self.arch, "arch_args": self.arch_args(), "inputs": inputs}
         asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans, "input_size": size}
         return open_model(name, device=device, runs=runs, trust_factory=self.trust_factory, **asked)
 

@@ -169,7 +169,8 @@ def open_images(
     Its arguments are those of `make_loader`, and `record` is the network's (`image_record`).
     """
     if files := array_files.find(Path(data)):
-        return array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
+        arrays: Any = array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
+        return arrays
     channels = record["input_size"][0]
     if len(record["input_size"]) != 3:
         what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"
