@@ -30,7 +30,9 @@ def dotted(path: str, name: str) -> str:
 
 def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
     """A parameter's values in float64; `default` where the layer has none."""
-    return default if tensor is None else tensor.detach().double()
+    if tensor is None:
+        return default
+    return tensor.detach().double()
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
@@ -64,7 +66,8 @@ def duplicate(model: Module, memo: Memo) -> Module:
 
 def to_double(model: Module, memo: Memo | None = None) -> Module:
     """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
-    memo = {} if memo is None else memo
+    if memo is None:
+        memo = {}
     for module in tree(model).values():
         if id(module) in memo:
             continue
@@ -78,11 +81,9 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
 
 
 def _copy(model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool) -> Module:
-    """A copy of the network; what `memo` holds is not copied again.
+    """A copy of the network, but of what `memo` holds; `own` copies parameters and buffers.
 
-    Args:
-        own: copies a parameter or a buffer.
-        whole: other tensors are copied, too, and modules whose class says how they are copied in that way.
+    With `whole`, other tensors are copied, too, and a module whose class says how it is copied, in that way.
     """
     fresh: list[tuple[nn.Module, nn.Module]] = []
     ahead: list[nn.Module] = [model]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import shlex
@@ -36,7 +37,9 @@ class NormswapError(Exception):
 def _python(value: object) -> str:
     if value is None:
         return ""
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)
 
 
 @contextmanager
@@ -56,15 +59,13 @@ def flag(name: str) -> str:
 
 def called(name: str) -> str:
     """An option in a sentence, by the name that the reader knows."""
-    return _FLAGS.get(name, name) if _TYPED.get() else name
+    if not _TYPED.get():
+        return name
+    return _FLAGS.get(name, name)
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
-    """An option as whoever reads the error has to write it: `--calibrate DATA`, or `calibrate=DATA`.
-
-    Args:
-        name: as Python spells it; value: that of the option; metavar: stands for a value of the reader's own.
-    """
+    """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is the metavar)."""
     if not _TYPED.get():
         return f"{name}={metavar or _python(value)}"
     shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
@@ -74,6 +75,12 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
     return f"{count} {singular if count == 1 else more}"
+
+
+def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
+    """Suggest names like the one that is not there, as a remedy."""
+    matches = difflib.get_close_matches(name, list(names), most)
+    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
 
 
 def first_line(error: BaseException) -> str:
@@ -128,8 +135,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     Args:
         what: needs them; extra: of normswap, which brings them.
 
-    Raises:
-        OptionError: one is not.
+    Raises OptionError: one is not.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

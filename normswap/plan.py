@@ -79,7 +79,9 @@ class Absorption:
 
     @property
     def channels(self) -> slice:
-        return slice(None) if self.part is None else slice(*self.part)
+        if self.part is None:
+            return slice(None)
+        return slice(*self.part)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class Edit:
     @property
     def arguments(self) -> Body:
         """The keyword arguments of the layer's `replacing`."""
-        return {**self.args, "takes": self.takes} if self.takes else self.args
+        if not self.takes:
+            return self.args
+        return {**self.args, "takes": self.takes}
 
     @property
     def depth(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,11 @@ def named(row: Any) -> str:
 def sampled(rows: Iterable[Any], every: int, mark: pytest.MarkDecorator = pytest.mark.long) -> list[Any]:
     """The rows of a table, one in `every` of which is not long, or what the mark says."""
     return [pytest.param(row, marks=[mark] * bool(i % every)) for i, row in enumerate(rows)]
+
+
+def dice(*case: Any) -> random.Random:
+    """Random numbers of a case: the same in each run, and others than those of any other case."""
+    return random.Random(" ".join(map(str, case)))
 
 
 def quick(rows: Iterable[Any], few: Iterable[Any]) -> list[Any]:
@@ -36,17 +42,19 @@ def crossed(
     every: int,
     ids: Callable[[Any], str] = str,
     mark: pytest.MarkDecorator = pytest.mark.long,
+    slow: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
     """Parametrize a test with the pairs of two tables, one in `every` of which is not long, or what the mark says.
 
     Args:
         names: of the two arguments, as pytest takes them.
         ids: the name of a row.
+        slow: rows of the first table all pairs of which have the mark.
     """
     rows, columns = list(ones), list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
     pairs = [
-        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[mark] * bool((i + j) % every))
+        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[mark] * ((i + j) % every > 0 or one in slow))
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]

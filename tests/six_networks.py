@@ -34,12 +34,12 @@ class Inverted(nn.Module):
 
 
 class Joined(nn.Module):
-    """Maps of two scales side by side, up through a transposed convolution; no residual branch, norms before layers."""
+    """Maps of two scales side by side, up by a grouped transposed convolution; no branch, norms before layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
-        self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 4, 1)
+        self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2, groups=2), nn.Conv2d(8, 4, 1)
         self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8))
         self.drop, self.head = nn.Dropout2d(0.3), nn.Linear(4, 4)
 

@@ -99,7 +99,9 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters whose zero would put what follows to sleep."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
-    return ("weight",) if affine.is_norm(module) else ("gain", "skipinit_gain")
+    if affine.is_norm(module):
+        return ("weight",)
+    return ("gain", "skipinit_gain")
 
 
 def awake(model: nn.Module) -> nn.Module:
@@ -165,7 +167,8 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:
-            return node  # a gate, or the second constant (the attention gain of NF networks belongs to f)
+            # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
+            return node
         node = tensors[0]
 
 

@@ -89,12 +89,7 @@ def save(figure: Figure, file: Path) -> Path:
 
 
 def format_of(file: Path) -> str:
-    """Return the picture format that the suffix names.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-        OutputError: it cannot write that.
-    """
+    """Return the suffix's picture format; raises OptionError: no matplotlib; OutputError: it has no such format."""
     require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase
 

@@ -59,8 +59,9 @@ def norms(model: nn.Module) -> int:
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
     fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
-    tail = anatomy.traced.modules[block.tail] if block.tail else None
-    alpha = tail.alpha.item() if scales_branch(tail) else None
+    alpha = None
+    if block.tail and scales_branch(tail := anatomy.traced.modules[block.tail]):
+        alpha = tail.alpha.item()
     return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
 
 
@@ -69,7 +70,9 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
     mean, std = anatomy.kept_moments(norm.path) or (None, None)
     if affine.has_moments(module):
         mean, std = affine.moments(module)
-    refused = folding.refusals.get(norm.path) or (None if affine.is_affine_norm(module) else affine.refusal(module))
+    refused = folding.refusals.get(norm.path)
+    if not affine.is_affine_norm(module):
+        refused = refused or affine.refusal(module)
     return {
         "path": norm.path,
         "class": norm.kind,
@@ -84,12 +87,14 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
 
 
 def _range(values: Tensor | None) -> list[float] | None:
-    return None if values is None or not values.numel() else [values.min().item(), values.max().item()]
+    if values is None or not values.numel():
+        return None
+    return [values.min().item(), values.max().item()]
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """Describe one step of a plan that is not carried out."""
-    outcomes = builder.outcomes if builder else {}
+    outcomes = getattr(builder, "outcomes", {})
     return {
         "scheme": step.scheme,
         "options": step.options,
@@ -98,7 +103,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "outcomes": counts(outcomes.values()),
         "left": {},
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
-        "notes": list(builder.notes) if builder else [],
+        "notes": list(getattr(builder, "notes", ())),
         "renames": [],
         "report": None,
     }

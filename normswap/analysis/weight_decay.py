@@ -78,8 +78,7 @@ def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None 
         policy: one of `POLICIES`, or the roles that decay.
         network: its record, or that of a network which it is a copy of, where one has been made.
 
-    Raises:
-        OptionError: unknown policy or role.
+    Raises OptionError: unknown policy or role.
     """
     if policy not in POLICIES and not set(policy) <= set(_KIM):
         raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}")
@@ -119,8 +118,7 @@ def param_groups(
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
 
-    Raises:
-        OptionError: unknown policy, or a number out of range.
+    Raises OptionError: unknown policy, or a number out of range.
     """
     network_input.require_module(model)
     for option, number in (("weight_decay", weight_decay), ("lr", lr), ("scalar_lr_scale", scalar_lr_scale)):
@@ -139,7 +137,7 @@ def param_groups(
         key = assignment.decay, scale
         if key not in groups:
             name = ("decay" if assignment.decay else "no-decay") + (f", lr x {scale:g}" if scale != 1 else "")
-            groups[key] = {"params": [], "weight_decay": weight_decay if assignment.decay else 0.0, "name": name}
+            groups[key] = {"params": [], "weight_decay": weight_decay * assignment.decay, "name": name}
             if lr is not None:
                 groups[key]["lr"] = lr * scale
             elif scale != 1:
@@ -150,7 +148,9 @@ def param_groups(
 
 def _spared(model: nn.Module) -> tuple[str, ...]:
     ask = getattr(model, "no_weight_decay", None)
-    return tuple(ask()) if callable(ask) else ()
+    if not callable(ask):
+        return ()
+    return tuple(ask())
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
@@ -162,19 +162,21 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
         owner = model.get_submodule(home)
         role = _own_role(owner, name, of_norms.get(home, "gamma_unknown"))
         if role is None:
-            is_matrix = parameter.ndim > 1 and parameter.numel() > max(parameter.shape)
-            role = "weight" if is_matrix else "vector"
+            role = "vector"
             if any(fnmatch(path, pattern) for pattern in spared):
                 role = "embedding"
             elif name.endswith("bias"):
                 role = "bias"
+            elif parameter.ndim > 1 and parameter.numel() > max(parameter.shape):
+                role = "weight"
         yield path, role
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
-        role = owner.ROLES[name]
-        return gamma if role == GAMMA else role
+        if owner.ROLES[name] == GAMMA:
+            return gamma
+        return owner.ROLES[name]
     if affine.is_norm(owner):
         return {"weight": gamma, "bias": "beta"}.get(name)
     if name in ("gain", "skipinit_gain"):
@@ -182,23 +184,26 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
-        return "gain"  # torch's weight norm: original0 is g, original1 is v
+        return "gain"
     return None
 
 
 def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     """Return the gamma's role of every norm, or of the norm that once stood there, by module path."""
     twin = _with_its_norms(model)
+    if network is None or twin is not model:
+        network = Network(twin)
     try:
-        anatomy = (network if network is not None and twin is model else Network(twin)).anatomy
+        anatomy = network.anatomy
     except TraceError:
         return {}
     gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
     for block in anatomy.blocks:
         for path in block.norms:
-            if is_at_each_position(anatomy.traced.modules[path]) and gammas[path] == "gamma_last":
-                gammas[path] = "gamma_last" if _ends_in(path, block, anatomy) else "gamma_other"
-    by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}  # a norm may have several paths
+            at_each_position = is_at_each_position(anatomy.traced.modules[path])
+            if at_each_position and gammas[path] == "gamma_last" and not _ends_in(path, block, anatomy):
+                gammas[path] = "gamma_other"
+    by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
     # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.
     steps = provenance.of(model).plan.steps

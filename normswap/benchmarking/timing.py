@@ -108,7 +108,7 @@ def compare(contenders: Sequence[Contender], images: Tensor, device: torch.devic
         rows.append(row)
         try:
             answers = contender.run(contender.prepare(images)).float().cpu()
-        except Exception as error:  # a runtime raises what it likes
+        except Exception as error:
             row |= {"status": "failed", "reason": first_line(error)}
             continue
         if first is None:

@@ -16,7 +16,6 @@ from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 
-# Images of dead leaves.
 COUNT, BATCH = 128, 64
 # The side of an image of dead leaves at most, by its number of dimensions.
 LARGEST = {1: 4096, 2: 128, 3: 32}
@@ -64,19 +63,16 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
-    """Batches of dead leaves, as calls of the network; none where it takes no such images.
+    """Batches of dead leaves as calls like `example`; none where the network takes no such images.
 
     The images get the standard deviation with which the first of the norms sees its running variance.
-
-    Args:
-        example: one call: how the network is called, and the size of its images.
     """
     like = anchor(model)
     for size in _sizes(model, example.size):
         try:
             moments = observed(model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments)
             path, (first, *_) = next(iter(moments.items()))
-        except Exception:  # whatever the network raises: not of that size, or it takes no images at all
+        except Exception:
             continue
         ratio = float(_expected(norms[path])[1].mean() / first[1].mean())
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
@@ -87,7 +83,7 @@ def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Modul
 def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
     """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
     made_for = network_input.candidates(model)[0]
-    # a record is made at a size where a network for photographs has few places to a channel left at its end
+    # At the size of a record, networks for photographs have few places left for each channel at their end.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []

@@ -10,8 +10,8 @@ from torch import nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
-# in the images of a part: what networks make of them fits memory that was used before, and new memory costs a CPU
-# more than the products do
+# Numbers in the images of a part. The values that networks compute from them fit memory that was used before; new
+# memory costs a CPU more than the products.
 NUMBERS = 2**20
 
 
@@ -31,8 +31,7 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     Args:
         batches: calls, or anything that `Example.read` knows.
 
-    Raises:
-        SourceError: no images, images of another size, or NaN or infinite values.
+    Raises SourceError: no images, images of another size, or NaN or infinite values.
     """
     called, size = form(model), None
     for i, batch in enumerate(batches):

@@ -110,7 +110,8 @@ def _squared(x: Tensor) -> Tensor:
     """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x
-    with np.errstate(over="ignore", invalid="ignore"):  # `Kernel.of` says what is not finite
+    # `Kernel.of` says what is not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
         return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
 
 
@@ -138,12 +139,7 @@ class Folds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The part of a regression that depends on the inputs alone.
-
-    Args:
-        factor: Cholesky's, of K (G, f, f).
-        damp: ridge * m, (G, 1, 1).
-    """
+    """A regression's part that depends on the inputs alone: Cholesky's factor of K (G, f, f), ridge m (G, 1, 1)."""
 
     factor: Tensor
     damp: Tensor
@@ -239,4 +235,6 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
 def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
     """The bias (G, o) with which the weights give the mean of the targets on average; 0 where there is to be none."""
     bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
-    return bias if moments.biased else torch.zeros_like(bias)
+    if moments.biased:
+        return bias
+    return torch.zeros_like(bias)

@@ -30,19 +30,15 @@ LARGE = 2**20
 
 
 class Interpreter:
-    """One network, run from node to node.
-
-    For each size of its input there is a record of its own, and for each input where the network looks at values.
-    """
+    """One network, run node by node, with a record for each size of its input, or each input where values decide."""
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         """`example`: a first batch of what it will be run on."""
-        # how many images a list has decides the way
+        # The number of images in a list decides which operations run.
         self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        # By value, the last node that reads it.
         self.last: dict[fx.Node, int] = {}
         for i, node in enumerate(self.nodes):
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
@@ -93,7 +89,9 @@ def _filled(value: object, values: Values) -> Any:
         return slice(*(_filled(entry, values) for entry in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
         entries = [_filled(entry, values) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        if hasattr(value, "_fields"):
+            return type(value)(*entries)
+        return tuple(entries)
     return value
 
 
@@ -105,8 +103,7 @@ class Lockstep:
         batches: what they take (`Example.read`); read once.
         mirrored: so many images, the first ones, are followed by their mirror images.
 
-    Raises:
-        SourceError: the batches do not fit the networks, or there are fewer than two images.
+    Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
     """
 
     @torch.no_grad()
@@ -148,8 +145,7 @@ class Lockstep:
 
         Who computes the value of such a node may leave it among them.
 
-        Raises:
-            VerificationError: after the last batch: a value of any of them is not finite.
+        Raises VerificationError: after the last batch: a value of any of them is not finite.
         """
         ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
@@ -162,7 +158,7 @@ class Lockstep:
             try:
                 for interpreter, values, begin, end in zip(self.interpreters, batch, self.reached, ends, strict=True):
                     interpreter.run(values, begin, end)
-            except Exception as error:  # a way that only other images take
+            except Exception as error:
                 raise misfit(error, "these images take another way through the network than the first") from None
             for values, before in zip(batch, stored, strict=True):
                 finite += _finite(values[name] for name in values.keys() - before.keys())

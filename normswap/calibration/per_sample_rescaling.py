@@ -49,12 +49,9 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Give target and result, in place, the best rescaling before each norm; the target computes the same.
+    """Rescale target and result before each norm, in place; the function of the target stays.
 
-    Args:
-        target: the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
-        example: one call.
-        batches: calls with the user's images.
+    The target is the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
     """
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
@@ -122,11 +119,10 @@ class NormInputs:
         that these images do not show would dominate its group on others.
         """
         effect = affine.read(norm)[0].square()
-        # Only the ratios count, so that none is too large for float32.
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
-        # where a channel is constant rounding leaves less: then the smallest mean would outweigh all others
+        # A constant channel has less variance than that, by rounding, and its mean would outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
@@ -134,7 +130,7 @@ class NormInputs:
         x, e = x * ratio, e * ratio.square()
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(affine.epsilon(norm))
-        # a group whose channels are all constant has nothing to weigh: its variance is taken for 1
+        # A group whose channels are all constant has nothing to weigh: its variance is taken for 1.
         constant = mean_var <= 1e-30
         x, e = torch.where(constant[:, None], 0.0, x), torch.where(constant[:, None], 1.0, e)
         var = torch.where(constant, 1.0, var)
@@ -172,7 +168,6 @@ class NormInputs:
 
     def descended(self, scale: Tensor) -> Tensor:
         """Scales (G, c) nearby that cost less."""
-        # Tensors of inference mode have no gradients, so they are copied.
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
@@ -212,7 +207,6 @@ def least_sum(quadratic: Numbers) -> Numbers:
     best: Numbers = starts[0]
     lowest = float("inf")
     for signs in starts:
-        # An eighth of the change that flipping each sign makes.
         gains = (diagonal - signs * (quadratic @ signs)) / 2
         while gains[at := gains.argmin()] < least:
             gain = gains[at]

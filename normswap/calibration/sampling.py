@@ -39,7 +39,6 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
-    # (N, C, places, taps)
     read = _read(layer, x, torch.unravel_index(places, sides))
     read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
     targets = y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
@@ -59,14 +58,16 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     maps, padding = own_forwards.read(conv, x)
     sides = maps.shape[2:]
     flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
-    for side, place in enumerate(at):  # along each side, (p, 1 .. k .. 1)
+    for side, place in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
         index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side][0]
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
     read = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
-    return read if bool(inside.all()) else read * inside.flatten(1).to(read)
+    if bool(inside.all()):
+        return read
+    return read * inside.flatten(1).to(read)
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:

@@ -65,8 +65,7 @@ def refit(
         mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
-    Raises:
-        SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
+    Raises SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
@@ -125,12 +124,7 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x and a shift, then perhaps a sum, in the source's terms.
-
-    Args:
-        scale: (C,) or (1,), float64.
-        arms: the other arm of the sum, in the source and in the result; empty without a sum.
-    """
+    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms`, of source and result."""
 
     scale: Tensor
     arms: tuple[fx.Node, ...]

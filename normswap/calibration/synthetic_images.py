@@ -75,7 +75,7 @@ def make(
                     form.of((natural_noise.coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
-                except Exception as error:  # whatever the network raises
+                except Exception as error:
                     raise SourceError("synthetic images cannot be made", first_line(error), remedy) from None
                 if not bool(torch.isfinite(loss)):
                     raise SourceError("synthetic images cannot be made", "the network's numbers overflow", remedy)
@@ -88,10 +88,7 @@ def make(
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """While the network runs, each norm adds how far the statistics of its input are from those that it keeps.
-
-    The squared errors of mean and deviation per channel, in units of the deviation, averaged.
-    """
+    """Each norm adds, in a run, the mean squared errors of its input's mean and deviation, in kept deviations."""
     distances: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:

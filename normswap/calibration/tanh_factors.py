@@ -32,13 +32,10 @@ NORMAL = 2**14
 def choose_factors(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Give target and result, in place, the largest factors with which no channel is bent too much.
+    """Set the largest factors with which no channel is bent too much, in place; the target's function stays.
 
-    Where the user's images give too few values, images of dead leaves do. The target computes the same.
-
-    Args:
-        target: the source with straight layers in place of the tanhs of the result (`dyt.fitting_target`).
-        example: one call.
+    The target has straight layers for the result's tanhs (`dyt.fitting_target`). Images of dead leaves are used where
+    the user's give too few values.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}

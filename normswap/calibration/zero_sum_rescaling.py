@@ -34,7 +34,6 @@ from normswap.models.modes import Progress, evaluating, hooked
 
 # Images: fewer do nothing, more are not looked at. Places of each image, at most.
 ENOUGH, MOST, PLACES = 16, 64, 32
-# Of the descent.
 STEPS, RATE = 120, 0.05
 # The cost of the mean square of the factors' logarithms, in shares of variance.
 STIFF = 0.03
@@ -69,13 +68,9 @@ def _sums_to_zero(path: str, module: nn.Module) -> bool:
 def rescale(
     target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Which, only: Part = lambda path: True
 ) -> dict[str, Tensor]:
-    """Scale channels of target and result, in place; the target computes the same.
+    """Scale channels of target and result, in place, for layers `zero_sum`; the target's function stays.
 
-    Returns:
-        The factors of the channels that each layer reads (I,), by path.
-
-    Args:
-        zero_sum: which layers of the result must have filters that sum to zero.
+    Returns the factors of the channels that each layer reads (I,), by path.
     """
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
@@ -171,7 +166,7 @@ class _Moments:
         mean, width = self.x / self.count, self.x.shape[1]
         spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
         level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
-        # the fewer places were seen, the more of what they have in common is taken for chance
+        # The fewer places were seen, the more of what they have in common is taken for chance.
         spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
         sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()

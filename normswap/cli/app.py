@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that are the input's fault become one line on stderr."""
     # OpenMP's waiting threads spin, which costs several times the work where other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    arguments = list(argv)
     fail = _fail
     if "--debug" in arguments:
         arguments.remove("--debug")

@@ -13,7 +13,7 @@ from normswap.cli.options import Device, Opening, remark
 from normswap.errors import OptionError
 from normswap.models.stated_images import Preprocessing
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.images.datasets import Loader
@@ -64,7 +64,7 @@ class ImageOpening(Opening):
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """See `Opening.open`."""
-        self.stated()  # what is wrong with it is said before anything is opened
+        self.stated()
         return self.state(Opening.open(self, name, device=device, runs=runs))
 
     def open_damaged(self, name: str, *, device: str) -> nn.Module:

@@ -17,7 +17,7 @@ from normswap.cli import progress
 from normswap.errors import OptionError, flag
 from normswap.models import kinds
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.exporting.exported_file import ExportedFile
@@ -40,7 +40,7 @@ def output_option(metavar: str, help: str) -> Any:
 
 
 def _check_device(name: str) -> str:
-    if name not in ("auto", "cpu"):  # others cost the import of torch
+    if name not in ("auto", "cpu"):
         from normswap.models import devices
 
         devices.find(name)
@@ -143,7 +143,7 @@ def trusting(model: nn.Module) -> list[str]:
 
 def exported_file(name: str) -> ExportedFile | None:
     """The exported file that MODEL names, if it names one."""
-    if Path(name).suffix.lower() not in kinds.EXPORTED:  # what reads them takes long to import
+    if Path(name).suffix.lower() not in kinds.EXPORTED:
         return None
     from normswap.exporting.exported_file import ExportedFile
 

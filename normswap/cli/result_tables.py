@@ -100,8 +100,9 @@ def top1(figures: Body) -> str:
 
 def operators(nodes: Mapping[str, int] | None) -> str:
     """How many there are, and of each kind."""
-    listed = ", ".join(f"{count} {kind}" for kind, count in (nodes or {}).items())
-    return f"{sum(nodes.values())}: {listed}" if nodes else ""
+    if not nodes:
+        return ""
+    return f"{sum(nodes.values())}: {', '.join(f'{count} {kind}' for kind, count in nodes.items())}"
 
 
 def described(body: Body) -> None:

@@ -45,7 +45,9 @@ def plain(value: object) -> object:
         return [plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _print(renderable: RenderableType, least: int = 0) -> None:
@@ -66,7 +68,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     from rich.text import Text
 
     cells = [[cell(value) for value in row] for row in rows]
-    if title:  # by itself: as a part of the table it would be wrapped to the table's width
+    # As a part of the table the title would be wrapped to the table's width.
+    if title:
         _print(Text(title, style="bold"))
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     filled = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
@@ -97,7 +100,7 @@ def facts(*pairs: tuple[str, object]) -> None:
 
 def next_step(*words: object) -> None:
     """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
-    print(f"next: normswap {shlex.join(map(str, words))}")  # to be copied: never broken
+    print(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
@@ -138,22 +141,28 @@ def network(body: Body) -> None:
 
 def cell(value: object) -> str:
     """Anything, as it stands in a table."""
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else str(value)
+    return str(value)
 
 
 def few(values: Sequence[object]) -> str:
     """Write the first values, and how many there are where those are not all."""
     shown = " ".join(cell(value) for value in values[:_FEW])
-    return shown if len(values) <= _FEW else f"{shown} ... ({len(values)} values)"
+    if len(values) > _FEW:
+        shown += f" ... ({len(values)} values)"
+    return shown
 
 
 def text(value: object) -> str:
     """A record, a list or a value in one line: `mean 0.5 0.5 0.5, std 0.2 0.2 0.2`."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {text(item)}" for name, item in value.items() if item is not None)
-    return few([text(item) for item in value]) if isinstance(value, list | tuple) else cell(value)
+    if isinstance(value, list | tuple):
+        return few([text(item) for item in value])
+    return cell(value)
 
 
 def counts(counted: Mapping[str, int]) -> str:
@@ -166,7 +175,9 @@ def span(pair: Sequence[float] | None) -> str:
     if pair is None:
         return ""
     low, high = (f"{value:.2g}" for value in pair)
-    return low if low == high else f"{low} .. {high}"
+    if low == high:
+        return low
+    return f"{low} .. {high}"
 
 
 def size(sides: Sequence[int]) -> str:
@@ -178,4 +189,4 @@ def small(value: float | None) -> str:
     """An error: `2.1e-07`."""
     if value is None:
         return ""
-    return f"{value:.1e}" if math.isfinite(value) else "inf"
+    return f"{value:.1e}"

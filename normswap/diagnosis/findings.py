@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap import provenance
+from normswap.copying import doubled
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
@@ -152,7 +153,7 @@ class Case:
     def bias_before(self, site: StoredNorm) -> Tensor:
         """The bias that is added right before a norm; 0 where there is none."""
         bias = getattr(self.layer_before(site), "bias", None)
-        return bias.detach().double() if isinstance(bias, Tensor) else torch.zeros((), dtype=torch.float64)
+        return doubled(bias, torch.zeros((), dtype=torch.float64))
 
     @cached_property
     def foretold(self) -> dict[str, Pair]:
@@ -217,7 +218,7 @@ def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cos
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
             shown = evidence.format(share(len(sites), len(case.sites), "norms"))
-            remedy = mend.format(case.name) if mend else case.recalibrate
+            remedy = mend.format(case.name) or case.recalibrate
             yield Finding(name, paths_of(sites), shown, Certainty.CERTAIN, cost, remedy)
 
     return check
@@ -226,13 +227,15 @@ def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cos
 def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
     """The norms with population statistics, each once."""
     modules = dict(model.named_modules())
-    order = [norm.path for norm in anatomy.norms] if anatomy is not None else []
+    order = [norm.path for norm in getattr(anatomy, "norms", ())]
     ordered = {path: modules[path] for path in [*order, *modules] if path in modules}
     return tuple(_site(path, module) for path, module in ordered.items() if affine.is_batchnorm(module))
 
 
 def _site(path: str, module: nn.Module) -> StoredNorm:
-    mean, var = affine.statistics(module) if affine.has_moments(module) else (None, None)
+    mean = var = None
+    if affine.has_moments(module):
+        mean, var = affine.statistics(module)
     gamma, beta = (_double(getattr(module, name, None)) for name in ("weight", "bias"))
     momentum = getattr(module, "momentum", None)
     if momentum is not None:

@@ -29,7 +29,8 @@ _USUAL = (
     ((0.5,), (0.5,)),
     ((0.0,), (1.0,)),
     ((0.0,), (_BYTE,)),
-    (_IMAGENET[0], (_BYTE,)),  # Caffe's: a mean is subtracted from 0..255
+    # Caffe subtracts a mean from 0..255.
+    (_IMAGENET[0], (_BYTE,)),
 )
 # In nats: a nearer fit is as good as chance lets it be.
 _FAR = 0.004
@@ -185,4 +186,4 @@ def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] 
     # The end at the norm is suppressed, and whatever the network raises: others will say it.
     with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call(model)
-    return reached[0] if reached else None
+    return next(iter(reached), None)

@@ -43,9 +43,10 @@ def momentum(case: Case) -> Iterator[Finding]:
     for value in dict.fromkeys(site.momentum for site in hit):
         sites = [site for site in hit if site.momentum == value]
         stuck = value is not None and value <= 0
-        why = "statistics never change" if stuck else "the last batches decide alone; torch's is 1 - Keras'"
+        why, cost = "the last batches decide alone; torch's is 1 - Keras'", "statistics are those of a few images"
+        if stuck:
+            why, cost = "statistics never change", "training leaves statistics of other weights behind"
         evidence = f"momentum is {value:g} in {share(len(sites), len(case.sites), 'norms')}: {why}"
-        cost = "training leaves statistics of other weights behind" if stuck else "statistics are those of a few images"
         mend = f"set norm.momentum = 0.1 for every norm; then {case.recalibrate}"
         yield Finding("momentum", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 

@@ -92,7 +92,8 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
         return False
     count, lengths = squares.shape[1], squares.sum(1)
     within = (squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)).mean()
-    kurtosis = within * (count + 2) / count  # of n normal numbers it is seen as 3 n / (n + 2)
+    # The kurtosis of n normal numbers is expected as 3 n / (n + 2).
+    kurtosis = within * (count + 2) / count
     by_chance = (kurtosis - 1) / count * lengths.mean().square()
     return bool(lengths.var() < (1 + _CHANCE * (2 / len(lengths)) ** 0.5) * by_chance)
 
@@ -135,7 +136,7 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
 def _filters(layer: Linearity) -> Tensor:
     """The weights that make each output channel, (C, n) float64."""
     weight = layer.weight.detach().double()
-    if isinstance(layer, _ConvNd) and layer.transposed:  # (in, out / groups, *kernel)
+    if isinstance(layer, _ConvNd) and layer.transposed:
         weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(1)
 

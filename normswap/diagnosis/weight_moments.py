@@ -74,7 +74,7 @@ def _applied(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
     x = (mean[:, None] + var.sqrt()[:, None] * _POINTS.to(mean))[None]
     try:
         y = act(x)
-    except Exception:  # it takes other shapes, or another precision
+    except Exception:
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return None

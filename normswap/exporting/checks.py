@@ -72,7 +72,9 @@ class Figures:
         """Points of top-1 that the file loses, or of agreement where there are no labels; None where neither is."""
         if self.top1 is not None and self.source_top1 is not None:
             return self.source_top1 - self.top1
-        return None if self.agreement is None else 100 * (1 - self.agreement)
+        if self.agreement is None:
+            return None
+        return 100 * (1 - self.agreement)
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,7 @@ def check(
         described: what reports call the images; what: what an error calls the file.
         refuse: whether it is an error, and not only a figure, if the file computes something else.
 
-    Raises:
-        VerificationError: the file computes something else, does not run, or gives another number of tensors.
+    Raises VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
     signature = reference.signature
     every = {name: _AnswerSums(scores=reference.scores) for name in signature.outputs}
@@ -262,16 +263,22 @@ class _AnswerSums:
 
     def hits(self, who: str) -> float | None:
         """Top-1 in percent; None unless all images have a label that is a class of the network."""
-        return 100 * self.right[who] / self.count if self.labelled == self.count > 0 else None
+        if not self.labelled == self.count > 0:
+            return None
+        return 100 * self.right[who] / self.count
 
     @property
     def agreement(self) -> float | None:
         """None where it is no row of scores per image."""
-        return self.same / self.argued if self.compared == self.count > 0 else None
+        if not self.compared == self.count > 0:
+            return None
+        return self.same / self.argued
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.double().abs().max()) if values.numel() else 0.0
+    if not values.numel():
+        return 0.0
+    return float(values.double().abs().max())
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

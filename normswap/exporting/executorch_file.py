@@ -85,7 +85,9 @@ def nodes(file: Path) -> dict[str, int]:
 def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     plans = {plan.name: plan for plan in _program(file).execution_plan}
-    return dict(json.loads(plans[_METADATA].values[0].val.string_val)) if _METADATA in plans else {}
+    if _METADATA not in plans:
+        return {}
+    return dict(json.loads(plans[_METADATA].values[0].val.string_val))
 
 
 def _program(file: Path) -> Program:

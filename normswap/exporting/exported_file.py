@@ -27,12 +27,7 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime.
-
-    Args:
-        metadata: what is noted inside it.
-        body: its sidecar, or the same from inside; empty where `export` did not write it.
-    """
+    """A file for another runtime, with the metadata inside it and its sidecar; that is empty for others' files."""
 
     file: Path
     form: Format
@@ -41,12 +36,7 @@ class ExportedFile:
 
     @classmethod
     def find(cls, name: str) -> ExportedFile | None:
-        """The file that MODEL names; None where it is no file that runs by itself.
-
-        Raises:
-            OptionError: the package of its runtime is not installed.
-            SourceError: it cannot be read.
-        """
+        """The file that MODEL names, or None; raises OptionError: its package is missing; SourceError: unreadable."""
         file = Path(name)
         if file.suffix.lower() not in kinds.EXPORTED:
             return None
@@ -108,9 +98,7 @@ class ExportedFile:
     def request(self, model: nn.Module) -> ExportRequest:
         """The request to export `model` as this file.
 
-        Raises:
-            SourceError: the file does not say how it was made, or takes more than images.
-            OptionError: the network takes other images.
+        Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
         dtype, inputs = self.precision or "fp32", self.body.get("inputs")
         if inputs and "normalize" not in self.body:

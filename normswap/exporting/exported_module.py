@@ -84,7 +84,9 @@ class Shipped(nn.Module):
         answers = self._cast(self.signature.call(self.network, inputs), torch.float32)
         if len(answers) > 1:
             return answers
-        return answers[0].softmax(-1) if self.softmax else answers[0]
+        if self.softmax:
+            return answers[0].softmax(-1)
+        return answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
         # A cast to the same dtype would still be a node of the graph.
@@ -94,7 +96,9 @@ class Shipped(nn.Module):
 
 
 def _halved(output: object) -> object:
-    return output.half().float() if isinstance(output, Tensor) and output.is_floating_point() else output
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output.half().float()
+    return output
 
 
 @dataclass(frozen=True)
@@ -125,5 +129,6 @@ class FileContents:
         if not self.dynamic:
             return None
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
-        count = len(self.example)
-        return (batch, (batch,) * (count - 1)) if count > 1 else (batch,)
+        if len(self.example) == 1:
+            return (batch,)
+        return (batch, (batch,) * (len(self.example) - 1))

@@ -101,7 +101,9 @@ class Format:
 
     def files(self, file: Path) -> tuple[Path, ...]:
         """A file of this format, and its part beside it."""
-        return (file, file.with_suffix(self.part)) if self.part else (file,)
+        if not self.part:
+            return (file,)
+        return (file, file.with_suffix(self.part))
 
     def size(self, file: Path) -> int:
         """Bytes of a file with its part, or of all that is in it where it is a directory."""
@@ -114,8 +116,7 @@ class Format:
         Args:
             how: it is quantized, for int8.
 
-        Raises:
-            RefusedError: the format cannot hold it; says what.
+        Raises RefusedError: the format cannot hold it; says what.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
@@ -333,7 +334,6 @@ def refusing(what: str) -> Iterator[None]:
     except (NormswapError, OSError):
         raise
     except Exception as error:
-        # The first cause says most.
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         raise RefusedError(what, first_line(error)) from None

@@ -111,7 +111,6 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
     for buffer in model.buffers:
-        # The quantizer puts large buffers behind the graph.
         if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
             buffer.offset = buffer.size = 0

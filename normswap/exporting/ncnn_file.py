@@ -77,7 +77,9 @@ def _missing(file: Path) -> str:
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]
-    return f"it has no layer {', '.join(kinds)}" if kinds else ""
+    if not kinds:
+        return ""
+    return f"it has no layer {', '.join(kinds)}"
 
 
 def open(file: Path) -> Runs:

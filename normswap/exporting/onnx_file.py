@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
-# a classifier's answers stay as they come out of its products; what another layer reads is rounded there
+# The classifier's answers are not rounded. What another layer reads is rounded there.
 _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
@@ -140,7 +140,8 @@ def pool_means(graph: onnx.GraphProto) -> None:
             nodes.append(helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows"))
     read = {name for node in nodes for name in node.input}
     unread = [tensor for tensor in graph.initializer if tensor.name in constants and tensor.name not in read]
-    for tensor in unread:  # ONNX Runtime warns of them
+    # ONNX Runtime warns of them.
+    for tensor in unread:
         graph.initializer.remove(tensor)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -150,7 +151,8 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
     """Write a model in fp32 to `file` in int8."""
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    root = logging.getLogger()  # onnxruntime's tool warns there that the model was not preprocessed: it is folded
+    # onnxruntime's tool warns there that the model was not preprocessed. It is folded.
+    root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
     try:

@@ -58,7 +58,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     level = logger.level
     try:
         logger.setLevel(logging.ERROR)
-        with silent():  # NNCF draws progress bars, and logs as it is imported
+        # NNCF draws progress bars, and logs when it is imported.
+        with silent():
             import nncf
             from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
             from nncf.quantization.range_estimator import RangeEstimatorParametersSet

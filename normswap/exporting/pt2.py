@@ -106,13 +106,10 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """As the quantizers' own settings, but for ranges of all images, the weights' levels and steps as small as numbers.
+    """The quantizers' own settings, but for ranges of all images, and the weights' levels and steps.
 
-    Their least step, 2^-12, would leave nothing of a channel with small weights.
-
-    Args:
-        activations: bytes with a sign or without.
-        levels: of weights, on either side of 0.
+    Their least step, 2^-12, would leave nothing of a channel with small weights. `activations` are bytes with a sign or
+    without; `levels` of weights are on either side of 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec

@@ -82,7 +82,7 @@ class ExportRequest:
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
-        count = 2 if self.settings.dynamic_batch else 1
+        count = 1 + self.settings.dynamic_batch
         if not self.inputs:
             return (torch.zeros(count, *self.size),)
         return tuple(self.inputs[0].first(count).tensors())
@@ -90,7 +90,9 @@ class ExportRequest:
     @property
     def example(self) -> Example:
         """A call to look at the network with."""
-        return self.inputs[0] if self.inputs else self.signature.form.of(self.pictures(count=4))
+        if self.inputs:
+            return self.inputs[0]
+        return self.signature.form.of(self.pictures(count=4))
 
     @property
     def normalization(self) -> tuple[Tensor, Tensor]:
@@ -135,8 +137,7 @@ class ExportRequest:
         Args:
             calibrate: batches of images as the source takes them; images: others, to measure on.
 
-        Raises:
-            OptionError: something is missing, or does not go together.
+        Raises OptionError: something is missing, or does not go together.
         """
         if self.settings.dtype != "int8":
             if calibrate is not None:
@@ -173,11 +174,15 @@ class ExportRequest:
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
         """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
-        noise = ("random inputs, seed 0" if self.drawn else "smooth noise, seed 0") if self.on_noise(images) else ""
+        described = "given images"
+        if self.on_noise(images):
+            described = "random inputs, seed 0" if self.drawn else "smooth noise, seed 0"
+        elif self.inputs:
+            described = "given inputs"
         if self.inputs:
-            return self._calls(self.inputs if images is None else images), noise or "given inputs"
+            return self._calls(self.inputs if images is None else images), described
         pairs = labelled(self.pictures() if images is None else images)
-        return checks.split(pairs, singly=not self.settings.dynamic_batch), noise or "given images"
+        return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
         """The inputs of the file, call by call; a sample at a time where their number is not free."""
@@ -199,7 +204,7 @@ def _is_encoder(source: nn.Module) -> bool:
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
+    whole = Signature.of(source, example.first(1 + dynamic_batch))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
     return whole

@@ -56,12 +56,7 @@ class FileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a runtime's quantizer is given.
-
-    Args:
-        images: batches (N, C, H, W) as the file takes them: ranges are from the least to the largest number of all.
-        weight_bits: 7 or 8.
-    """
+    """What a runtime's quantizer is given: batches (N, C, H, W) that set the ranges, 7 or 8 bits for weights."""
 
     images: Sequence[Tensor]
     weight_bits: int = SAFE_BITS

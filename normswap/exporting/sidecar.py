@@ -42,8 +42,9 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
         normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
     """
     stated = config(model)
-    names = provenance.of(model).pretrained_cfg.get("label_names")
-    labels = list(names.values()) if isinstance(names, Mapping) else names
+    labels = provenance.of(model).pretrained_cfg.get("label_names")
+    if isinstance(labels, Mapping):
+        labels = list(labels.values())
     crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
         "input": {

@@ -101,17 +101,24 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")
-        key = key if key and not key[0].isdigit() else "_".join(piece for piece in (alone, key) if piece)
-        named[key if key not in named else f"{key}_{len(named)}"] = tensor
+        if not key or key[0].isdigit():
+            key = "_".join(filter(None, (alone, key)))
+        if key in named:
+            key = f"{key}_{len(named)}"
+        named[key] = tensor
     return named
 
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """One tensor, or several, as several."""
-    return (x,) if isinstance(x, Tensor) else tuple(x)
+    if isinstance(x, Tensor):
+        return (x,)
+    return tuple(x)
 
 
 def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """The only one, or all of them."""
     several = tuple(values)
-    return several[0] if len(several) == 1 else several
+    if len(several) == 1:
+        return several[0]
+    return several

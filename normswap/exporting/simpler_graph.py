@@ -37,8 +37,7 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
     Args:
         convert: raises `RefusedError` where the tool cannot read a network.
 
-    Raises:
-        RefusedError: it can read neither; says what it said of the network as it is.
+    Raises RefusedError: it can read neither; says what it said of the network as it is.
     """
     try:
         return convert(copy.deepcopy(contents.network))
@@ -62,10 +61,7 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 def with_constants(contents: FileContents) -> fx.GraphModule:
     """The network as torch.export records it, with the values of all that depends on no input.
 
-    A graph that writes into such a value stays as it is.
-
-    Raises:
-        RefusedError: torch.export cannot express it.
+    A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot express it.
     """
     module = pt2.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)

@@ -53,11 +53,7 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All the sums of the network's part of which at least two terms become one convolution.
-
-    Norms count as the scales and shifts that they become, so that the answer before folding says whether there may be
-    something to merge afterwards.
-    """
+    """All sums of which at least two terms become one convolution; norms count as the scales that they become."""
     traced = builder.anatomy.traced
     inner: set[fx.Node] = set()
     merges: list[Branches] = []
@@ -91,7 +87,8 @@ def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: 
         behind, end = barrier, term
         while _passes(builder, end) and len(traced.users[end]) == 1:
             if not isinstance(traced.module(end), nn.Identity | Vacant | None):
-                behind = end  # a DropPath: a number 0 could not pass it in training
+                # A number 0 could not pass a DropPath in training.
+                behind = end
             (end,) = inputs(end)
         if _is_sum(end) and len(traced.users[end]) == 1:
             inner.add(end)
@@ -185,7 +182,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
             return False
         return all(a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a) for a, b in zip(taps, offsets(other), strict=True))
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
-    centred = all(0 in side and side[0] == -side[-1] for side in taps)  # maps keep their size
+    centred = all(0 in side and side[0] == -side[-1] for side in taps)
     return square and centred and (other is None or affine.channels(other) == main.out_channels)
 
 

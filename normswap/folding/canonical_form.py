@@ -71,7 +71,7 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
 
 
 def _bake(builder: PlanBuilder) -> None:
-    """Every layer whose weight is made anew at each step becomes plain, whatever else it absorbs."""
+    """Make every layer plain whose weight is computed from parameters at each step, whatever else it absorbs."""
     traced = builder.anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
@@ -107,7 +107,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Into the convolutions before: exact if all they ever produce goes through this very module."""
+    """Fold into the convolutions before: exact if everything that they compute goes through this module."""
     parts = producers(builder, module)
     for linear, channels in parts.items():
         builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
@@ -116,7 +116,7 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Into the convolutions after it, when nothing lies between and they pad nothing."""
+    """Fold into the convolutions after, where nothing lies between and they do not pad."""
     if affine.activation(module) is not None:
         raise NotFoldable("an activation follows")
     convs = consumers(builder, module, builder.is_identity)
@@ -135,7 +135,7 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """|s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
+    """Move |s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
     if isinstance(module, OwnLayer) and not module.SCALES:
         raise NotFoldable("it has no scale per channel")
     act = affine.activation(module)
@@ -151,7 +151,7 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """A scalar: through sums and gates into all that makes what it scales (`rescaling`)."""
+    """Fold a scalar into the layers that compute what it scales, through sums and gates (`rescaling`)."""
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
     call, *others = builder.anatomy.traced.calls[id(module)]
@@ -167,11 +167,10 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
     """Paths of the linear layers whose outputs go through this norm alone, each with its part of the channels.
 
-    Between them and the norm there may be whatever is the identity in eval mode, what treats all channels alike
-    (reshapes, average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions.
+    Between them and the norm there may be identities of eval mode, steps that treat all channels alike (reshapes,
+    average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions.
 
-    Raises:
-        NotFoldable: there are none, or they also make something else.
+    Raises NotFoldable: there are none, or they also make something else.
     """
     traced = builder.anatomy.traced
     parts: dict[fx.Node, Part] = {}

@@ -80,7 +80,8 @@ def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> N
 def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
     """A factor of what was computed: through gates into the last convolution."""
     (above,) = inputs(node)
-    while _is_in_place(above):  # SkipInit's gain, between the attention and alpha
+    # SkipInit's gain stands between the attention and alpha.
+    while _is_in_place(above):
         node, above = above, inputs(above)[0]
     enlarge(builder, above, factor, {node})
     builder.replace(path, "Number", value=1.0)

@@ -91,6 +91,6 @@ def overwrites(traced: Traced, node: fx.Node) -> bool:
     assert callable(node.target)
     try:
         bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # torch's own have none, and no `inplace` either
+    except (TypeError, ValueError):
         return False
     return bound.arguments.get("inplace") is True

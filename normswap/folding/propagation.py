@@ -1,4 +1,4 @@
-"""The rules of propagation: what an affine map, or a positive factor of it, can pass on its way through the graph."""
+"""The rules of propagation: which steps of the graph an affine map, or a positive factor, commutes with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 
 
 def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]) -> list[str]:
-    """Paths of the convolutions that read this module, and nothing else reads it."""
+    """Paths of the convolutions that read this module; raises NotFoldable: something else reads it, too."""
     traced = builder.anatomy.traced
     calls = traced.calls[id(module)]
     paths = absorbing(builder, [reader for call in calls for _, reader in readers(builder, call, propagates)])
@@ -144,7 +144,9 @@ def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
 
 def name(node: fx.Node) -> str:
     """The name of what the node calls."""
-    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", node.name)
 
 
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
@@ -155,8 +157,7 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
     Args:
         before: the node that reads `node`, and from which on nothing changes.
 
-    Raises:
-        NotFoldable: a scale cannot pass.
+    Raises NotFoldable: a scale cannot pass.
     """
     traced = builder.anatomy.traced
     passed = {before}

@@ -1,7 +1,7 @@
-"""Rescaling: a positive scalar on a value, taken from what makes it, and given back by whatever else reads it.
+"""Rescaling: multiply a value by a positive scalar in the layers that compute it, and divide in its other readers.
 
-The function stays what it is: c f(x) = f'(x) with c in the last weights of f, and
-g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, a gate x g(x) to x alone.
+The function stays the same: c f(x) = f'(x) with c in the last weights of f, and g(y) = g'(c y) with 1 / c in the first
+weights of g. A sum passes a scalar to both its arms, a gate x g(x) to x alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from normswap.plan import AbsorbMode
 
 
 def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
-    """Multiply the value of `node` by `factor` for its readers `by`; whatever else reads it sees what it saw.
+    """Multiply the value of `node` by `factor` for its readers `by`, and divide by it in all other readers.
 
-    A negative factor passes nothing but linear maps. By 0 a value is multiplied only where `by` alone leads to the
-    output: what a gate makes of it then does not matter.
+    A negative factor passes linear maps alone. A factor of 0 is possible where every way to the output passes `by`.
 
     Returns:
         Paths of the linear layers that absorb the factor.
@@ -79,7 +78,7 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
 
 @contextmanager
 def attempt(builder: PlanBuilder) -> Iterator[None]:
-    """Undo what was done to the builder's layers and replacements if it turns out to be blocked."""
+    """Undo the changes of the builder's layers and replacements on a NotFoldable."""
     linears = {path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()}
     replacements = dict(builder.replacements)
     try:

@@ -140,10 +140,7 @@ class Anatomy:
         return ".".join(parts)
 
     def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
-        """Mean and deviation per channel of the output of the norm that stood at `path`, if they are known.
-
-        Its beta and |gamma|, or what its class was registered to say.
-        """
+        """Mean and deviation per channel of the output of the norm that stood at `path`, if they are known."""
         original, norms = self.original_path(path), self.provenance.norms
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
         mean, gamma, beta, out_mean, out_std = (norms.get(f"{original}.{name}") for name in names)

@@ -1,8 +1,8 @@
 """SEE where the channels are: which axis of a value in the graph holds the outputs of the linear layer that made it.
 
 Windows, heads, tokens and patches are cut by reshapes and permutations, whose arguments depend on the input's size. So
-each record is read, with the arguments that were recorded, of two sizes where the network takes them. From each
-value that a linear layer wrote, the number of its channel travels through the steps that act on every channel alike.
+records of two sizes are read, where the network takes two, each with its own arguments. The channel numbers of what a
+linear layer writes are followed through every step that acts on all channels alike.
 """
 
 from __future__ import annotations

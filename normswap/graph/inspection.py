@@ -39,8 +39,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     Returns:
         The residual blocks, the norms with their roles, and the classifier.
 
-    Raises:
-        SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
+    Raises SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
     """
     traced = record(network_input.require_module(model), inputs)
     reader = _GraphReader(traced)
@@ -142,7 +141,6 @@ class _GraphReader(NodeReader):
                 break
             last = before
         small, large = (node.meta["shape"] for node in (last, branch))
-        # A split has several tensors, and no one size.
         same_rank = isinstance(small, torch.Size) and len(small) == len(large)
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 

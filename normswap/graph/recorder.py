@@ -1,11 +1,11 @@
 """SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
 
-The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation, on whatever
-tensors: those that came from the input carry the node that made them, so shapes, branches and loops are plain Python,
-and what happens is written down. Calls of modules are intercepted as torch.fx does it.
+The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation. A tensor
+that was computed from the input carries the node that made it. Shapes, branches and loops run as plain Python, and the
+graph has the operations that were done. Calls of modules are intercepted as torch.fx does it.
 
-A value given to Python (`.item()`, `bool`, `.numpy()`) has a reader in the graph that nobody can pass; what was
-overwritten through another view is a value made of both; a tensor that turns up from nowhere must be a constant.
+A value that is handed to Python (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing can pass. A
+tensor that was overwritten through a view is a value made of both. A tensor of unknown origin must be a constant.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Recorder(TorchFunctionMode):
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
             node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
-            # The members of a list are alike.
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set(value, node)
             return value
@@ -100,8 +99,6 @@ class Recorder(TorchFunctionMode):
         nodes = [self._node(tensor) for _, tensor in named_tensors(result)]
         outputs = tuple(node for node in nodes if node is not None)
         self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
-
-    # operations
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -142,7 +139,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
-        """Let what `node` wrote and returned remember it; returns the result, as a tensor of its own."""
+        """Mark the tensors that `node` wrote and returned; returns the result, as a tensor object of its own."""
         # A layer that copies its input may be put there later.
         leaf = node.op == "call_module"
         for tensor in overwritten:
@@ -160,8 +157,6 @@ class Recorder(TorchFunctionMode):
             if not any(tensor is t for t in tensors):
                 self._set(tensor, node, keys)
         return result
-
-    # what tensors remember
 
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
         if id(tensor) in self.named or id(tensor) in self._known:
@@ -239,8 +234,6 @@ class Recorder(TorchFunctionMode):
             return list(entries) if type(value) is list else tuple(entries)
         return value
 
-    # modules
-
     def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
         path = self.paths.get(id(module))
         if path is None and not self.resting and (module._parameters or module._buffers):
@@ -297,7 +290,7 @@ class Recorder(TorchFunctionMode):
     def _after_hooks(
         self, module: nn.Module, hooks: Mapping[int, Function], args: Args, kwargs: Kwargs, result: object
     ) -> object:
-        """What the network's own hooks make of a layer's result: methods of its modules, which may keep it."""
+        """The layer's result after the network's own hooks: methods of its modules."""
         for key, hook in hooks.items():
             if id(getattr(hook, "__self__", None)) in self.paths:
                 arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)

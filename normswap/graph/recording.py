@@ -1,8 +1,8 @@
 """SEE: a network's forward as a graph, recorded on an example; again on another size, where the size may matter.
 
-A record holds for the way that was taken. A forward that asks nothing for its size takes the same way at every size, so
-one record, of a small example, is enough. Where another size takes another way, the nodes of that way are kept too
-(`Traced.alternative_nodes`), and whatever is done to a module must be right on both.
+A record holds for the path that forward took. A forward that asks for no size takes the same path at every size, so one
+record, of a small example, is enough. Where another size takes another path, its nodes are kept, too
+(`Traced.alternative_nodes`), and a change of a module must be right on both.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from normswap.errors import OptionError, spelled
+from normswap.errors import OptionError, near, spelled
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
-from normswap.models.building import near
 from normswap.plan import Body
 
 
@@ -27,8 +26,7 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
         only: patterns; nothing but what they name takes part.
         skip: patterns of what does not.
 
-    Raises:
-        OptionError: a pattern names no norm, block or linear layer.
+    Raises OptionError: a pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
     homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}

@@ -1,4 +1,4 @@
-"""How an operation is written down: as the symbolic trace of torch.fx would name it; and what it is not to say."""
+"""How the recorder writes an operation down: as the symbolic trace of torch.fx would name it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from normswap.models.calling import is_record
 
-# A function of torch's own.
 Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
@@ -107,7 +106,6 @@ def version(tensor: Tensor) -> int:
     """How often the tensor was written to."""
     try:
         return tensor._version
-    # A tensor that was made in inference mode has no version.
     except RuntimeError:
         return 0
 

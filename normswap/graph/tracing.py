@@ -1,4 +1,4 @@
-"""The record as a graph: its nodes, who reads whom, which modules are called; and questions about a node."""
+"""The recorded forward as a graph: its nodes, their readers, the modules they call; and questions about a node."""
 
 from __future__ import annotations
 
@@ -147,12 +147,16 @@ class Traced:
             first, second = sources
             if self.depends(second, first):
                 return first
-            return second if self.depends(first, second) else None
+            if not self.depends(first, second):
+                return None
+            return second
         return single(sources)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The leaf module that `node` calls, if it calls one."""
-        return self.modules[str(node.target)] if node.op == "call_module" else None
+        if node.op != "call_module":
+            return None
+        return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
         """The linear layer at a path."""
@@ -208,7 +212,6 @@ def is_mul(node: fx.Node) -> bool:
 
 def is_constant_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies one tensor by a number."""
-    # There is none in x * x.
     numbers = [arg for arg in node.args if isinstance(arg, int | float)]
     return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 

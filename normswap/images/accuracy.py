@@ -18,12 +18,7 @@ from normswap.models.network_input import scores
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over `count` images, so many a second, loading included.
-
-    Args:
-        top1, top5: percentage of images whose right class is the best, or among the best five.
-        loss: mean cross-entropy.
-    """
+    """One pass over `count` images: top-1 and top-5 in percent, mean cross-entropy, images a second with loading."""
 
     top1: float
     top5: float
@@ -52,9 +47,10 @@ def classify(
         SourceError: no images, none that it takes, no labels, or a label that is no class of the network.
         OptionError: it does not classify images.
     """
-    stated = getattr(loader, "count", None)  # a list has a method of that name
-    total, start = stated if isinstance(stated, int) else 0, time.perf_counter()
-    sums = torch.zeros(3, dtype=torch.float64)  # hits of the best, hits among the best five, loss
+    total, start = getattr(loader, "count", 0), time.perf_counter()
+    if not isinstance(total, int):
+        total = 0
+    sums = torch.zeros(3, dtype=torch.float64)
     answers: list[Tensor] = []
     count, form = 0, calling.form(model)
     with undisturbed(model), torch.inference_mode():
@@ -64,7 +60,7 @@ def classify(
                 output = example.like(model).call(model)
             except NormswapError:
                 raise
-            except Exception as error:  # whatever the network raises
+            except Exception as error:
                 raise SourceError(f"the network does not run on {example}", first_line(error)) from None
             logits = scores(output).cpu().double()
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:

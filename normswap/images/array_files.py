@@ -67,13 +67,16 @@ def _read(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[s
         raise SourceError(f"{file} holds {has}", f"the network takes {needs}", remedy)
     samples: dict[str, Tensor] = {}
     for name, (shape, dtype) in inputs.items():
-        tensor = stored[name].to(getattr(torch, dtype))
-        samples[name] = tensor[None] if tensor.ndim == len(shape) else tensor
+        tensor = samples[name] = stored[name].to(getattr(torch, dtype))
+        if tensor.ndim == len(shape):
+            samples[name] = tensor[None]
         if samples[name].ndim != len(shape) + 1:
             what = f"{file}: {name or 'the array'} has the shape {'x'.join(map(str, tensor.shape))}"
             raise SourceError(what, f"one sample has {len(shape)} dimensions")
     count = len(samples[name])
-    samples[_LABELS] = torch.full((count,), -1) if labels is None else labels.reshape(-1).long()
+    if labels is None:
+        labels = torch.full((count,), -1)
+    samples[_LABELS] = labels.reshape(-1).long()
     if {len(tensor) for tensor in samples.values()} != {count}:
         raise SourceError(f"{file} has not as many samples of each input as labels")
     return samples

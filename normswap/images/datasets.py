@@ -40,7 +40,6 @@ from normswap.models.weight_files import some
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
-# timm's families of datasets
 PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")
 # Calibration takes at most so many images, unless a number is given.
 _MOST_TO_CALIBRATE = 512
@@ -126,9 +125,10 @@ def make_loader(
     count = samples
     if not isinstance(dataset, IterableDataset):
         rows = drawn_rows(len(dataset), samples, seed)
-        dataset, count = dataset if len(rows) == len(dataset) else Subset(dataset, rows), len(rows)
+        count = len(rows)
+        if count < len(dataset):
+            dataset = Subset(dataset, rows)
     elif hasattr(dataset, "set_loader_cfg"):
-        # timm deals out the shards of a stream by it.
         dataset.set_loader_cfg(num_workers=workers)
     batches = _batches(dataset, batch_size, workers, torch.Generator().manual_seed(seed))
     return Loader(batches, data, count, notes)
@@ -152,7 +152,9 @@ def split_for_calibration(loader: Loader, first: int | None, *, most: int | None
     Raises OptionError: a part has none.
     """
     total = loader.count or 0
-    count = min(total // 2, _MOST_TO_CALIBRATE) if first is None else first
+    count = first
+    if count is None:
+        count = min(total // 2, _MOST_TO_CALIBRATE)
     if not 0 < count < total:
         what = f"{loader.origin} has {'an unknown number of' if loader.count is None else total} images"
         why = f"{count or 'some'} to calibrate on leave none to measure on"
@@ -164,20 +166,17 @@ def split_for_calibration(loader: Loader, first: int | None, *, most: int | None
 def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:
-    """Return a dataset of (transformed PIL image, the network's label); one that streams has no length.
-
-    Its arguments are those of `make_loader`, and `record` is the network's (`image_record`).
-    """
+    """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream has no length."""
     if files := array_files.find(Path(data)):
         arrays: Any = array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
         return arrays
-    channels = record["input_size"][0]
+    channels, modes = record["input_size"][0], {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:
         what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"
         raise SourceError(what, f"{data} holds no arrays", "Give a folder of .npy or .safetensors files")
-    if channels not in (1, 3):
+    if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
-    mode = "RGB" if channels == 3 else "L"
+    mode = modes[channels]
     place = _place(data, split)
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
@@ -202,7 +201,8 @@ def image_record(model: nn.Module) -> Cfg:
     """Return a network's preprocessing (`zoo.data_config`) and classes, counted by a run where none are stated."""
     record = stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
-    count = _counted(model) if count is None else count
+    if count is None:
+        count = _counted(model)
     named = {name: record.get(name) for name in ("label_names", "inputs")}
     return {**zoo.data_config(model), "num_classes": count, **named}
 
@@ -212,7 +212,7 @@ def _counted(model: nn.Module) -> int | None:
     try:
         with undisturbed(model), torch.inference_mode():
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
-    except Exception:  # whatever the network raises: the images will show
+    except Exception:
         return None
 
 
@@ -220,7 +220,9 @@ def _place(data: str, split: str) -> Path | None:
     path = Path(data)
     if data == demo_files.NAME and not path.exists():
         path = demo_files.IMAGES
-    return part_of(path, split) if path.exists() else None
+    if not path.exists():
+        return None
+    return part_of(path, split)
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
@@ -233,11 +235,12 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
     else:
         raise SourceError(f"{data} does not exist", remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.")
     try:
-        with quiet(), redirect_stdout(io.StringIO()):  # timm's readers print what else they raise
+        # timm's readers print what they raise, too.
+        with quiet(), redirect_stdout(io.StringIO()):
             return create_dataset(name, root=root or None, split=split, input_img_mode=mode, search_split=place is None)
     except ImportError as error:
         raise SourceError(f"{data} needs a package that is not installed", first_line(error)) from None
-    except Exception as error:  # timm and the libraries behind it raise whatever they like
+    except Exception as error:
         remedy = "Expected class folders with images, a .tar of them, a CSV of files, or a dataset of timm's."
         raise SourceError(f"{data} is not a dataset of images", first_line(error), remedy) from None
 
@@ -252,10 +255,7 @@ def _names(dataset: object) -> Mapping[str, int]:
 
 
 class LabelledImages(Dataset[object]):
-    """Images and the network's labels; of an image that cannot be read a sentence that says so.
-
-    An error that is raised in a worker would arrive as a traceback.
-    """
+    """Images and the network's labels; a sentence for an unreadable image, as a worker's error is a traceback."""
 
     def __init__(
         self, images: Any, mode: str, transform: Any, outputs: Mapping[int, int] | None, notes: tuple[str, ...] = ()
@@ -268,9 +268,9 @@ class LabelledImages(Dataset[object]):
     def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
         try:
             image, label = self._image(index)
-        except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for broken files
-            named = getattr(self.images, "filename", None)
-            return f"{named(index) if named else f'image {index}'} cannot be read: {first_line(error)}"
+        except (OSError, ValueError, SyntaxError) as error:
+            name_of = getattr(self.images, "filename", lambda index: f"image {index}")
+            return f"{name_of(index)} cannot be read: {first_line(error)}"
         label = -1 if label is None else int(label)
         return self.transform(image), label if self.outputs is None else self.outputs[label]
 
@@ -296,9 +296,9 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """Read the image's bytes: timm's own way leaves a tar open, in a state that worker processes would share."""
-    member, _, inside = reader.samples[index]  # `inside`: the tar within the tar that has it, or None
+    member, _, inside = reader.samples[index]
     with open(reader.root, "rb") as tar:
-        tar.seek(member.offset_data + (inside.offset_data if inside else 0))
+        tar.seek(member.offset_data + getattr(inside, "offset_data", 0))
         return io.BytesIO(tar.read(member.size)), reader.targets[index]
 
 
@@ -370,8 +370,7 @@ def label_map(
         labels: the dataset's number of a label, by its name.
         origin: what the user named, for errors.
 
-    Raises:
-        SourceError: some names are the network's and others are not, or nothing says which output a label is.
+    Raises SourceError: some names are the network's and others are not, or nothing says which output a label is.
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):
@@ -395,9 +394,9 @@ def label_map(
         if outputs.count is not None and largest >= outputs.count:
             what = f"{origin} has a label {largest}"
             raise SourceError(what, f"the network's outputs are 0 to {outputs.count - 1}", _REMEDY)
-        few = outputs.count is not None and len(labels) < outputs.count
-        note = f"labels by {way}: {len(labels)} of the network's {outputs.count} classes" if few else ""
-        return output_of_number, note
+        if outputs.count is None or len(labels) >= outputs.count:
+            return output_of_number, ""
+        return output_of_number, f"labels by {way}: {len(labels)} of the network's {outputs.count} classes"
     if outputs.names or outputs.count not in (None, len(labels)):
         what = f"{origin} has {counted(len(labels), 'class', 'classes')} ({some(sorted(labels))})"
         why = f"the network has {outputs.count}" + (f" ({some(outputs.names)})" if outputs.names else "")

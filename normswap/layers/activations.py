@@ -18,10 +18,7 @@ _NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "har
 
 
 def keeps_forward(module: object, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a module is of one of these classes and computes what that class does.
-
-    A subclass, or an instance, with a forward of its own may compute anything.
-    """
+    """Whether a module is of one of these classes and has the forward of that class."""
     if "forward" in getattr(module, "__dict__", {}):
         return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)

@@ -64,7 +64,9 @@ def holds_statistics(module: nn.Module) -> bool:
 
 
 def _own(module: nn.Module) -> OwnLayer | None:
-    return module if isinstance(module, OwnLayer) and module.AFFINE else None
+    if isinstance(module, OwnLayer) and module.AFFINE:
+        return module
+    return None
 
 
 def _registered_map(module: nn.Module) -> Read | None:
@@ -82,7 +84,9 @@ def channels(module: nn.Module) -> int:
         if isinstance(count, int):
             return count
     weight = getattr(module, "weight", None)
-    return weight.numel() if isinstance(weight, Tensor) else 0
+    if isinstance(weight, Tensor):
+        return weight.numel()
+    return 0
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -146,14 +150,17 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 def statistics(norm: nn.Module) -> Pair:
     """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is true."""
     moments, batchnorm = _moments(norm), cast(BatchNorm, norm)
-    mean, var = (batchnorm.running_mean, batchnorm.running_var) if moments is None else moments(norm)
+    if moments is None:
+        return batchnorm.running_mean.detach().double(), batchnorm.running_var.detach().double()
+    mean, var = moments(norm)
     return mean.detach().double(), var.detach().double()
 
 
 def epsilon(norm: nn.Module) -> float:
     """The epsilon of a BatchNorm for which `refusal` is None; some name it nowhere but in their forward."""
-    measured = None if known_norms.is_believed(norm) else known_norms.measured_eps(norm)
-    return float(getattr(norm, "eps", 1e-5)) if measured is None else measured
+    if not known_norms.is_believed(norm) and (measured := known_norms.measured_eps(norm)) is not None:
+        return measured
+    return float(getattr(norm, "eps", 1e-5))
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

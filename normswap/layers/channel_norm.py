@@ -36,7 +36,8 @@ class ShiftedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C), or (N, C, ...) with dim=1, to the same shape."""
-        last = self.dim == -1  # moving nothing is an operator all the same, which Core ML does not know
+        # Core ML does not know the operator, even where it moves nothing.
+        last = self.dim == -1
         y = F.rms_norm(x if last else x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
         y = y if self.bias is None else y + self.bias
         return y if last else y.movedim(-1, self.dim)
@@ -180,7 +181,6 @@ class RMSNorm(PlannedLayer):
 class Centred(PlannedLayer):
     """A parameter that is added to a stream of mean zero over its channels, such as a position embedding."""
 
-    # It stands in the place of a parameter.
     TENSORS = True
 
     @classmethod

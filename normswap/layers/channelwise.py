@@ -69,7 +69,8 @@ class ChannelBias(PlannedLayer, OwnLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
-        x = x if self.sign is None else x * per_channel(self.sign, x)
+        if self.sign is not None:
+            x = x * per_channel(self.sign, x)
         x = x + per_channel(self.bias, x)
         return self.activated(x)
 

@@ -1,7 +1,7 @@
-"""The norms that are known: one table, a record for each class.
+"""The known norms: one table, with a record for each class.
 
-The kind of a norm, and what can be done with it, is asked here and nowhere else; `normswap.register_norm` and the entry
-points `normswap.norms` add rows for other people's.
+The kind of a norm is decided in this file alone. `normswap.register_norm` and the entry points `normswap.norms` add
+rows for other people's classes.
 
 A subclass counts as its nearest class in the table; what it computes is believed if its `forward` is that class's.
 
@@ -147,8 +147,7 @@ def register_norm(
     Returns:
         `kind`, so that this can decorate a class.
 
-    Raises:
-        OptionError: options that exclude each other, or none for a class that is no BatchNorm.
+    Raises OptionError: options that exclude each other, or none for a class that is no BatchNorm.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise OptionError(f"a class of norms is wanted, not {kind!r:.80}")
@@ -172,7 +171,9 @@ def kind_of(module: nn.Module) -> NormKind | None:
     nearest = _nearest(type(module))
     if nearest is not None:
         return KINDS[nearest]
-    return _BATCH if not isinstance(module, OwnLayer) and has_the_tensors(module) else None
+    if isinstance(module, OwnLayer) or not has_the_tensors(module):
+        return None
+    return _BATCH
 
 
 def is_believed(module: nn.Module) -> bool:
@@ -186,7 +187,9 @@ def is_believed(module: nn.Module) -> bool:
 
 def _registered(module: nn.Module) -> NormKind | None:
     plugins.load("normswap.norms")
-    return None if "forward" in vars(module) else _REGISTERED.get(type(module))
+    if "forward" in vars(module):
+        return None
+    return _REGISTERED.get(type(module))
 
 
 def _nearest(kind: type[nn.Module]) -> type[nn.Module] | None:

@@ -1,7 +1,4 @@
-"""The questions that every module of normswap answers.
-
-How it reads as an affine map, which roles its parameters have.
-"""
+"""The base of every module that a conversion leaves in a network: its affine map, the roles of its parameters."""
 
 from __future__ import annotations
 

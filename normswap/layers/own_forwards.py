@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from normswap.layers.reparametrized import CONVOLUTIONS
 
-# By their dimensions, from one on.
 _CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
 _NEAR = 1e-9
@@ -130,8 +129,9 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
         padding: tuple[int, ...] | str = layer.padding
         return padding
     first, *more = _at_sizes(layer)
-    even = all(begin == end for begin, end in first) and all(widths == first for widths in more)
-    return tuple(begin for begin, _ in first) if even else None
+    if any(begin != end for begin, end in first) or any(widths != first for widths in more):
+        return None
+    return tuple(begin for begin, _ in first)
 
 
 def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:

@@ -131,12 +131,16 @@ def move(layer: Any, scale: Tensor, shift: Tensor | float = 0.0) -> None:
 def before(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Module:
     """The layer that holds the rescaling before the norm at a path: its lead, or the one that `holders` names."""
     norm = network.get_submodule(path)
-    return norm.inner if isinstance(norm, Chain) else network.get_submodule(holders[path])
+    if isinstance(norm, Chain):
+        return norm.inner
+    return network.get_submodule(holders[path])
 
 
 def last(norm: nn.Module) -> Any:
     """The norm itself, where it may stand behind a lead."""
-    return norm.then if isinstance(norm, Chain) else norm
+    if isinstance(norm, Chain):
+        return norm.then
+    return norm
 
 
 def led(scale: Tensor, offset: Tensor, norm: Any, *, lead: bool) -> nn.Module:
@@ -171,4 +175,6 @@ def normalizes(module: nn.Module | None) -> bool:
 
 def normalized(norm: Any, x: Tensor) -> Tensor:
     """The values that the layer multiplies by gamma, (N, C, ...)."""
-    return norm.normalized(x) if isinstance(norm, OwnLayer) else F.group_norm(x, norm.num_groups, eps=norm.eps)
+    if isinstance(norm, OwnLayer):
+        return norm.normalized(x)
+    return F.group_norm(x, norm.num_groups, eps=norm.eps)

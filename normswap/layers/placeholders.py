@@ -1,4 +1,4 @@
-"""Layers that stand for nothing, or hold two layers in a row; and small changes to a layer."""
+"""Layers that do nothing, layers that hold two in a row, and small changes of a layer."""
 
 from __future__ import annotations
 

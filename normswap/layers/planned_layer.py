@@ -61,8 +61,7 @@ class PlannedLayer:
 
         A module without tensors of the source's leaves nothing to do.
 
-        Raises:
-            RefusedError: the source has no place for what was learned.
+        Raises RefusedError: the source has no place for what was learned.
         """
 
 

@@ -21,7 +21,6 @@ from torch.nn.utils import parametrizations, parametrize
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.planned_layer import Linearity
 
-# By their dimensions, from one on.
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
@@ -42,11 +41,7 @@ class Gain(OwnLayer):
 
 
 class Standardized(OwnLayer):
-    """A convolution of ours with scaled weight standardization.
-
-    Parameters as timm's `ScaledStdConv2d`, and `mean`, one number per filter (O, 1, ...) that is added to the
-    standardized weight, or None.
-    """
+    """A convolution with scaled weight standardization, with timm's parameters and `mean` (O, 1, ...) or None."""
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
@@ -198,7 +193,9 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
         if not module.in_bias.any():
             return module.weight, module.bias
         shift = module.in_bias * module.weight.flatten(1).sum(1)
-        return module.weight, shift if module.bias is None else module.bias + shift
+        if module.bias is not None:
+            shift = module.bias + shift
+        return module.weight, shift
     if isinstance(module, (*_STANDARDIZED, Standardized)):
         return effective(module), module.bias
     return module.weight, module.bias
@@ -206,7 +203,9 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
 def effective(conv: Any) -> Tensor:
     """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means where kept."""
-    gain = (conv.gain * conv.scale).view(-1) if hasattr(conv, "gain") else None
+    gain: Tensor | None = None
+    if hasattr(conv, "gain"):
+        gain = (conv.gain * conv.scale).view(-1)
     flat = conv.weight.reshape(1, conv.out_channels, -1)
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
     weight: Tensor = flat.reshape_as(conv.weight)

@@ -29,7 +29,8 @@ class Scale(PlannedLayer, OwnLayer):
 
     def __init__(self, alpha: float, *, bias: bool = False, like: Tensor | None = None) -> None:
         super().__init__()
-        like = torch.empty(0) if like is None else like
+        if like is None:
+            like = torch.empty(0)
         self.alpha = nn.Parameter(torch.full((1,), alpha, dtype=like.dtype, device=like.device))
         self.bias = nn.Parameter(torch.zeros_like(self.alpha)) if bias else None
 
@@ -41,7 +42,9 @@ class Scale(PlannedLayer, OwnLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
         y = self.alpha.to(x) * x
-        return y if self.bias is None else y + self.bias.to(x)
+        if self.bias is not None:
+            y = y + self.bias.to(x)
+        return y
 
     def extra_repr(self) -> str:
         return "bias=True" if self.bias is not None else ""
@@ -59,7 +62,9 @@ class Scale(PlannedLayer, OwnLayer):
         if isinstance(old, Scale) and old.bias is not None and scale.bias is not None and not fresh:
             scale.bias.copy_(old.bias)
         act = affine.copied_activation(old)
-        return scale if act is None else Chain(Vacant(act), scale)
+        if act is None:
+            return scale
+        return Chain(Vacant(act), scale)
 
 
 class FixedScale(Scale):

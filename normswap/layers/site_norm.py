@@ -63,7 +63,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, ghost={self.ghost}" if self.ghost else super().extra_repr()
+        return f"{super().extra_repr()}, ghost={self.ghost}"
 
     @classmethod
     def replacing(
@@ -98,7 +98,9 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
 
 def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
     """A copy of a BatchNorm; of a norm that somebody registered, the BatchNorm that computes what it does."""
-    return SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
+    if affine.is_registered(old):
+        return SiteNorm.replacing(old, like=like)
+    return copy.deepcopy(old)
 
 
 class EmptyNorm(PlannedLayer):
@@ -117,10 +119,7 @@ class EmptyNorm(PlannedLayer):
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
-    """torchvision's frozen BatchNorm, for rows, series and volumes as well as for maps, in one kernel.
-
-    Under autocast torchvision's own gives float32, and all that follows computes in that.
-    """
+    """torchvision's frozen BatchNorm for any dimensions, in one kernel, under autocast in the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""

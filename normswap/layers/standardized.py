@@ -79,7 +79,9 @@ def set_effective(conv: Any, weight: Tensor) -> None:
 
 def computed(layer: Linearity) -> Tensor:
     """The weight that a linear layer, standardized or not, computes with."""
-    return effective(layer) if isinstance(layer, STANDARDIZED) else layer.weight
+    if isinstance(layer, STANDARDIZED):
+        return effective(layer)
+    return layer.weight
 
 
 @torch.no_grad()
@@ -103,10 +105,7 @@ def scale_filters(layer: Any, factor: Tensor) -> None:
 
 
 class StandardizedConv(PlannedLayer):
-    """`layers.Folded` with standardized filters; with `mean`, its filters need not sum to zero.
-
-    `padding`: that of a convolution that pads by itself (`own_forwards.even_padding`).
-    """
+    """`Folded` with standardized filters and one mean each with `mean`; `padding`: `own_forwards.even_padding`."""
 
     @classmethod
     def replacing(

@@ -1,7 +1,4 @@
-"""Layers that reparametrize a weight.
-
-A convolution that has absorbed its neighbours (`Folded`), then reparametrized.
-"""
+"""A convolution that has absorbed its neighbours (`Folded`), with weight norm or spectral norm."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -60,20 +59,11 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
     try:
         with quiet():
             return factory(**kwargs)
-    # Builders raise TypeError, KeyError and others for arguments that they cannot use.
     except (Exception, SystemExit) as error:
         described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its defaults"
         if len(described) > 200:
             described = f"{described[:200]} ..."
         raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None
-
-
-def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Suggest names like the one that is not there, as a remedy."""
-    matches = difflib.get_close_matches(name, list(names), n=3)
-    if not matches:
-        return otherwise
-    return f"Did you mean {' or '.join(matches)}?"
 
 
 def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
@@ -84,11 +74,7 @@ def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) ->
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Tell whether `build` gives a network like `model`.
-
-    Tensor names and shapes must agree, and so must each module's class and settings (a stride leaves no trace in the
-    shapes).
-    """
+    """Tell whether `build` gives a network like `model`: tensor names and shapes, each module's class and settings."""
     try:
         with torch.random.fork_rng(devices=[]):
             return _blueprint(build()) == _blueprint(model)

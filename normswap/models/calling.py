@@ -54,7 +54,9 @@ class Example:
     @property
     def size(self) -> tuple[int, ...]:
         """Of one of its images, (C, H, W)."""
-        return tuple(self.images.shape if self.listed else self.images.shape[1:])
+        if self.listed:
+            return tuple(self.images.shape)
+        return tuple(self.images.shape[1:])
 
     @property
     def count(self) -> int:
@@ -62,7 +64,9 @@ class Example:
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
-        return len(self.images) if self.images.ndim else 1
+        if not self.images.ndim:
+            return 1
+        return len(self.images)
 
     def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]
@@ -230,7 +234,9 @@ def form(model: nn.Module) -> Example:
     first = next((p for p in taken if p.name == stated), next(iter(taken), None))
     if first is None:
         return Example((empty,))
-    value: object = [empty] if _takes_list(model, first) else empty
+    value: object = empty
+    if _takes_list(model, first):
+        value = [empty]
     required = [p for p in taken if p.default is p.empty and p is not first]
     if positional and first is positional[0]:
         named: dict[str, object] = {p.name: empty for p in required if p.kind is p.KEYWORD_ONLY}
@@ -254,9 +260,7 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     """Return the user's inputs, one call each; tensors among them are images, if `form` says how they are taken.
 
-    Raises:
-        OptionError: there is no tensor in it, or one without values.
-        TraceError: the network takes more than images.
+    Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more than images.
     """
     calls = []
     for call in inputs if isinstance(inputs, list) else [inputs]:
@@ -297,7 +301,9 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
         return zip(value._fields, value, strict=True)
     if isinstance(value, list | tuple):
         return enumerate(value)
-    return vars(value).items() if is_record(value) else ()
+    if is_record(value):
+        return vars(value).items()
+    return ()
 
 
 def is_record(value: object) -> bool:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch import nn
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, first_line, near
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
-from normswap.models.building import BuildRequest, Built, make, near
+from normswap.models.building import BuildRequest, Built, make
 from normswap.models.hub import RECORDED, own_cfg
 from normswap.models.weight_files import check_finite
 from normswap.plan import Arch
@@ -68,7 +68,6 @@ def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    # The user's module may raise anything when it is run.
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")

@@ -33,7 +33,7 @@ _STEM_AND_HEAD = ("first_conv", "classifier")
 # By Pillow's numbers.
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
-RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL)
+RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
 
 
 def endpoint() -> str:
@@ -48,8 +48,7 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
         repo: `org/name` or `org/name@revision`.
         filenames: in order of preference.
 
-    Raises:
-        SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
+    Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
     """
     name, _, revision = repo.partition("@")
     with quiet():
@@ -121,8 +120,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     Returns:
         The architecture's name, its arguments, and what is stated of weights and preprocessing.
 
-    Raises:
-        SourceError: missing, not JSON, or not that of a timm model.
+    Raises SourceError: missing, not JSON, or not that of a timm model.
     """
     config = read_json(file, origin)
     name = config.get("architecture")
@@ -145,27 +143,28 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 def own_cfg(model: nn.Module) -> Cfg:
     """Return timm's record of the weights as it is on the network; empty where there is none."""
     cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    return dict(cfg) if isinstance(cfg, Mapping) else {}
+    if not isinstance(cfg, Mapping):
+        return {}
+    return dict(cfg)
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
-    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+    if len(values) == channels:
+        return list(values)
+    return [sum(values) / len(values)] * channels
 
 
 def crop_share(crop: int, resize: int) -> float:
     """Return the crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
     share = crop / resize
-    return share if math.floor(crop / share) == resize else math.nextafter(share, 0)
+    if math.floor(crop / share) == resize:
+        return share
+    return math.nextafter(share, 0)
 
 
 def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
-    """Return the JSON-able preprocessing of a network, which may have another head and other channels than its source.
-
-    Args:
-        cfg: timm's record of the source's weights.
-        kwargs: the arguments the network was built with.
-    """
+    """Return the preprocessing (JSON) of a network with these arguments, `cfg` being timm's record of its source."""
     classes = getattr(model, "num_classes", cfg["num_classes"])
     recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
     if classes != recorded.get("num_classes"):
@@ -189,12 +188,7 @@ def bare(config: Cfg) -> Cfg:
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
-    """Return timm's record of the preprocessing of transformers, as far as it is stated.
-
-    Args:
-        stated: a preprocessor_config.json; empty where there is none.
-        model: a network of transformers.
-    """
+    """Return timm's record of a transformers network's preprocessing, as its preprocessor_config.json states it."""
     config: Any = model.config
     channels = getattr(config, "num_channels", 3)
     crop = _sides(stated.get("do_center_crop", True) and stated.get("crop_size"))

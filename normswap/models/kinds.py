@@ -107,8 +107,7 @@ def exported(file: Path) -> bool:
 def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
     """Return the name of the architecture, and the weights file, if it is to be filled from one.
 
-    Raises:
-        SourceError: there is no such file; OptionError: options that do not go together.
+    Raises SourceError: there is no such file; OptionError: options that do not go together.
     """
     file, (prefix, colon, _) = Path(source), source.partition(":")
     if exported(file):

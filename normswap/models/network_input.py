@@ -119,7 +119,9 @@ def answer(output: object) -> Tensor:
     """The network's answer in its output: the tensor, or the one of that name, or alone; raises OptionError: none."""
     if isinstance(output, Tensor):
         return output
-    named = dict(named_tensors(output, depth=1)) if not isinstance(output, list) else {}
+    named: dict[str, Tensor] = {}
+    if not isinstance(output, list):
+        named = dict(named_tensors(output, depth=1))
     tensor = next((named[name] for name in ANSWERS if name in named), None)
     if tensor is None and len(named) == 1:
         tensor = next(iter(named.values()))

@@ -12,9 +12,9 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from normswap import demo_files, shipped
-from normswap.errors import SourceError, first_line, quiet, spelled
+from normswap.errors import SourceError, first_line, near, quiet, spelled
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
 from normswap.models.hub import GENERAL, own_cfg, read_config, record
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
@@ -78,7 +78,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     cfg = own_cfg(model) or {**_USUAL, "architecture": name}
     # timm has replaced a deprecated name by the current one.
     arch = _untagged(cfg, arguments)
-    source = f"{arch.name}.{cfg['tag']}" if cfg.get("tag") else arch.name
+    source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     return Built(
         model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
     )

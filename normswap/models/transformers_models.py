@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import nn
 
-from normswap.errors import SourceError, first_line, quiet
+from normswap.errors import SourceError, first_line, near, quiet
 from normswap.layers.seeding import seeded
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
+from normswap.models.building import BuildRequest, Built, Cfg, make, rebuilds
 from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
 
@@ -63,7 +63,9 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
         arch = Arch(kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers")
     except (TypeError, ValueError):
         return None
-    return arch if rebuilds(lambda: rebuild(create(arch)), model) else None
+    if not rebuilds(lambda: rebuild(create(arch)), model):
+        return None
+    return arch
 
 
 def _fetch(place: str, *names: str) -> Path:

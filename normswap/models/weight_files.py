@@ -77,11 +77,12 @@ def read_wrapped(file: Path) -> Wrapped:
             # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    # torch reports broken archives as RuntimeError, EOFError, KeyError, OSError and others.
     except Exception as error:
         if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+            if any(name.startswith("ultralytics.") for name in names):
+                remedy = f"If you trust it: torch.save(ultralytics.YOLO('{file}').model.float().state_dict(), FILE)"
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
@@ -170,8 +171,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
             `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
 
-    Raises:
-        SourceError: missing or unexpected keys, or other shapes, listed.
+    Raises SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)
@@ -239,8 +239,10 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
 def some(items: Iterable[str]) -> str:
     """Return the first few items and a count of the rest."""
     listed = list(items)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    shown = ", ".join(listed[:_SHOWN])
+    if len(listed) > _SHOWN:
+        shown += f" and {len(listed) - _SHOWN} more"
+    return shown
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
@@ -276,4 +278,6 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
     }
     if any(misfits.values()):
         remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+        if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
+            remedy = "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH` goes back"
         raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

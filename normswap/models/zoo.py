@@ -133,12 +133,12 @@ def open_source(
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
+    built.preprocessing.pop("license", None)  # of other weights
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
-    # timm sets both, as plain attributes.
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     record = Provenance(built.arch, source, sha256, built.preprocessing)
     return provenance.attach(model, record)

@@ -52,7 +52,6 @@ _RECALIBRATED = {"data": "", "samples": None, "batch_size": 64, "against": 0, "s
 # A norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {"exact": False, "fit": Function("schemes.groupnorm.fit"), "starts_from": "batchnorm"}
 
-# What one can convert to, by name.
 TARGETS: dict[str, Scheme] = {
     "affine": Scheme(
         Function("schemes.norm_insertion.plan_affine"),
@@ -202,7 +201,6 @@ TARGETS: dict[str, Scheme] = {
     ),
 }
 
-# What `--for` adds after a scheme.
 PURPOSES: dict[str, Scheme] = {
     "federated": Scheme(Function("schemes.purposes.plan_federated"), may_do_nothing=True),
     "opacus": Scheme(Function("schemes.purposes.plan_opacus"), may_do_nothing=True),

@@ -80,7 +80,9 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
     if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
         raise NotFoldable("filters of one number, or padding that is not zeros")
     same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
-    padding = conv.padding if same else own_forwards.even_padding(conv)
+    padding: str | tuple[int, ...] | None = conv.padding
+    if not same:
+        padding = own_forwards.even_padding(conv)
     if padding is None:
         raise NotFoldable("it pads one end more than the other")
     return padding

@@ -45,10 +45,7 @@ def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm per channel and sample in place of every BatchNorm.
-
-    A channel's mean and size, which often say what is in the image, are erased. A channel of one element is refused.
-    """
+    """Plan a norm per channel and sample, which erases each channel's mean and size; one element is refused."""
     return insert_per_sample_norms(anatomy, lambda channels: channels, channelwise=True)
 
 

@@ -53,7 +53,9 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
         check_linear(builder, path, conv)
     except NotFoldable:
         return None
-    return None if path in builder.linears else path
+    if path in builder.linears:
+        return None
+    return path
 
 
 def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:

@@ -92,7 +92,9 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):
         node = traced.main_input(node)
-    return 1.0 if node is None else owed.get(node, 1.0)
+    if node is None:
+        return 1.0
+    return owed.get(node, 1.0)
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
@@ -106,4 +108,6 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
         return None
     after = traced.users[users[0]]
     removed = len(after) == 1 and builder.removes(str(after[0].target)) and scales_branch(traced.module(after[0]))
-    return users[0], str((after[0] if removed else users[0]).target)
+    if removed:
+        return users[0], str(after[0].target)
+    return users[0], str(users[0].target)

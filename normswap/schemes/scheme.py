@@ -96,7 +96,9 @@ class Scheme:
 
     def is_exact(self, options: Options) -> bool:
         """Whether the function is kept with these options, which are complete."""
-        return self.exact(options) if callable(self.exact) else self.exact
+        if callable(self.exact):
+            return self.exact(options)
+        return self.exact
 
 
 @dataclass(frozen=True)

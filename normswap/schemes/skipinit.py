@@ -99,7 +99,7 @@ def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
-    """Whether it is a scalar that learns, without a bias that has to go elsewhere, and could: not where alpha is 0."""
+    """Whether it is a scalar that learns and needs no change: its bias is wanted, or 0, or alpha is 0."""
     return _learns(module) and (bias or module.bias is None or not (module.bias.any() and module.alpha.any()))
 
 
@@ -115,7 +115,9 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
     old = cast(BranchScale, builder.anatomy.traced.modules[path])
-    alpha = old.alpha.item() if value is None else value
+    alpha = value
+    if alpha is None:
+        alpha = old.alpha.item()
     bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
         builder.replacements[path] = Edit(path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})})
@@ -157,7 +159,6 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
         dropout = getattr(builder.anatomy.traced.modules[owner], name)
-        # timm's networks hold a number.
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
@@ -184,10 +185,10 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide the branch's last convolution by the deviation of its output; gives the alpha that makes up for it.
+    """Divide the branch's last convolution by the deviation of its output; returns it as the first alpha.
 
-    That is 0 for a branch that was dead, which is alive then. Where dividing is impossible the branch stays as it is,
-    with alpha 1, and a note says why.
+    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. Where dividing is impossible the branch stays as
+    it is, with alpha 1, and a note says why.
     """
     try:
         conv, readers = last_linear(builder, block.branch, block.total)
@@ -210,7 +211,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
 
 
 def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) -> None:
-    """Let the convolution write less by a factor, and what else reads it take more."""
+    """Divide a convolution's output by a factor, and multiply the inputs of its other readers by it."""
     builder.linear(conv).gain /= by
     for reader in readers:
         builder.linear(reader).in_gain *= by

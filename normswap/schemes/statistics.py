@@ -32,7 +32,6 @@ from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
 
-# Torch's.
 EPS, MOMENTUM = 1e-5, 0.1
 
 
@@ -91,9 +90,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
 
     None has a norm after it already, or maps of one position: of an image such a norm would see a single value per
     channel. A convolution that is called more than once is left out with a note, as its norm would mix what differs.
-
-    Args:
-        where: `activation`: its values reach an activation next; `conv`: that, or another linear layer.
+    Its values reach an activation next, or, where `where` is `conv`, another linear layer.
     """
     traced = builder.anatomy.traced
     places = []

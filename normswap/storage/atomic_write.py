@@ -21,8 +21,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
         beside: names of further files that are written there, and that belong to it. Where a process is killed, the
             name has all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
-    Raises:
-        OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
+    Raises OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
     try:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
@@ -30,7 +29,7 @@ def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
             yield aside
             new_files = [aside.with_name(name) for name in (*beside, file.name)]
             for written in (path for new_file in new_files for path in (new_file, *new_file.rglob("*"))):
-                if written.exists():  # some writers make it private
+                if written.exists():
                     written.chmod((0o777 if written.is_dir() else 0o666) & ~_umask())
             if beside or aside.is_dir():
                 _exchange(new_files, file.parent, Path(folder) / "old")
@@ -97,8 +96,7 @@ def check_writable(file: Path, *, force: bool = False, folder_with: str | None =
     Args:
         folder_with: it is to be a directory; one that is replaced must have a file of this name.
 
-    Raises:
-        OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
+    Raises OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """
     if file.is_dir() and folder_with is None:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")

@@ -29,14 +29,14 @@ from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
-from normswap.storage.header_record import VERSION, read_header, weights_in
+from normswap.storage.header_record import VERSION, read_header
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
-if TYPE_CHECKING:  # Python 3.11 has it in typing
+if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
@@ -71,8 +71,11 @@ def open_model(
         model = load(hub_copy, trust_factory=trust_factory)
     else:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
-    model = zoo.for_inputs(model, inputs) if inputs else model
-    return model if input_size is None else zoo.for_size(model, input_size)
+    if inputs:
+        model = zoo.for_inputs(model, inputs)
+    if input_size is None:
+        return model
+    return zoo.for_size(model, input_size)
 
 
 def save(
@@ -104,11 +107,12 @@ def save(
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
-    # of a link, the directory that it points to is replaced
+    # Of a link, the directory that it points to is replaced.
     with atomic_write.writing(place.resolve()) as aside:
         aside.mkdir()
         _write(aside, model, record, report)
-        network_folder.check_writable(place, force=force)  # somebody may have written it since
+        # Another process may have written it since.
+        network_folder.check_writable(place, force=force)
     return place
 
 
@@ -130,7 +134,7 @@ def load(
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     place = Path(directory)
-    header, file = read_header(place), weights_in(place)
+    header, file = read_header(place), place if place.is_file() else place / WEIGHTS
     norms_file = file.with_name(NORMS)
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
     if header.plan.get("digest") != plan.digest:
@@ -181,11 +185,12 @@ def _from_hub(source: str) -> Path | None:
         return None
     try:
         schemes = json.loads(hub.fetch(repo, (CONFIG,)).read_text(encoding="utf-8"))["normswap"]["schemes"]
-    except (ValueError, KeyError, TypeError):  # timm's reader says what is wrong with it
+    # timm's reader says what is wrong with it.
+    except (ValueError, KeyError, TypeError):
         return None
     if not schemes:
         return None
-    with contextlib.suppress(SourceError):  # not every network had norms
+    with contextlib.suppress(SourceError):
         hub.fetch(repo, (NORMS,))
     return hub.fetch(repo, (WEIGHTS,)).parent
 
@@ -209,10 +214,11 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
+    arch = record.arch or Arch(type(model).__name__)
     config = {
-        "architecture": kinds.named(record.arch) if record.arch else type(model).__name__,
+        "architecture": kinds.named(arch),
         "num_classes": getattr(model, "num_classes", None),
-        "model_args": record.arch.kwargs if record.arch else {},
+        "model_args": arch.kwargs,
         "pretrained_cfg": record.pretrained_cfg,
         "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
     }
@@ -231,7 +237,7 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
     except KeyError as error:
         remedy = "Convert model.to(torch.complex64)"
         raise OutputError(f"cannot write {file.name}", f"safetensors has no {error}", remedy) from None
-    except SafetensorError as error:  # it words errors of the disk in its own way
+    except SafetensorError as error:
         raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 
 
@@ -246,4 +252,6 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+    if not kinds:
+        return torch.float32
+    return functools.reduce(torch.promote_types, kinds)

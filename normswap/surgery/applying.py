@@ -23,13 +23,12 @@ Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
 def apply(model: nn.Module, plan: Plan | Sequence[Step], *, double: bool = False) -> nn.Module:
-    """A new model: `model` after all steps of `plan`. It keeps its class; `model` is not changed.
+    """Return a new model: `model` after all steps of `plan`, of the same class. `model` is not changed.
 
     Args:
         double: in float64, and never rounded to less.
 
-    Raises:
-        PlanError: an edit names a path, a layer or an argument that does not exist.
+    Raises PlanError: an edit names a path, a layer or an argument that does not exist.
     """
     for step in plan.steps if isinstance(plan, Plan) else plan:
         model = apply_step(model, step, double=double)
@@ -37,7 +36,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Step], *, double: bool = False
 
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
-    """A new model: `model` after one step; with `double`, in float64 and never rounded to less."""
+    """Return a new model: `model` after one step; with `double`, in float64 and never rounded to less."""
     like, duplicate = _like(model), copying.duplicate
     if double:
         like, duplicate = like.double(), copying.to_double

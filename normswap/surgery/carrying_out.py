@@ -9,7 +9,6 @@ from torch import nn
 from normswap import provenance, schemes
 from normswap.errors import RefusedError, first_line, spelled
 from normswap.layers import affine
-from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
 from normswap.surgery import applying, comparison, fitting, held_out, running
@@ -76,48 +75,40 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
     """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
-    exact = schemes.exact(step)
+    exact, settle = schemes.exact(step), schemes.of(step).scheme.settle
     precise = None
     # An approximate result differs by far more than float32 rounds.
-    if exact:
-        precise = _precise(network, result, step)
+    if exact and settle is not None:
+        double = network.after(result).doubled().module
+        settle(network.module, double, step)
+        precise = comparison.compare_double(network, lambda: double)
+    elif exact:
+        precise = comparison.compare_double(
+            network,
+            lambda: applying.apply_step(network.module, step, double=True),
+            lambda example: running.by_parts(result, example, *applying.doubles(network.module, result, step)),
+        )
     report = comparison.compare(network, result, exact=exact, precise=precise)
     comparison.require_passed(network, report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
     return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
 
 
-def _precise(network: Network, result: nn.Module, step: Step) -> comparison.Precise | None:
-    def parts(example: Example) -> running.Outputs | None:
-        return running.by_parts(result, example, *applying.doubles(network.module, result, step))
-
-    settle = schemes.of(step).scheme.settle
-    if settle is None:
-        return comparison.compare_double(network, lambda: applying.apply_step(network.module, step, double=True), parts)
-    double = network.after(result).doubled().module
-    settle(network.module, double, step)
-    return comparison.compare_double(network, lambda: double)
-
-
 def applied(network: Network, step: Step) -> nn.Module:
-    """The network after a step, recorded in its provenance and checked to run; no values are fitted yet."""
+    """Return the network after a step, with its provenance, checked to run. No values are fitted yet."""
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
     if not schemes.exact(step):
-        _check_runs(result, network.examples[0].first(1), step.scheme)
+        example = network.examples[0].first(1)
+        try:
+            running.run(result, example)
+        except (RuntimeError, ValueError) as error:
+            size = tuple(example.images.shape[1:])
+            remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
+            remedy += f"'{spelled('skip', metavar='PATTERN')}'"
+            raise RefusedError(f"{step.scheme} does not run on {size}", first_line(error), remedy) from None
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():
         if path in edited:
             norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
     return provenance.attach(result, network.provenance.after(step, norms))
-
-
-def _check_runs(model: nn.Module, example: Example, scheme: str) -> None:
-    """Refuse a norm that does not take what reaches it on this example."""
-    try:
-        running.run(model, example)
-    except (RuntimeError, ValueError) as error:
-        size = tuple(example.images.shape[1:])
-        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
-        remedy += f"'{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None

@@ -82,8 +82,7 @@ def compare(
         precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
         traced: whether errors are measured at every block of the source, too, and branches checked for life.
 
-    Raises:
-        VerificationError: one of them does not run, or the source differs from run to run.
+    Raises VerificationError: one of them does not run, or the source differs from run to run.
     """
     network, precision = source.module, str(source.dtype).removeprefix("torch.")
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
@@ -136,8 +135,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     Args:
         network: the source, which is looked at where the result is not right.
 
-    Raises:
-        VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
+    Raises VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
     """
     if report.passed:
         return
@@ -184,7 +182,9 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
     if error.relative_l2 > allowed:
         own_change = _allowance(source, larger, outputs, error, precise, exact=True)
         allowed = max(allowed, _tolerance(precision, own_change, None)[precision])
-    return error if error.relative_l2 > allowed else None
+    if error.relative_l2 <= allowed:
+        return None
+    return error
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
@@ -258,7 +258,9 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
     """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
-    return 0.0 if shaped and apart == float("inf") else apart
+    if shaped and apart == float("inf"):
+        return 0.0
+    return apart
 
 
 def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The main job: plan, carry out, prove; for a model in memory."""
+"""Convert a network in memory: plan every step, carry it out, prove the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ConvertOptions(TypedDict, total=False):
-    """What `convert` takes beside its own arguments, for editors and type checkers; a scheme refuses another's."""
+    """The options of all schemes, for editors and type checkers; a scheme refuses those of another."""
 
     only: str | Sequence[str]
     skip: str | Sequence[str]
@@ -55,9 +55,7 @@ class ConvertOptions(TypedDict, total=False):
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
     """Plan one step of a conversion: the step, and its builder with its outcomes and notes.
 
-    Raises:
-        OptionError: unknown scheme or option.
-        RefusedError: something cannot be converted, or there is nothing to do.
+    Raises OptionError: unknown scheme or option; RefusedError: it cannot be converted, or there is nothing to do.
     """
     schemes.check_target(to)
     return _plan_step(anatomy, schemes.chosen(to, options))
@@ -71,8 +69,7 @@ def plan_steps(
     Args:
         measured: whether there will be images to fit values to.
 
-    Raises:
-        OptionError, RefusedError: as `plan_step`.
+    Raises OptionError, RefusedError: as `plan_step`.
     """
     schemes.check_target(to)
     before: Step | None = None
@@ -183,16 +180,14 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
-    """The schemes with their options, in order.
+    """The schemes of a conversion with their options, in order: what the target needs, the target, then the purpose.
 
-    Before the target: with images at hand (`measured`), norms with statistics per sample become BatchNorms; for a
-    target that needs BatchNorms, where they are lost, they come back from the statistics that the network carries.
-    To become `batchnorm` a network without a known norm gets some, if that is asked for or there are images. For a
-    target that puts scalars on branches, a normalizer-free block gives up its own first. After it: what the purpose
-    needs.
+    - With images (`measured`), norms with statistics per sample first become BatchNorms.
+    - A target that puts scalars on branches comes after the folding of the factors of normalizer-free blocks.
+    - For a target that needs BatchNorms, lost ones come back from the statistics that the network carries.
+    - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are images.
 
-    Raises:
-        OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
+    Raises OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
     """
     purpose = options.get("purpose")
     schemes.check_purpose(purpose)
@@ -202,7 +197,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    # A target that needs BatchNorms uses those in the network, and leaves other norms as they are.
+    # A target that needs BatchNorms takes those in the network, and leaves other norms as they are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
     before: list[str] = []

@@ -1,6 +1,6 @@
-"""DO: how data enter a conversion: whether a step wants them, and the call to its scheme's `fit`.
+"""DO: fit the values of a step's result to images, where its scheme has a `fit`.
 
-A plan's structure never depends on data; a scheme with a `fit` sets values of the converted network afterwards.
+The structure that a plan gives never depends on data. A scheme's `fit` sets values of the converted network afterwards.
 """
 
 from __future__ import annotations
@@ -52,13 +52,7 @@ def _exact_options(chosen: Chosen) -> list[str]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The outcome of a fit.
-
-    Args:
-        held: calls that nothing was fitted to.
-        unmeasured: why there are none.
-        notes: what the user should know.
-    """
+    """The outcome of a fit: calls that nothing was fitted to, why there are none, what the user should know."""
 
     held: tuple[Example, ...] = ()
     unmeasured: str = ""
@@ -86,9 +80,11 @@ class _Calls:
 
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Images as calls of the network, as often as they are read; once, where they can be read only once."""
+    """Images as calls of the network, which can be iterated as often as the images can."""
     calls = _Calls(images, network.form)
-    return iter(calls) if isinstance(calls.batches, Iterator) else calls
+    if isinstance(calls.batches, Iterator):
+        return iter(calls)
+    return calls
 
 
 def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:

@@ -21,11 +21,11 @@ TOO_FEW = "too few calibration images to hold out every fourth and measure on it
 
 
 class HeldOutSplit:
-    """The calls to fit to, which can be read again and again: every fourth image is in `held` and not in them.
+    """The calls to fit to, which can be iterated repeatedly. Every fourth image is held out of them, in `held`.
 
-    Of calls that cannot be split, every fourth one is held out. Calls have a size that suits the network's device
-    (`checked_batches.parts`). A held-out image that is also among the fitted ones says nothing about others: once all
-    calls are read, such copies are no longer in `held`, and `copies` is their number.
+    Of calls that cannot be split, every fourth one is held out. Calls are cut to a size that suits the device
+    (`checked_batches.parts`). After an iteration `held` no longer has copies of images that were fitted to, and
+    `copies` is their number.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
@@ -39,7 +39,6 @@ class HeldOutSplit:
         position = 0
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
-                # Its reader says what is wrong with it.
                 yield batch
                 continue
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
@@ -85,8 +84,7 @@ def measured(
     Args:
         anatomy: of the source, which tells scores of classes from other outputs.
 
-    Raises:
-        VerificationError: one of them does not run.
+    Raises VerificationError: one of them does not run.
     """
     off = size = 0.0
     count, answers = 0, dict[str, str]()

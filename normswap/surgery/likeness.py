@@ -93,7 +93,9 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(anatomy: Anatomy) -> int:
-    return 0 if anatomy.classifier is None else int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
+    if anatomy.classifier is None:
+        return 0
+    return int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:

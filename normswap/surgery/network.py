@@ -193,7 +193,9 @@ class Network:
             return self.calls
         traced = self.anatomy.traced
         noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
-        return noise[:1] if traced.input_independent else noise
+        if traced.input_independent:
+            return noise[:1]
+        return noise
 
     @cached_property
     def images(self) -> Batches | None:
@@ -209,4 +211,6 @@ class Network:
         """How reports call the inputs."""
         if isinstance(self.inputs, DrawnCalls):
             return f"random inputs of the stated shapes, seed {self.seed}"
-        return "given inputs" if self.inputs is not None else f"N(0, 1) noise, seed {self.seed}"
+        if self.inputs is not None:
+            return "given inputs"
+        return f"N(0, 1) noise, seed {self.seed}"

@@ -68,8 +68,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
         loader: batches of images and labels; -1: no label.
         progress: called with the images done and their total; twice over all where there are labels.
 
-    Raises:
-        SourceError: no images, or labels that are no classes of the networks.
+    Raises SourceError: no images, or labels that are no classes of the networks.
     """
     features = source.anatomy.features
     if not features and not labels_are_missing(loader):

@@ -109,7 +109,9 @@ def by_parts(
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
-            _put(module, name, tensor.data.double() if double_tensor is None else double_tensor)
+            if double_tensor is None:
+                double_tensor = tensor.data.double()
+            _put(module, name, double_tensor)
 
     @_unseen
     def back(module: nn.Module, *_: object) -> None:
@@ -166,8 +168,7 @@ def noise(
     Args:
         ran: examples that the network is known to run on, as they print.
 
-    Raises:
-        VerificationError: the model runs on none of them.
+    Raises VerificationError: the model runs on none of them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)

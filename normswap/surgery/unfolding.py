@@ -8,7 +8,7 @@ exact (they are multiplied by 0) and alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ def unfold(network: Network) -> Network:
 
     The gammas and betas of LayerNorms, and LayerScales, that went into the layers around them are ones and zeros.
 
-    Raises:
-        RefusedError: the network was not converted, or was changed in a way the source cannot express.
+    Raises RefusedError: the network was not converted, or was changed in a way the source cannot express.
     """
     record = network.provenance
     if not record.plan.steps:
@@ -45,14 +44,17 @@ def unfold(network: Network) -> Network:
         why = "branches were merged into one convolution, which does not say what each of them was"
         remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
         raise RefusedError("cannot unfold", why, remedy)
-    source = _skeleton(network)
+    arch = architecture(network.module)
+    if arch is None:
+        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
+    source = bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
     canonical = _canonical(network)
     state, tensors = source.module.state_dict(), _tensors(canonical)
     _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
     # The norms come second: a ChannelBias has a `bias` where its norm had one.
     _copy(state, record.norms)
-    _copy(state, _living(network.module))
+    _copy(state, _tensors(network.module, affine.is_affine_norm))
     builder = fold_norms(source.anatomy)
     modules, converted = builder.anatomy.traced.modules, _by_old_path(canonical)
     for edit in builder.edits():
@@ -61,15 +63,6 @@ def unfold(network: Network) -> Network:
         _invert(edit, modules, converted[edit.path])
     source.module.train(network.module.training)
     return source
-
-
-def _skeleton(network: Network) -> Network:
-    """The bare architecture, called as the network is; a RefusedError where nobody knows how to build it."""
-    arch = architecture(network.module)
-    if arch is None:
-        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
-    module = zoo.create(arch).to(next(network.module.parameters()))
-    return bare(network, module, arch)
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
@@ -118,17 +111,14 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, among: Callable[[nn.Module], bool] = lambda module: True) -> dict[str, Tensor]:
+    """The tensors of the modules for which `among` holds, by the names that they had before anything was chained."""
     tensors = {}
     for path, module in _by_old_path(model).items():
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
+        if among(module):
+            own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
     return tensors
-
-
-def _living(model: nn.Module) -> dict[str, Tensor]:
-    norms = {path: module for path, module in _by_old_path(model).items() if affine.is_affine_norm(module)}
-    return {f"{path}.{name}": tensor for path, module in norms.items() for name, tensor in module.state_dict().items()}
 
 
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
@@ -142,7 +132,7 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
         if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in names:
-                    parameter.fill_(0 if name == "bias" else 1)
+                    parameter.fill_(float(name != "bias"))
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:

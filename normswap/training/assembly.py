@@ -26,7 +26,7 @@ from normswap.training.run_folder import State
 from normswap.training.subject import Subject
 from normswap.training.training_images import Share, TrainingImages, validation
 
-if TYPE_CHECKING:  # an optional package, or one that takes long to import
+if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -39,8 +39,7 @@ def read_slurm() -> None:
 
     SLURM_STEP_ID is srun's: a batch script has SLURM_NTASKS, too, and is one process.
 
-    Raises:
-        OptionError: nobody says where the processes meet.
+    Raises OptionError: nobody says where the processes meet.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:
@@ -182,7 +181,8 @@ class Task:
         self.model: nn.Module = engine.prepare_model(self.raw)
         self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
-            self.ema.set(self.raw)  # DDP has given every process the weights of the first
+            # DDP has given every process the weights of the first.
+            self.ema.set(self.raw)
 
     def parts(self) -> State:
         """Return the tensors of a state."""

@@ -33,7 +33,7 @@ from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, id
 from normswap.training.subject import begin, converted
 from normswap.training.training_images import TrainingImages, image_notes, key
 
-if TYPE_CHECKING:  # an optional package, or one that takes long to import
+if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
@@ -165,9 +165,11 @@ class TrainingRun:
         self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
         self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
         device = task.engine.device
-        self.sum = torch.zeros((), device=device, dtype=precise(device))  # of this process's losses since the last look
+        # The sum of this process's losses since the last look.
+        self.sum = torch.zeros((), device=device, dtype=precise(device))
         self.lr = 0.0
-        self.every = 1 if device.type == "cpu" else 10  # a look waits for the device
+        # A look waits for the device.
+        self.every = 1 if device.type == "cpu" else 10
 
     def open(self, *, resume: bool) -> None:
         """Begin the run, or continue the one in the folder if there is one."""
@@ -199,7 +201,7 @@ class TrainingRun:
             if not due and at.update % self.every:
                 continue
             finite, asked = self._agree(stop.is_set())
-            if finite and (due or asked):  # every process has the same weights
+            if finite and (due or asked):
                 finite = all(bool(parameter.isfinite().all()) for parameter in task.raw.parameters())
             if not finite:
                 last = f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
@@ -216,7 +218,7 @@ class TrainingRun:
 
     def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
-        torch.manual_seed(key(seed, "update", update, engine.process_index))  # dropout and its like
+        torch.manual_seed(key(seed, "update", update, engine.process_index))
         task.scheduler.step_update(update)
         first = task.optimizer.param_groups[0]
         self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
@@ -310,7 +312,8 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
     if share is None:
         return None
     if engine.num_processes > 1:
-        for buffer in model.buffers():  # without SyncBN, every process has running statistics of its own
+        # Without SyncBN every process has running statistics of its own.
+        for buffer in model.buffers():
             dist.broadcast(buffer, 0)
     measured = evaluate(model, share)
     means = [measured.top1, measured.top5, measured.loss, 1.0, measured.images_per_s / measured.count]
@@ -321,12 +324,14 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 def precise(device: torch.device) -> torch.dtype:
     """Return what to add figures up in: the order, which depends on the number of processes, should not show."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def score(row: Row) -> float:
     """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
-    if accuracies:
-        return max(accuracies)
-    return -math.inf if row["train_loss"] is None else -row["train_loss"]
+    if row["train_loss"] is not None:
+        accuracies = accuracies or [-row["train_loss"]]
+    return max(accuracies, default=-math.inf)

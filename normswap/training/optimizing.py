@@ -41,19 +41,18 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
     Args:
         network: the record of the network that `model` is a copy of, where one has been made.
 
-    Raises:
-        OptionError: timm does not know it, or it does not take such groups.
+    Raises OptionError: timm does not know it, or it does not take such groups.
     """
     policy: Policy = optim.decay
     if policy == "auto":
         steps = provenance.of(model).plan.steps
-        policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
+        policy = next((schemes.get(step.scheme).decay for step in steps[-1:]), "kim2022")
     rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
     try:
         with quiet():
             return create_optimizer_v2(groups, optim.name, lr=optim.lr, momentum=optim.momentum, **optim.args)
-    except Exception as error:  # timm raises what it likes
+    except Exception as error:
         with_args = f" with optim.args {optim.args}" if optim.args else ""
         raise OptionError(f"optim.name {optim.name!r}{with_args} cannot be used", first_line(error)) from None
 
@@ -68,17 +67,20 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
         per_epoch: updates.
     """
     warmup = round(schedule.warmup * per_epoch)
-    start = optimizer.param_groups[0]["lr"] / (warmup + 1)  # the first update is one step up from 0, not at 0
+    start = optimizer.param_groups[0]["lr"] / (warmup + 1)
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
-    if schedule.name in ("cosine", "poly"):
-        kind: Callable[..., Scheduler] = CosineLRScheduler if schedule.name == "cosine" else PolyLRScheduler
+    kinds: dict[str, Callable[..., Scheduler]] = {"cosine": CosineLRScheduler, "poly": PolyLRScheduler}
+    if schedule.name in kinds:
         with quiet():
-            return kind(optimizer, t_initial=updates - warmup, lr_min=schedule.min_lr, warmup_prefix=True, **common)
+            return kinds[schedule.name](
+                optimizer, t_initial=updates - warmup, lr_min=schedule.min_lr, warmup_prefix=True, **common
+            )
     epochs = list(schedule.milestones) if schedule.name == "multistep" else []
     if schedule.name == "step":
         every = schedule.milestones[0]
         epochs = [every * i for i in range(1, int(updates / per_epoch / every) + 1)]
-    steps = [round(epoch * per_epoch) + 1 for epoch in epochs]  # timm's milestone m acts at update m - 1
+    # timm's milestone m acts at update m - 1.
+    steps = [round(epoch * per_epoch) + 1 for epoch in epochs]
     return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common)
 
 

@@ -87,8 +87,10 @@ class Folder:
     def write_state(self, position: TrainingState, parts: State) -> None:
         """Replace the state by this one, at once; where that fails (OutputError), the old one is still there."""
         body = {"identity": self.identity, "position": vars(position), **parts}
-        buffer = io.BytesIO()  # torch.save on a full disk raises what no one expects, and may leave a part
-        torch.save(calling.changed(body, Tensor.cpu), buffer)  # torch would save all of a storage, and its device
+        # torch.save raises various errors on a full disk, and may leave a part.
+        buffer = io.BytesIO()
+        # torch would save the whole storage of a view, and its device.
+        torch.save(calling.changed(body, Tensor.cpu), buffer)
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
     def read_state(self) -> tuple[TrainingState, State]:
@@ -101,7 +103,7 @@ class Folder:
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
             identity, position = body.pop("identity"), TrainingState(**body.pop("position"))
-        except Exception as error:  # torch raises what its unpickler does
+        except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
         differ = recipe_files.differences(identity, self.identity)
         if differ:
@@ -111,7 +113,7 @@ class Folder:
 
     def write_network(self, model: nn.Module, place: Path) -> None:
         """Replace best/ or last/."""
-        for stale in self.place.glob(f".{place.name}.*"):  # of a run that was killed while it wrote
+        for stale in self.place.glob(f".{place.name}.*"):
             shutil.rmtree(stale, ignore_errors=True)
         checkpoint.save(model, place, force=True)
 

@@ -28,12 +28,7 @@ _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The network as training begins. Nothing that takes it changes it.
-
-    Args:
-        network: its record.
-        source: what it was before the recipe's own conversion; itself where there was none.
-    """
+    """The network as training begins, and before the recipe's conversion (`source`). No function changes it."""
 
     network: Network
     source: nn.Module
@@ -81,7 +76,8 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     if model is None:
         if settings is None:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-        with drawn_by(recipe.train.seed, "weights"):  # random ones are the seed's, or no run could be continued
+        # Random weights follow from the seed, so that a run can be continued.
+        with drawn_by(recipe.train.seed, "weights"):
             model = checkpoint.open_model(settings.name, weights=settings.weights, arch_args=settings.args, named=False)
     return Subject(Network.of(model), model)
 

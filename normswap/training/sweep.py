@@ -27,7 +27,7 @@ from normswap.errors import OptionError, OutputError, SourceError, TrainingError
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
-if TYPE_CHECKING:  # an optional package, or one that takes long to import
+if TYPE_CHECKING:
     import optuna
 
 
@@ -172,8 +172,7 @@ class Sweep:
         place: where this machine's runs go.
         storage: the URL of a database; by default an SQLite file in `place`.
 
-    Raises:
-        NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
+    Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
     """
 
     def __init__(
@@ -206,14 +205,14 @@ class Sweep:
                 return self.optuna.create_study(
                     study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
                 )
-            except Exception as error:  # whatever the database's driver raises
+            except Exception as error:
                 why = first_line(error)
             time.sleep(attempt * 0.2)
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
-        if storage.engine.name == "sqlite":  # as SQLAlchemy's documentation has it
+        if storage.engine.name == "sqlite":
             from sqlalchemy import event
 
             storage.engine.dispose()
@@ -242,7 +241,7 @@ class Sweep:
             elif "RUNNING" not in states:
                 return True
             elif waited > GRACE + BEAT:
-                return False  # whoever has begun them is alive
+                return False
             else:
                 time.sleep(1)
                 waited += 1
@@ -252,13 +251,14 @@ class Sweep:
         """Take one trial from the queue; Optuna sees to it that no one else has it."""
 
         def run(trial: optuna.Trial) -> float:
-            self.storage.record_heartbeat(trial._trial_id)  # also a process that dies at once has lived
+            self.storage.record_heartbeat(trial._trial_id)
             points = {other.number: _point(other) for other in self.study.get_trials(deepcopy=False)}
             point = points[trial.number]
             earlier = [_point(other) for other in self._valid() if other.number < trial.number]
-            if point is None or point in earlier:  # the queue was empty, or two workers have queued the same
+            # The queue was empty, or two workers have queued the same.
+            if point is None or point in earlier:
                 raise self.optuna.TrialPruned
-            trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)  # as queued; for Optuna's tools
+            trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)
             return self._train(trial, *point, objective, say)
 
         self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
@@ -273,11 +273,12 @@ class Sweep:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             top1 = objective(self.recipe.model_copy(update={"optim": optim, "train": train}), folder)
-        except (TrainingError, RuntimeError) as error:  # out of memory, for one
+        except (TrainingError, RuntimeError) as error:
             trial.set_user_attr("note", first_line(error))
             trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
             raise
-        if top1 is None:  # the trial fails without a word, and is queued again
+        # The trial fails, and is queued again.
+        if top1 is None:
             raise _StoppedError
         return top1
 
@@ -309,5 +310,5 @@ def _optuna() -> ModuleType:
     require_packages("a sweep", ("optuna",), "train")
     import optuna
 
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its heartbeat, which is from 2021
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     return optuna

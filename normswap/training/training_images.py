@@ -141,8 +141,7 @@ class TrainingImages:
         model: the network's record (`datasets.image_record`).
         labelled: whether labels are used.
 
-    Raises:
-        SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
+    Raises SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
@@ -204,7 +203,7 @@ def places(data: DataPart) -> tuple[str, str | None]:
         remedy = "Give data.root=PATH, the folder of the images"
         raise SourceError("no images to train on", "the recipe has no data.root", remedy)
     root = Path(data.root)
-    if not root.exists():  # a dataset of timm's, which knows its parts, or an error when it is opened
+    if not root.exists():
         parts = data.root.partition("/")[0].lower() in PREFIXES
         return data.root, data.validation or (data.root if parts else None)
     training = part_named(root, TRAIN) or root
@@ -246,7 +245,7 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
     """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
     size = tuple(model["input_size"][1:])
     interpolation = model.get("interpolation", "bilinear")
-    make: Any = transforms_imagenet_train  # whose annotations say that it takes no None, and it does
+    make: Any = transforms_imagenet_train
     primary, secondary, last = make(
         img_size=size,
         scale=augment.scale,

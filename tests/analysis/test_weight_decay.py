@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from normswap import schemes
-from normswap.analysis.weight_decay import POLICIES, SCALARS, Assignment, param_groups, roles
+from normswap.analysis.weight_decay import POLICIES, Assignment, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
@@ -87,20 +87,6 @@ def test_membership_is_the_papers(name: str) -> None:
     assert len(groups["decay"]["params"]) == sum(n for role, n in TABLE[name].items() if role in DECAYING)
     assert (groups["decay"]["weight_decay"], groups["no-decay"]["weight_decay"]) == (0.1, 0.0)
     check(model, list(groups.values()))
-
-
-def test_named_members_of_resnet50_and_resnetv2_50() -> None:
-    role = {one.path: one.role for one in roles(skeleton("resnet50"))}
-    assert role["bn1.weight"] == "gamma_0"
-    assert role["layer1.0.bn3.weight"] == role["layer4.2.bn3.weight"] == "gamma_last"
-    assert role["layer3.0.downsample.1.weight"] == "gamma_down"
-    assert role["layer3.0.bn1.weight"] == role["layer3.5.bn2.weight"] == "gamma_other"
-    role = {one.path: one.role for one in roles(skeleton("resnetv2_50"))}
-    assert [path for path in role if role[path] == "gamma_down"] == [
-        f"stages.{i}.blocks.0.norm1.weight" for i in range(4)
-    ]
-    assert role["stages.0.blocks.1.norm1.weight"] == "gamma_other"
-    assert role["norm.weight"] == "gamma_head"
 
 
 def test_nf_gains_do_not_decay_except_with_timm() -> None:
@@ -176,15 +162,6 @@ def test_every_scheme_has_a_row_here() -> None:
     assert {to for _, to, _, _ in CONVERTED} == set(schemes.names())
 
 
-def test_a_gamma_in_tune_mode_has_the_role_of_its_norm() -> None:
-    done = convert(timm.create_model("resnet18"), "tune", input_size=(3, 32, 32)).model
-    role = {one.path: one.role for one in roles(done)}
-    assert role["conv1.gamma"] == "gamma_0"
-    assert role["layer1.0.conv1.gamma"] == "gamma_other"
-    assert role["layer1.0.conv2.gamma"] == "gamma_last"
-    assert role["layer2.0.downsample.0.gamma"] == "gamma_down"
-
-
 def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     model = timm.create_model("resnetv2_18", act_layer="silu")
     done = convert(model, "folded", input_size=(3, 32, 32)).model
@@ -245,14 +222,6 @@ def test_layers_have_timms_rates() -> None:
     assert len(rates) > 10
 
 
-def test_scalars_get_their_own_rate() -> None:
-    model = swapped(timm.create_model("resnet18", channels=(8, 16, 32, 64)), "regularized-skipinit")
-    groups = param_groups(model, lr=1.0, scalar_lr_scale=0.1)
-    of = {id(p): group["lr"] for group in groups for p in group["params"]}
-    for one in roles(model):
-        assert of[id(model.get_parameter(one.path))] == (0.1 if one.role in SCALARS else 1.0)
-
-
 def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(network: Network) -> None:
         raise TraceError("no")
@@ -271,6 +240,15 @@ def test_shared_and_parametrized_weights() -> None:
     )
     assert counts(roles(model)) == {"weight": 2, "bias": 2, "gamma_other": 1, "beta": 1, "gain": 1}
     check(model, param_groups(model))
+
+
+@given(sizes=st.lists(st.sampled_from([1, 1, 4, 7]), max_size=5))
+def test_what_has_one_number_for_each_channel_is_no_weight(sizes: list[int]) -> None:
+    """Whatever its shape: a class token (1, 1, C), a scale (1, C, 1, 1)."""
+    block = nn.Conv2d(3, 4, 1)
+    block.own = nn.Parameter(torch.ones(sizes))
+    decays = {one.path: one.decay for one in roles(block)}
+    assert decays["own"] is (sum(size > 1 for size in sizes) > 1)
 
 
 @pytest.mark.parametrize(

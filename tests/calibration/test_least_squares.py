@@ -358,17 +358,6 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_transposed_convolutions_absorb_the_rescaling(groups: int) -> None:
-    torch.manual_seed(0)
-    conv = nn.ConvTranspose2d(4, 6, 3, groups=groups)
-    net = lived_in(nn.Sequential(conv, nn.BatchNorm2d(6, affine=False)), torch.randn(4, 4, 9, 9))
-    step, _ = conversion.plan_step(inspection.inspect(net), "layernorm")
-    assert {edit.layer for edit in step.edits} == {"GroupNorm", "Rescaled"}
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    assert distance(run(net, x), run(applying.apply_step(net, groupnorm.fitting_target(step)), x)) < 1e-12
-
-
 # which convolutions rescale the channels of the norm after them; a scale and shift in front of it does, where none can
 HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a convolution": (net(lambda m, x: m.bn(m.conv(x)), **ONE), ["conv"]),

@@ -16,7 +16,7 @@ from timm import layers as timm_layers
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, OptionError, RefusedError, SourceError
+from normswap.errors import NormswapError, RefusedError, SourceError
 
 SIZE = (3, 33, 33)
 NORMS: dict[str, Any] = {
@@ -92,21 +92,12 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
         assert distance(run(bn, x), run(done.model, x)) < 1e-10
 
 
-def with_nan() -> list[Tensor]:
-    batches = images()
-    batches[0][0, 0, 0, 0] = float("nan")
-    return batches
-
-
 @pytest.mark.parametrize(
     ("to", "data", "kind", "message"),
     [
         ("folded", None, RefusedError, "GroupNorm.*calibrate=DATA"),
         ("batchnorm", None, NormswapError, "calibrate=DATA"),
-        ("folded", with_nan(), SourceError, "not finite"),
         ("folded", images(1), SourceError, "1 calibration images"),
-        ("folded", "nose", OptionError, "nor 'synthetic'"),
-        ("folded", [torch.randn(4, 1, 33, 33).double()], SourceError, "calibration images do not fit the network"),
     ],
 )
 def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError], message: str) -> None:

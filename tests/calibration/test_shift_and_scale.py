@@ -100,16 +100,16 @@ def by_restoring(x: Tensor) -> Moments:
     return by_numpy(result.double()(x.double()))
 
 
-def of_halves(x: Tensor) -> Moments:
-    """Each ghost batch is a batch: the mean of means, and of unbiased variances."""
-    mean, variance = (np.mean(values, 0) for values in zip(*map(by_numpy, x.split(5)), strict=True))
+def of_ghosts(x: Tensor) -> Moments:
+    """Each ghost batch is a batch, what is left joins the last: the mean of means, and of unbiased variances."""
+    mean, variance = (np.mean(values, 0) for values in zip(*map(by_numpy, x.split([4, 6])), strict=True))
     return mean, variance
 
 
 ESTIMATORS: dict[str, tuple[Callable[[Tensor], Moments], Callable[[Tensor], Moments]]] = {
     "measure": (by_measuring, by_numpy),
     "population": (lambda x: by_population(nn.BatchNorm2d(C), x), by_numpy),
-    "ghosts": (lambda x: by_population(ghosts(5), x), of_halves),
+    "ghosts": (lambda x: by_population(ghosts(4), x), of_ghosts),
     "folds": (by_folds, by_numpy),
     "estimate": (by_estimating, by_numpy),
     "image moments": (by_image, by_numpy),

@@ -10,12 +10,12 @@ import torch
 from commands import MODEL, Capture, run_json
 from crossed import sampled
 from scheme_rows import ROWS, Row
-from torch import nn
 
 import normswap
 from normswap.errors import flag
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
+from normswap.models import preprocessing
 from normswap.provenance import Provenance
 from normswap.provenance import of as origin
 from normswap.storage import checkpoint
@@ -41,14 +41,16 @@ def typed(options: dict[str, Any]) -> list[str]:
     return [*words, *(["--samples", "40", "--seed", "3"] if "calibrate" in options else [])]
 
 
-def assert_same(one: nn.Module, two: nn.Module) -> None:
-    """Structure, tensors, and the record of where they are from."""
+def assert_same(one: Any, two: Any) -> None:
+    """Structure, tensors, the record of where they are from, and how images are prepared, in timm's own record too."""
     assert str(one) == str(two)
     state, other = one.state_dict(), two.state_dict()
     assert state.keys() == other.keys()
     assert all(tensor.equal(other[name]) for name, tensor in state.items())
     first, second = (origin(model) or Provenance() for model in (one, two))
     assert first.plan.digest == second.plan.digest
+    assert preprocessing.data_config(one) == preprocessing.data_config(two)
+    assert all(one.pretrained_cfg[name] == two.pretrained_cfg[name] for name in ("mean", "std", "input_size"))
     assert first.norms.keys() == second.norms.keys()
     assert all(tensor.equal(second.norms[name]) for name, tensor in first.norms.items())
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -56,7 +58,7 @@ def assert_same(one: nn.Module, two: nn.Module) -> None:
         assert one.eval()(x).equal(two.eval()(x))
 
 
-@pytest.mark.parametrize("row", sampled(ASKED, every=3, mark=pytest.mark.slow), ids=str)
+@pytest.mark.parametrize("row", sampled(ASKED, every=4, mark=pytest.mark.slow), ids=str)
 def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> None:
     body = run_json(capfd, "convert", MODEL, "--to", row.scheme, *typed(row.options), "-o", "typed", "--plan", "p.json")
     by_command = normswap.load("typed")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
@@ -310,11 +309,6 @@ class Untraceable(nn.Module):
         if x.ndim != 5:
             raise ValueError("it takes pairs of images")
         return self.norm(self.conv(x[:, 0] - x[:, 1]))
-
-
-def small_state() -> dict[str, Tensor]:
-    model = timm.create_model("resnet18", channels=(8, 8, 16, 16), num_classes=5)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def test_an_existing_output_is_refused_before_the_work(

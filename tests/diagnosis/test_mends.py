@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import MODEL, QUICK, Capture, here, named_commands, run_json
+from crossed import sampled
 from test_doctor import FAULTS, opened
 
 import normswap
@@ -22,7 +23,7 @@ IN_WEIGHTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", IN_WEIGHTS)
+@pytest.mark.parametrize("fault", sampled(IN_WEIGHTS, every=2, mark=pytest.mark.slow))
 def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Capture) -> None:
     """As a user has the network: in a file of weights beside the name of its architecture."""
     plant, name = FAULTS[fault]

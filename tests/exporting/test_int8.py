@@ -150,17 +150,20 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
 
 
-def test_ranges_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_ranges_in_pt2(normalize: bool, tmp_path: Path) -> None:
     """255 steps from the least to the largest number of all images; and weights as small as they like have 64."""
     network, file, x = small(), tmp_path / "net.pt2", pictures(8)
     network[3].weight.data *= 1e-6
-    normswap.export(network, file, dtype="int8", calibrate=x, images=x, input_size=(3, 16, 16))
+    given: dict[str, Any] = {"calibrate": x, "images": x, "input_size": (3, 16, 16), "normalize": normalize}
+    normswap.export(network, file, dtype="int8", **given)
     found = [node.args[1:] for node in pt2.load(file).graph.nodes if "quantize_per_tensor" in node.name]
     assert all(args[2:] == (0, 255, torch.uint8) for args in found)
     step, zero = found[0][:2]
     assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)
     assert zero == round(float(-x.min()) / step)
-    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in held(file).values())
+    weights = [value for value in held(file).values() if value.dtype == torch.int8]
+    assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in weights)
 
 
 def input_step(file: Path) -> float:

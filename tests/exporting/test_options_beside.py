@@ -43,10 +43,10 @@ def off(folder: Path, ending: str, precision: str, option: str) -> tuple[float, 
     return figures.relative_l2, 1 - figures.agreement
 
 
-FAST = (("pt2", "fp32"), ("onnx", "fp32"), ("onnx", "bf16"))
-FILES = (*FAST, ("onnx", "fp16"), ("onnx", "int8"), ("pt2", "int8"), ("xml", "fp32"), ("xml", "int8"))
+FAST = (("pt2", "fp32"), ("onnx", "bf16"))
+FILES = (*FAST, ("onnx", "fp32"), ("onnx", "fp16"), ("onnx", "int8"), ("pt2", "int8"), ("xml", "fp32"), ("xml", "int8"))
 CASES = [
-    pytest.param(option, *file, marks=[] if file in FAST else pytest.mark.slow)
+    pytest.param(option, *file, marks=[pytest.mark.slow] * (file not in FAST or option == "both"))
     for option in OPTIONS
     for file in FILES
     if file != ("pt2", "int8") or option == "normalize"  # int8 of torch.export has batches of one size

@@ -123,13 +123,14 @@ def test_bad_csv(tmp_path: Path, text: str, words: list[str]) -> None:
 
 
 def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
-    for part, count in (("train", 3), ("test", 1)):
+    for part, count in (("train", 3), ("val", 2), ("test", 1)):
         for i in range(count):
             photograph(tmp_path / part / "cat" / f"{i}.png")
     loader = make_loader(CONFIG, str(tmp_path), workers=0)
-    assert loader.count == 1  # not train and test together
-    assert loader.notes[0] == f"images of {tmp_path / 'test'}"
-    assert make_loader(CONFIG, str(tmp_path), workers=0, split="training").count == 3
+    assert loader.count == 2  # not all parts together
+    assert loader.notes[0] == f"images of {tmp_path / 'val'}"
+    counts = {"training": 3, "val": 2, "valid": 2, "test": 1}
+    assert {split: make_loader(CONFIG, str(tmp_path), workers=0, split=split).count for split in counts} == counts
     assert "images of" not in str(make_loader(CONFIG, str(tmp_path / "test"), workers=0).notes)
     with pytest.raises(SourceError, match="no part holdout"):
         make_loader(CONFIG, str(tmp_path), split="holdout")

@@ -205,12 +205,6 @@ def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
             assert getattr(one, what) == pytest.approx(getattr(other, what), rel=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [Keyword, Listed])
-def test_the_signal_of_images(wrap: Any) -> None:
-    found = signal_propagation(Network(wrap(trunk())), batches())
-    assert found[0].variance == pytest.approx(signal_propagation(Network(trunk(), batches()))[0].variance, rel=1e-5)
-
-
 def labelled(form: str) -> list[Any]:
     """Batches with labels, as a loader of such networks gives them."""
     given = FORMS[form][1]
@@ -275,6 +269,3 @@ def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytes
     assert back.report.passed
     with pytest.raises(NormswapError, match="takes more than images"):
         report.collect(folder, trust_factory=True)
-
-
-# --- on the command line ----------------------------------------------------------------------------------------------

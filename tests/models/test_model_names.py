@@ -211,6 +211,16 @@ def test_hugging_face_in_memory(here: Path) -> None:
     assert torch.equal(again(x).logits, done.model(x).logits)
 
 
+def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
+    """In a config.json they may be sorted as words: 0, 1, 10, 11, 2."""
+    names = {number: f"class {number}" for number in range(12)}
+    place = hugging_face(here / "hf", id2label=names, num_labels=12)
+    config = json.loads((place / "config.json").read_text())
+    config["id2label"] = dict(sorted(config["id2label"].items()))
+    (place / "config.json").write_text(json.dumps(config))
+    assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [*names.values()]  # type: ignore[union-attr]
+
+
 def test_hugging_face_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hugging_face(here / "hf")
     with hub_server({"own/net": here / "hf"}) as url:

@@ -218,6 +218,28 @@ def test_names_are_escaped(made: Any) -> None:
     assert "&lt;script&gt;" in text
 
 
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_contrast(theme: int) -> None:
+    """WCAG 2.1: 4.5 for text, 3 for graphics."""
+    css = (Path(normswap.__file__).parent / "reporting/report.css").read_text()
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]))
+
+    def contrast(one: str, two: str) -> float:
+        low, high = sorted((luminance(colours[one]), luminance(colours[two])))
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("paper", "card", "band"):
+        assert all(contrast(text, ground) >= 4.5 for text in ("ink", "quiet", "link"))
+        assert all(contrast(f"c{i}", ground) >= 3 for i in range(1, 6))
+    assert min(contrast("good", "good-paper"), contrast("bad", "bad-paper"), contrast("ink", "note-paper")) >= 4.5
+
+
 # --- the figures ------------------------------------------------------------------------------------------------------
 
 

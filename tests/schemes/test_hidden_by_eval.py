@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
-from crossed import halved
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from crossed import dice, halved
 from lived import batchnorms, distance, run
 from scheme_rows import EXACT, ROWS, Row
 from six_networks import SIX, fits, images, measured, trained
@@ -55,17 +54,24 @@ CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
 
 
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
-@settings(max_examples=1)
-@given(seed=st.integers(0, 3), epsilon=st.sampled_from([None, 3e-4]))
-def test_norms_that_come_back_are_the_old_ones(name: str, row: Row, seed: int, epsilon: float | None) -> None:
+def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     """Their statistics are those of what reaches them; they train as the source does, and as fast."""
+    generator = dice(name, row)
+    seed, epsilon = generator.randrange(4), generator.choice([None, 3e-4])
+    gammas, momentum = generator.choice(["any", "not negative", "ones"]), generator.choice(["its own", None, 0.0])
     x = images(12, seed)
     source = copy.deepcopy(trained(name, seed))
     for path in batchnorms(source):
         norm: Any = source.get_submodule(path)
         norm.eps = epsilon or norm.eps
+        norm.momentum = norm.momentum if momentum == "its own" else momentum
+        with torch.no_grad():
+            norm.weight.copy_({"any": norm.weight, "ones": 1}.get(gammas, norm.weight.abs()))
     measured(source, x)
     there = normswap.convert(source, row.scheme, inputs=x[:2], **row.options)
+    settings = {(norm.momentum, norm.eps) for norm in map(source.get_submodule, batchnorms(source))}
+    learning: Any = [module for module in there.model.modules() if hasattr(module, "momentum")]
+    assert {(norm.momentum, norm.eps) for norm in learning} <= settings
     anatomy = Network(there.model, x[:2]).anatomy
     for path in anatomy.provenance.original_paths:
         mean, deviation = anatomy.kept_moments(path)
@@ -88,7 +94,7 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row, seed: int, e
     assert distance(run(source, x), run(back, x)) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "row"), [case for case in CASES if "resnet" in case[0]], ids=str)
+@pytest.mark.parametrize(("name", "row"), halved([case for case in CASES if "resnet" in case[0]]), ids=str)
 def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     source, x = trained(name), images(2)
     there = normswap.convert(source, row.scheme, inputs=x, **row.options)
@@ -100,20 +106,23 @@ def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
         assert all(back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias")) for path in norms)
 
 
+# What has to be said of every network of a kind.
+SAID = "no norm says how much its output varies|times the mean variance"
 ALL = [(name, row) for name in SIX for row in ROWS if fits(name, row.scheme)]
 
 
 @pytest.mark.parametrize(("name", "row"), halved(ALL), ids=str)
-@settings(max_examples=1)
-@given(data=st.data())
-def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row, data: Any) -> None:
+def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     """Every parameter that lives on under its name; and a dropout drops what it dropped."""
     source = copy.deepcopy(trained(name))
     layers = [path for path, module in source.named_modules() if module._parameters]
-    frozen = data.draw(st.lists(st.sampled_from(layers), min_size=1, unique=True))
-    for path in frozen:
+    generator = dice(name, row)
+    for path in generator.sample(layers, generator.randint(1, len(layers))):
         source.get_submodule(path).requires_grad_(False)
     done = normswap.convert(source, row.scheme, inputs=images(2), **row.options)
+    # A network in which nothing is wrong is warned of nothing.
+    assert not [note for note in done.notes if not re.search(SAID, note)]
+    assert done.report.vacuous == ()
     names, now = dict(done.renames), dict(done.model.named_parameters())
     for old, parameter in source.named_parameters():
         new = names.get(old, old)

@@ -22,7 +22,6 @@ from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
 from normswap.surgery import conversion
 from normswap.surgery.held_out import HeldOutSplit, measured
-from normswap.surgery.report import Kept
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +62,6 @@ def test_samples_are_held_out_whole() -> None:
     dealt = HeldOutSplit([Example((x + i, table)) for i in range(5)], torch.device("cpu"))
     assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
     assert [float(one.args[0][0]) for one in dealt.held] == [3]
-
-
-def test_what_held_out_images_say() -> None:
-    assert Kept(1.0, 0.0, 10).least == pytest.approx(10 / (10 + 1.96**2))
-    assert Kept(None, 0.1, 10).least is None
-    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
-    x = torch.randn(16, 3)
-    assert measured(one, two, []) is None
-    same = measured(one, two, [Example((x[:4],)), Example((x[4:],))])
-    assert same is not None
-    assert same.agreement == pytest.approx(float((one(x).argmax(1) == two(x).argmax(1)).double().mean()))
 
 
 class Ends(nn.Module):

@@ -94,6 +94,7 @@ def test_fixups_exponent_in_bottlenecks() -> None:
         before, after = (net.layer2[1].get_submodule(name).weight for net in (keep, reset))
         assert torch.allclose(after, before * math.exp(-math.log(8) / 4), rtol=1e-12)
     assert not reset.layer2[1].conv3.weight.any()
+    assert not reset.fc.weight.any()
     assert torch.equal(reset.layer2[0].downsample[0].weight, keep.layer2[0].downsample[0].weight)
 
 

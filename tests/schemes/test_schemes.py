@@ -108,13 +108,6 @@ def test_rows_say_what_the_scheme_says(row: Row) -> None:
     assert schemes.get(row.scheme).is_exact(schemes.chosen(row.scheme, row.options).options) is row.exact
 
 
-@pytest.mark.parametrize("name", schemes.names())
-def test_schemes_document_themselves(name: str) -> None:
-    scheme = schemes.get(name)
-    assert (scheme.__doc__ or "").strip()
-    assert scheme.paper.strip()
-
-
 @pytest.mark.parametrize("harm", ["eps", "one gamma", "one channel", "mean", "alpha"])
 def test_the_table_notices_harm(harm: str) -> None:
     """The checker of this file fails on known-bad results."""

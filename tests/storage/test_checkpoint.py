@@ -77,11 +77,6 @@ def test_unfold_of_another_kind_of_norm_is_refused(to: str, kind: str, tmp_path:
     assert distance(run(folded, x), run(back, x)) < 1e-4
 
 
-def test_unfold_without_norms_is_refused() -> None:
-    with pytest.raises(RefusedError, match="nothing to unfold"):
-        convert(lived("resnet18"), "unfold")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     conversion = convert(lived("resnet18").to(dtype), "folded")

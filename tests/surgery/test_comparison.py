@@ -370,11 +370,14 @@ class Picky(nn.Module):
         return self.norm(self.conv(x))
 
 
-def test_a_result_that_does_not_run_is_said_whatever_it_raises() -> None:
-    source, result = Picky().eval(), Picky().eval()
-    result.forward = {}.__getitem__  # type: ignore[method-assign]
+@pytest.mark.parametrize("sides", [(32,), (48, 32)])
+def test_a_result_that_does_not_run_is_said_whatever_it_raises(sides: tuple[int, ...]) -> None:
+    """On the second size, too, where it runs on the first."""
+    source, result = nn.Conv2d(3, 4, 3).eval(), Picky().eval()
+    if len(sides) == 1:
+        result.forward = {}.__getitem__  # type: ignore[method-assign]
     with pytest.raises(VerificationError, match=r"the result does not run on .*"):
-        comparison.verify(source, result, torch.randn(2, 3, 32, 32))
+        comparison.verify(source, result, [torch.randn(2, 3, side, side) for side in sides[::-1]])
 
 
 @pytest.mark.parametrize(("least", "sides"), [(0, [64, 97]), (65, [97]), (98, [128])])

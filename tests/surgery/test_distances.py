@@ -41,6 +41,11 @@ def nan(x: Tensor) -> Tensor:
     return x * float("nan")
 
 
+def masked(*columns: int) -> Callable[[Tensor], Tensor]:
+    """Scores of which some are minus infinity, as of classes that are not to be chosen."""
+    return lambda x: x.index_fill(-1, torch.tensor(columns, dtype=torch.long), -INFINITE)
+
+
 ERRORS: dict[str, tuple[Any, Any, tuple[float, float, float]]] = {  # relative L2, largest over largest, cosine
     "the same": (lambda x: x, lambda x: x.clone(), (0, 0, 1)),
     "half": (lambda x: x, lambda x: x / 2, (0.5, 0.5, 1)),
@@ -50,6 +55,9 @@ ERRORS: dict[str, tuple[Any, Any, tuple[float, float, float]]] = {  # relative L
     "something for nothing": (lambda x: 0 * x, lambda x: 0 * x + 2, (2 * 96**0.5, 2 * 96**0.5, 0)),
     "the result is not finite": (lambda x: x, nan, (INFINITE, INFINITE, 0)),
     "the source is not finite": (nan, lambda x: x, (INFINITE, INFINITE, 0)),
+    "the same mask": (masked(1), masked(1), (0, 0, 1)),
+    "a lost mask": (masked(1), masked(), (INFINITE, INFINITE, 0)),
+    "a mask more": (masked(1), masked(1, 2), (INFINITE, INFINITE, 0)),
     "the worst of two": (lambda x: (x, x), lambda x: (x / 2, x), (0.5, 0.5, 1)),
     "another number of boxes": (rows(3), rows(5), (1, 1, 0)),
     "boxes of other numbers": (rows(3), lambda x: {"boxes": torch.ones(3, 5)}, (INFINITE, INFINITE, 0)),

@@ -326,9 +326,10 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
     assert result.rows[-1]["top1"] == pytest.approx(hits.item())
 
 
-def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path, accumulate: int) -> None:
     model, seen = network("skipinit", double=True), []
-    plan = recipe(images, train={"epochs": 0.6, "ema": {"decay": 0.5, "warmup": False}})
+    plan = recipe(images, train={"epochs": 0.6, "accumulate": accumulate, "ema": {"decay": 0.5, "warmup": False}})
     from normswap.training.engine import TrainingRun
 
     run: dict[str, TrainingRun] = {}

@@ -16,7 +16,7 @@ from normswap.errors import NormswapError, OptionError
 from normswap.models import kinds
 from normswap.plan import Body
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 

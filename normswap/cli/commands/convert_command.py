@@ -19,7 +19,7 @@ from normswap.plan import Body, Plan
 from normswap.schemes import Options, all_options, purpose_names
 from normswap.storage import atomic_write, network_folder
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.surgery.carrying_out import Conversion
@@ -202,7 +202,7 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     for step in plan.steps:
         try:
             converted = carry_out(network.fitted_to(images, advance), step)
-        except RuntimeError as error:  # torch's, when layers do not fit each other
+        except RuntimeError as error:
             raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
         network = converted.network
         bodies += summary.of_conversion(converted)

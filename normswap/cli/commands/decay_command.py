@@ -13,7 +13,7 @@ from normswap.cli.options import Json, Model, Opening
 from normswap.cli.tables import facts, show, table
 from normswap.plan import Body
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import nn
 
     from normswap.analysis.weight_decay import Assignment

@@ -139,7 +139,7 @@ def run(
         calibrate, loader = None, None
         if quantized:
             calibrate, loader = int8.parts(images, net)
-        elif images.data is not None:  # a few, as what is exact shows on any
+        elif images.data is not None:
             loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
         exported = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
     figures, following = exported.figures, list[object]()

@@ -30,7 +30,7 @@ def run(
 
     `normswap recipes NAME > FILE` makes one yours: `normswap finetune --recipe FILE`.
     """
-    from normswap.training import recipe_files  # pydantic takes a moment, and --help needs none
+    from normswap.training import recipe_files
 
     if name is not None:
         text, recipe = recipe_files.text(name), recipe_files.load_recipe(name)

@@ -41,7 +41,8 @@ def run(
     file = output or Path(f"{directory.resolve().name}.html")
     network_folder.check_beside(file)
     atomic_write.check_writable(file, force=force)
-    if file.suffix.lower() not in (".html", ".htm"):  # by any other, a browser shows the text of the page
+    # A browser shows the text of a page with another ending.
+    if file.suffix.lower() not in (".html", ".htm"):
         raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
     with progress.working("opening and measuring"):
         from normswap.reporting import page, report

@@ -16,7 +16,7 @@ from normswap.cli.tables import show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"

@@ -19,7 +19,7 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
-if TYPE_CHECKING:  # torch and pydantic take a second to import, and --help needs neither
+if TYPE_CHECKING:
     from normswap.training.engine import TrainingProgress
     from normswap.training.recipe import Recipe
     from normswap.training.sweep import Objective
@@ -76,10 +76,10 @@ def run(
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
     place = output or Path(f"sweep-{Path(recipe).stem}")
-    name = model or (plan.model.name if plan.model else None)
+    name = model or getattr(plan.model, "name", None)
     if name is None:
         raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-    from normswap.training import training_images  # imports torch
+    from normswap.training import training_images
 
     training_images.require_validation(plan.data)
     points = [(rate, seed) for rate in rates for seed in range(seeds)]

@@ -16,7 +16,7 @@ from normswap.cli.tables import facts, show, small
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
-if TYPE_CHECKING:  # torch takes a second to import, and --help needs none of it
+if TYPE_CHECKING:
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
@@ -128,7 +128,11 @@ def _print(body: Body) -> None:
             ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
-    is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
-    good = "passed" if is_exact else "measured: it is not exact, and what it keeps stands above"
-    good = good if body["enough"] else result_tables.TOO_LITTLE
-    print(good if body["passed"] else "FAILED: they differ")
+    if not body["passed"]:
+        print("FAILED: they differ")
+    elif not body["enough"]:
+        print(result_tables.TOO_LITTLE)
+    elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
+        print("measured: it is not exact, and what it keeps stands above")
+    else:
+        print("passed")
