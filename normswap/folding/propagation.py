@@ -118,8 +118,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
     """Check that a linear layer can absorb its neighbours, and, with `once`, that it is called once."""
     made_anew = reparametrized.is_reparametrized(conv)
-    plain = "forward" not in vars(conv) and not own_forwards.remakes_filter(conv)
-    forward_was_read = plain and type(conv).forward in _LINEAR_FORWARDS
+    forward_was_read = type(conv).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(conv)
     if not made_anew and not forward_was_read and not own_forwards.computes(conv):
         raise NotFoldable(f"{path} ({type(conv).__name__}) has a forward of its own")
     if made_anew and not builder.anatomy.takes_part(path):

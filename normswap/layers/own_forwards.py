@@ -78,15 +78,13 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
 
 def is_own(layer: nn.Module) -> bool:
     """Whether the class or the instance of a linear layer has a forward that is not torch's."""
-    if "forward" in vars(layer) or remakes_filter(layer):
-        return True
-    return not type(layer).forward.__module__.startswith("torch.nn.modules.")
+    return is_patched(layer) or not type(layer).forward.__module__.startswith("torch.nn.modules.")
 
 
-def remakes_filter(layer: nn.Module) -> bool:
-    """Whether a convolution has its own `_conv_forward`, which the forward of torch's class calls with the filter."""
-    helper = getattr(layer, "_conv_forward", None)
-    return helper is not None and not helper.__module__.startswith("torch.nn.modules.")
+def is_patched(layer: nn.Module) -> bool:
+    """Whether the instance has a forward of its own, or a convolution remakes its filter in `_conv_forward`."""
+    helper = getattr(layer, "_conv_forward", nn.Linear.forward)
+    return "forward" in vars(layer) or not helper.__module__.startswith("torch.nn.modules.")
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of processes, nor of
 loader workers, nor of where a run was interrupted. So N processes see together what one process sees, and a resumed
 run sees what the uninterrupted one would have seen.
-
-The transforms are timm's.
 """
 
 from __future__ import annotations
