@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import shlex
@@ -79,6 +80,12 @@ def inputs_spelled() -> str:
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
     return f"{count} {singular if count == 1 else more}"
+
+
+def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
+    """Suggest names like the one that is not there, as a remedy."""
+    matches = difflib.get_close_matches(name, list(names), most)
+    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import timm
-import torch
+from lived import living
 from torch import nn
 
 from normswap import schemes
@@ -48,7 +48,7 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     Raises:
         VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is no refusal passes.
     """
-    conversion = convert(Network(lived_in(create()), size=_SIZE), scheme, **options)
+    conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
     for target in [*schemes.names(), "unfold"]:
         try:
             convert(Network(conversion.model, size=_SIZE), target)
@@ -56,17 +56,3 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
             raise
         except NormswapError:
             continue
-
-
-@torch.no_grad()
-def lived_in(model: nn.Module, seed: int = 0) -> nn.Module:
-    """`model` itself in eval mode, its BatchNorms' tensors drawn at random, so that none is 0 or 1 by accident."""
-    generator = torch.Generator().manual_seed(seed)
-    for norm in model.modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            for name, tensor in norm.state_dict().items():
-                if name in ("weight", "running_var"):
-                    tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
-                elif name in ("bias", "running_mean"):
-                    tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-    return model.eval()

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from normswap.errors import OptionError, spelled
+from normswap.errors import OptionError, near, spelled
 from normswap.graph.inspection import Anatomy
 from normswap.graph.node_reader import LINEAR
-from normswap.models.building import near
 from normswap.plan import Body
 
 

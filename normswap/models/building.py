@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -65,14 +64,6 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
         if len(described) > 200:
             described = f"{described[:200]} ..."
         raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None
-
-
-def near(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Suggest names like the one that is not there, as a remedy."""
-    matches = difflib.get_close_matches(name, list(names), n=3)
-    if not matches:
-        return otherwise
-    return f"Did you mean {' or '.join(matches)}?"
 
 
 def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:

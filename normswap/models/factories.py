@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch import nn
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, first_line, near
 from normswap.layers.seeding import seeded
 from normswap.models import kinds
-from normswap.models.building import BuildRequest, Built, make, near
+from normswap.models.building import BuildRequest, Built, make
 from normswap.models.hub import RECORDED, own_cfg
 from normswap.models.weight_files import check_finite
 from normswap.plan import Arch

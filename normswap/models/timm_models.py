@@ -12,9 +12,9 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from normswap import demo_files, shipped
-from normswap.errors import SourceError, first_line, quiet, spelled
+from normswap.errors import SourceError, first_line, near, quiet, spelled
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near, rebuilds
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
 from normswap.models.hub import GENERAL, own_cfg, read_config, record
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch

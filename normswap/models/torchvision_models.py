@@ -18,9 +18,9 @@ from torch import nn
 from torchvision import models
 from torchvision.transforms import _presets as presets
 
-from normswap.errors import SourceError, first_line, spelled
+from normswap.errors import SourceError, first_line, near, spelled
 from normswap.layers.seeding import seeded
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, near
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
 from normswap.models.hub import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch

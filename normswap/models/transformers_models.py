@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import nn
 
-from normswap.errors import SourceError, first_line, quiet
+from normswap.errors import SourceError, first_line, near, quiet
 from normswap.layers.seeding import seeded
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, make, near, rebuilds
+from normswap.models.building import BuildRequest, Built, Cfg, make, rebuilds
 from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
 

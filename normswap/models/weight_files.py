@@ -81,6 +81,8 @@ def read_wrapped(file: Path) -> Wrapped:
         if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+            if any(name.startswith("ultralytics.") for name in names):
+                remedy = f"If you trust it: torch.save(ultralytics.YOLO('{file}').model.float().state_dict(), FILE)"
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
@@ -276,4 +278,6 @@ def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: s
     }
     if any(misfits.values()):
         remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+        if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
+            remedy = "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH` goes back"
         raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

@@ -6,12 +6,11 @@ Imports: `calibration` and what is below; the catalogue imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from dataclasses import replace
 
 from normswap import plugins
-from normswap.errors import OptionError, spelled
+from normswap.errors import OptionError, near, spelled
 from normswap.plan import Step
 from normswap.schemes.catalogue import PURPOSES, TARGETS
 from normswap.schemes.catalogue import STEPS as STEPS
@@ -84,9 +83,7 @@ def check_purpose(name: str | None) -> None:
 
 def _unknown(name: str) -> OptionError:
     targets = sorted([*names(), "unfold"])
-    remedy = f"Known: {', '.join(targets)}"
-    if near := difflib.get_close_matches(str(name), targets, 1):
-        remedy = f"Did you mean {near[0]}?"
+    remedy = near(str(name), targets, f"Known: {', '.join(targets)}", 1)
     return OptionError(f"unknown scheme {name!r}", remedy=remedy)
 
 

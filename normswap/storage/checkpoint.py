@@ -29,7 +29,7 @@ from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
 from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
-from normswap.storage.header_record import VERSION, read_header, weights_in
+from normswap.storage.header_record import VERSION, read_header
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -134,7 +134,7 @@ def load(
         PlanError: the plan does not fit the architecture (another version of timm may build it differently).
     """
     place = Path(directory)
-    header, file = read_header(place), weights_in(place)
+    header, file = read_header(place), place if place.is_file() else place / WEIGHTS
     norms_file = file.with_name(NORMS)
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
     if header.plan.get("digest") != plan.digest:

@@ -37,14 +37,9 @@ class Header(BaseModel):
     versions: dict[str, str]
 
 
-def weights_in(place: Path) -> Path:
-    """Return the weights file of a directory; or the file itself, which opens alone, too."""
-    return place if place.is_file() else place / WEIGHTS
-
-
 def read_header(place: Path) -> Header:
-    """Read the record of what normswap wrote; raises SourceError: missing, damaged, or of a later one."""
-    file = weights_in(place)
+    """Read the record in a directory or in a weights file; raises SourceError: missing, damaged, or of a later one."""
+    file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():
         raise SourceError(f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
     try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path, PurePath
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from normswap import schemes
 from normswap.models import kinds
@@ -12,59 +12,66 @@ from normswap.plan import Step
 from normswap.provenance import Provenance
 from normswap.surgery.report import Report
 
-_PLACE = '"path/to/this/directory"'
-_LOAD = f"model = normswap.load({_PLACE}"
-_CARD = """---
-{data}
----
-# {title}
-
-- Source: `{source}`{hash}
-- Conversion: {conversion}
-
-{measured}
-## Use
-
-```python
-import normswap
-{load})  # in eval mode
-```
-
-`normswap verify DIR` measures it against its source again; `normswap convert DIR --to ...` goes on from here{back}.
-"""
+_CARD = Path(__file__).with_suffix(".md")
 
 
-def render(record: Provenance, report: Report | None) -> str:
-    """Write in Markdown what this is, what was done, what was measured, and how to use it."""
+def render(record: Provenance, report: Report | None, *, code: str = "", license: str | None = None) -> str:
+    """Write in Markdown what this is, what was done, what was measured, and how to use it.
+
+    Args:
+        code: loads it; by default from the working directory.
+        license: of the weights, if it is known.
+    """
     steps = [_said(step) for step in record.plan.steps]
-    foreign = record.arch is None or kinds.by_builder(record.arch.builder).foreign
     arch = getattr(record.arch, "name", "network")
-    builder = "pytorch" if foreign or record.arch is None else record.arch.builder
-    task = ["image-classification"] if record.pretrained_cfg.get("num_classes") else []
+    task = "image-classification" if record.pretrained_cfg.get("num_classes") else "image-feature-extraction"
+    title = f"{arch} converted to {steps[-1]}" if steps else arch
+    code = code or loading_code(".", record)
+    data = ModelCardData(
+        license=license,
+        base_model=base_model(record),
+        library_name="normswap" if "normswap" in code else "timm",
+        tags=[task, *([record.arch.builder] if record.arch else []), "normswap"],
+        model_name=title,
+        eval_results=_results(task, report) if report else None,
+    )
     reversible = record.norms and (not report or report.exact)
-    return _CARD.format(
-        data=ModelCardData(library_name=builder, tags=[*task, builder, "normswap"]).to_yaml(),
-        title=f"{arch} converted to {steps[-1]}" if steps else arch,
-        source=record.source,
+    return _CARD.read_text(encoding="utf-8").format(
+        data=data.to_yaml(),
+        title=title,
+        # A path is of no use to anybody else.
+        source=record.source if base_model(record) else PurePath(record.source).name,
         hash=f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else "",
         conversion=" -> ".join(["source", *steps]),
         measured=_measured(report) if report else "Not verified since the last change to its weights.\n",
-        load=_LOAD + (", trust_factory=True" if record.arch and foreign else ""),
+        code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
     )
 
 
-def published(card: str, repo: str, *, alone: bool) -> str:
-    """Return the card as it stands on the hub: how to get the network from there, and by which library.
+def loading_code(place: str, record: Provenance) -> str:
+    """Return code that opens the network at that place by normswap."""
+    is_foreign = record.arch is not None and kinds.by_builder(record.arch.builder).foreign
+    trust = ", trust_factory=True" * is_foreign
+    return f'import normswap\n\nmodel = normswap.open("{place}"{trust})  # in eval mode'
 
-    Args:
-        alone: timm builds and loads it without normswap.
-    """
-    if alone:
-        code = f'import timm\nmodel = timm.create_model("hf-hub:{repo}", pretrained=True).eval()'
-        return re.sub(rf"import normswap\n{re.escape(_LOAD)}.*", lambda _: code, card)
-    card = card.replace("import normswap\n", "import normswap\nfrom huggingface_hub import snapshot_download\n")
-    return re.sub(r"library_name: .*", "library_name: normswap", card).replace(_PLACE, f'snapshot_download("{repo}")')
+
+def base_model(record: Provenance) -> str | None:
+    """Return the repository on the hub that the weights are from, if they are from one."""
+    prefix, _, place = record.source.rpartition(":")
+    if record.sha256 is None or PurePath(place).is_absolute():
+        return None
+    if prefix in ("hf-hub", "hf"):
+        return place.partition("@")[0]
+    is_timms = not prefix and record.arch is not None and record.arch.builder == "timm" and "." in place
+    return f"timm/{place}" if is_timms else None
+
+
+def _results(task: str, report: Report) -> list[EvalResult]:
+    kept, results = report.kept, [EvalResult(task, "noise", report.inputs, "relative_l2", report.worst.relative_l2)]
+    if kept is not None and kept.agreement is not None:
+        results.append(EvalResult(task, "images", f"{kept.count} held-out images", "agreement", kept.agreement))
+    return results
 
 
 def _said(step: Step) -> str:

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet
+from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet, spelled
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
-from normswap.storage.network_folder import CARD, CONFIG, FILES
+from normswap.storage.header_record import read_header
+from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
 from normswap.surgery import comparison
 
 # What timm's `norm_layer` calls the norms that a conversion may end in.
 _NORM_LAYERS = ("groupnorm", "groupnorm1")
+# Code that puts a folded network into timm's class.
+_FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 
 @dataclass(frozen=True)
@@ -44,19 +50,23 @@ class Published:
 
 
 def push(
-    directory: str | Path, repo: str, *, private: bool = False, message: str = "", trust_factory: bool = False
+    directory: str | Path,
+    repo: str,
+    *,
+    license: str | None = None,
+    private: bool = False,
+    message: str = "",
+    trust_factory: bool = False,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`, which is made if it is not there.
+    """Publish a directory that `save` wrote as `owner/name`, made if it is not there. Returns what was published.
 
     Args:
+        license: of the weights, by the hub's name (apache-2.0, mit, other); by default the source's.
         private: of a new repository.
         message: of the commit.
 
-    Returns:
-        What was published, and where.
-
     Raises:
-        OptionError: `repo` is no name of that form.
+        OptionError: `repo` is no name of that form, or nobody knows the license.
         SourceError: it is no such directory, or is damaged.
         OutputError: the hub does not take it.
     """
@@ -64,14 +74,23 @@ def push(
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)
-    arguments = _arguments(model, provenance.of(model).arch)
+    record = provenance.of(model)
+    # Random weights are nobody's.
+    license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
+    if license is None:
+        remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
+        raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
+    arguments = _arguments(model, record.arch)
     contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:
         config["model_args"] = dict(arguments)
+        code = f'import timm\n\nmodel = timm.create_model("hf-hub:{repo}", pretrained=True).eval()'
+    else:
+        by_normswap = model_card.loading_code(f"hf-hub:{repo}", record)
+        code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
     contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    card = (folder / CARD).read_text(encoding="utf-8") if CARD in contents else ""
-    contents[CARD] = model_card.published(card, repo, alone=arguments is not None).encode()
+    contents[CARD] = model_card.render(record, read_header(folder).report, code=code, license=license).encode()
     operations = [
         client.CommitOperationAdd(name, value if isinstance(value, bytes) else str(value))
         for name, value in contents.items()
@@ -108,4 +127,17 @@ def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | No
         # It has no such option, or other tensors, or does not run.
         except (NormswapError, RuntimeError):
             continue
+    return None
+
+
+def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) -> str | None:
+    """Return code that loads a folded network into timm's own class, if it does: it is run here, and compared."""
+    if arch is None or arch.builder != "timm":
+        return None
+    names: dict[str, Any] = {}
+    code = partial(_FOLDED.read_text(encoding="utf-8").format, name=arch.name, kwargs=dict(arch.kwargs))
+    with suppress(Exception):  # whatever it raises on a network of another kind
+        exec(code(file=repr(str(folder / WEIGHTS))), names)
+        if comparison.verify(model, names["model"]).passed:
+            return code(file=f'hf_hub_download("{repo}", "{WEIGHTS}")')
     return None

@@ -5,11 +5,10 @@ The shipped ones are the YAML files of `recipes/` (see `shipped`).
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,7 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
-from normswap.errors import RecipeError, first_line
+from normswap.errors import RecipeError, first_line, near
 from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Recipe, RecipeNetwork, Train
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
@@ -41,7 +40,7 @@ def names() -> list[str]:
 def text(name: str) -> str:
     """Return a shipped recipe as it is written, comments and all; or raises RecipeError."""
     if name not in names():
-        remedy = _near(name, names()) or "`normswap recipes` lists them."
+        remedy = near(name, names(), "`normswap recipes` lists them.", 1)
         raise RecipeError(f"no recipe is called {name!r}", remedy=remedy)
     return (shipped.recipes() / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -155,7 +154,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         path = [str(step) for step in problem["loc"]]
         key, kind = ".".join(path), problem["type"]
         if kind == "extra_forbidden":
-            hint = _near(key, flat(_EVERY_GROUP)) or "`normswap recipes NAME --json` prints every key"
+            hint = near(key, flat(_EVERY_GROUP), "`normswap recipes NAME --json` prints every key", 1)
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":
             yield str(problem["ctx"]["error"])
@@ -164,8 +163,3 @@ def _problems(error: ValidationError) -> Iterator[str]:
         else:
             message = problem["msg"].removeprefix("Input ").replace("should be", "must be")
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"Did you mean {near[0]}?" if near else ""

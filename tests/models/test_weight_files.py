@@ -129,6 +129,7 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "nan": (_pickled(lambda s, _: _poison(s, "layer2.0.bn1.bias", float("nan"))), ["NaN", "layer2.0.bn1.bias"]),
     "inf": (_pickled(lambda s, _: _poison(s, "fc.weight", float("inf"))), ["inf", "fc.weight"]),
     "missing keys": (_pickled(lambda s, _: _without(s)), ["15 missing: layer1.0.conv1.weight", "and 10 more"]),
+    "fused": (_pickled(lambda s, _: {name: s[name] for name in s if "conv" in name}), ["It was fused", "--like ARCH"]),
     "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
     "pointer of LFS": (_raw("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), ["of Git LFS"]),
     "whole numbers": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}), ["fc.weight is int8"]),

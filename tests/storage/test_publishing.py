@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from commands import as_documented
 from hub_server import hub_server, use_hub
+from huggingface_hub import ModelCard
 from lived import lived_in
 from torch import nn
 
 import normswap
 from normswap.cli.app import main
+from normswap.plan import Arch
+from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card, publishing
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
@@ -43,20 +49,32 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return model(x)
 
 
+def by_its_card(card: ModelCard) -> nn.Module:
+    """The network that the card's own code loads."""
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    exec(code, names)
+    return names["model"]
+
+
 def test_there_and_back(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = normswap.convert(source, to="skipinit")
     normswap.save(done, tmp_path / "out")
     (tmp_path / "out" / "private-notes.txt").write_text("stays here")
-    assert main(["push", "out", "me/small", "--json"]) == 0
+    assert main(["push", "out", "me/small"]) == 2
+    assert "nobody knows the license of the weights in out. Give --license NAME" in capsys.readouterr().err
+    assert main(["push", "out", "me/small", "--license", "mit", "--json"]) == 0
     said = as_documented(capsys.readouterr().out, "push")
     assert not said["alone"]
     assert sorted(path.name for path in hub["me/small"].iterdir()) == sorted(said["files"]) == [
         "README.md", "config.json", "model.safetensors", "norms.safetensors"]  # fmt: skip
-    card = (hub["me/small"] / "README.md").read_text()
-    assert 'normswap.load(snapshot_download("me/small"))' in card
-    assert "library_name: normswap" in card
+    card = ModelCard.load("me/small")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", None, "normswap")
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("relative_l2", done.report.worst.relative_l2)
+    assert torch.equal(outputs(by_its_card(card)), outputs(done.model))
     again = checkpoint.open_model("hf-hub:me/small")
     assert torch.equal(outputs(again), outputs(done.model))
     assert main(["convert", "hf-hub:me/small", "--to", "unfold", "-o", "bn"]) == 0
@@ -73,19 +91,19 @@ def test_what_timm_builds_timm_loads(
     before = normswap.convert(source, to="folded").model if to == "unfold" else source
     done = normswap.convert(before, to=to, **options)
     normswap.save(done, tmp_path / "out")
-    assert main(["push", "out", "me/plain"]) == 0
+    assert main(["push", "out", "me/plain", "--license", "mit"]) == 0
     model = timm.create_model("hf-hub:me/plain", pretrained=True).eval()
     torch.testing.assert_close(outputs(model), outputs(done.model))
-    card = (hub["me/plain"] / "README.md").read_text()
-    assert 'timm.create_model("hf-hub:me/plain", pretrained=True)' in card
-    assert "library_name: timm" in card
+    card = ModelCard.load("me/plain")
+    assert card.data.library_name == "timm"
+    torch.testing.assert_close(outputs(by_its_card(card)), outputs(done.model))
     assert torch.equal(outputs(checkpoint.open_model("hf-hub:me/plain")), outputs(done.model))
 
 
 def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub: dict[str, Path]) -> None:
     for to in ("folded", "skipinit"):
         normswap.save(normswap.convert(source, to=to), to)
-        assert main(["push", to, "me/small"]) == 0
+        assert main(["push", to, "me/small", "--license", "mit"]) == 0
     assert (hub["me/small"] / "model.safetensors").read_bytes() == Path("skipinit/model.safetensors").read_bytes()
 
 
@@ -112,7 +130,7 @@ def test_what_the_hub_does_not_take_is_one_line(
     normswap.save(normswap.convert(source, to="folded"), tmp_path / "out")
     with hub_server({}, mode=mode, store=tmp_path / "store") as url:
         use_hub(monkeypatch, url, tmp_path / "home")
-        assert main(["push", str(tmp_path / "out"), repo]) == 2
+        assert main(["push", str(tmp_path / "out"), repo, "--license", "mit"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert says in line
 
@@ -131,10 +149,37 @@ def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
     assert publishing._arguments(nn.Linear(2, 2), None) is None
 
 
-@pytest.mark.parametrize(("alone", "library"), [(True, "timm"), (False, "normswap")])
-def test_the_card_imports_what_loads_the_network(*, alone: bool, library: str) -> None:
-    card = 'library_name: timm\nimport normswap\nmodel = normswap.load("path/to/this/directory")\n'
-    lines = model_card.published(card, "me/net", alone=alone).splitlines()
-    assert [line for line in lines if line.startswith("import")] == [f"import {library}"]
-    assert ("from huggingface_hub import snapshot_download" in lines) is not alone
-    assert f"library_name: {library}" in lines
+BASES = {
+    "resnet18.a1_in1k": "timm/resnet18.a1_in1k",
+    "hf-hub:me/net@v2": "me/net",
+    "hf:microsoft/resnet-18": "microsoft/resnet-18",
+    "local-dir:/home/me/net": None,
+    "/home/me/net.pth": None,
+    "demo": None,
+}
+
+
+@pytest.mark.parametrize("source", BASES)
+def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) -> None:
+    record = Provenance(Arch("resnet18"), source, "ab12", {"license": "apache-2.0"})
+    card = ModelCard(model_card.render(record, None, license="apache-2.0"))
+    assert (card.data.base_model, card.data.license) == (BASES[source], "apache-2.0")
+    assert "/home" not in card.content
+    assert model_card.base_model(replace(record, sha256=None)) is None  # random weights
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_035"])
+def test_a_folded_network_is_loaded_into_timms_class_by_the_code_on_its_card(
+    name: str, hub: dict[str, Path], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    args = ARGS if name == "resnet18" else {"num_classes": 4}
+    source = lived_in(checkpoint.open_model(name, weights="random", arch_args=args), torch.randn(8, 3, 64, 64)).float()
+    place = normswap.save(normswap.convert(source.eval(), to="folded"), tmp_path / "out")
+    assert not normswap.push(place, "me/folded", license="mit").alone
+    card = ModelCard.load("me/folded")
+    assert card.data.library_name == "timm"
+    assert "import normswap" not in card.text
+    model = by_its_card(card)
+    assert type(model) is type(timm.create_model(name))
+    assert torch.equal(outputs(model), outputs(normswap.load(place)))

@@ -23,6 +23,9 @@ def run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
     *,
+    license: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the weights: apache-2.0 ... [default: the source's].")
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     message: Annotated[str, typer.Option("-m", "--message", metavar="TEXT", help="Of the commit.")] = "",
     trust_factory: Trust = False,
@@ -38,7 +41,8 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        published = publishing.push(directory, repo, private=private, message=message, trust_factory=trust_factory)
+        options = {"license": license, "private": private, "message": message, "trust_factory": trust_factory}
+        published = publishing.push(directory, repo, **options)
     show(vars(published), json, _print, "inspect", f"hf-hub:{published.repo}")
     return 0
 

@@ -1,0 +1,94 @@
+"""Detectors that Ultralytics fused, by the files of the page: unfused, trained by its own trainer, fused again."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from docs_pages import ROOT, blocks
+from PIL import Image
+from torch import nn
+
+import normswap
+from normswap.cli.app import main
+from normswap.layers import affine
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),  # its own
+    pytest.mark.skipif(importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"),
+]
+SIDE, COUNT = 128, 16
+TRAINING = f"epochs=4, imgsz={SIDE}, batch=8, device='cpu', workers=0, plots=False, val=False, project="
+
+
+def write_images() -> None:
+    """Write grey photographs, each with one bright square, and where it is."""
+    drawn = np.random.default_rng(0)
+    for folder in ("images", "labels"):
+        Path(folder).mkdir()
+    for number in range(COUNT):
+        pixels = drawn.integers(0, 90, (SIDE, SIDE, 3), dtype=np.uint8)
+        top, left = drawn.integers(0, SIDE - 48, 2)
+        pixels[top : top + 48, left : left + 48] = drawn.integers(160, 255, 3)
+        Image.fromarray(pixels).save(f"images/{number}.png")
+        middle = f"{(left + 24) / SIDE:.4f} {(top + 24) / SIDE:.4f} {48 / SIDE:.4f} {48 / SIDE:.4f}"
+        Path(f"labels/{number}.txt").write_text(f"0 {middle}\n")
+    Path("data.yaml").write_text(f"path: {Path.cwd()}\ntrain: images\nval: images\nnames: {{0: square}}\n")
+
+
+@torch.no_grad()
+def boxes(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.eval()(x)[0]
+
+
+@pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
+def test_a_fused_detector_is_trained_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ultralytics import YOLO
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "detectors", raising=False)
+    write_images()
+    page = {block.file: block.text for block in blocks(ROOT / "docs" / "your_loop.md") if block.file}
+    files = {file: text.replace("yolo11n", name) for file, text in page.items()}
+    Path("detectors.py").write_text(files["detectors.py"])
+    torch.manual_seed(0)
+    detector = YOLO(f"{name}.yaml")
+    for norm in filter(affine.is_batchnorm, detector.model.modules()):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        norm.momentum = 0.5
+    for _ in range(8):
+        detector.model.train()(torch.rand(4, 3, SIDE, SIDE))
+    detector.model.eval()
+    detector.model.fuse()
+    detector.save("best.pt")
+    x = torch.rand(1, 3, SIDE, SIDE)
+
+    save, convert = files["unfuse.sh"].replace("\\\n", " ").strip().splitlines()
+    exec(shlex.split(save)[2], {})
+    words = shlex.split(convert.replace("3,640,640", f"3,{SIDE},{SIDE}").replace("IMAGES", "images"))
+    assert main(words[1:]) == 0
+    before, train = files["train.py"].rsplit("\n", 2)[0], files["train.py"].strip().rsplit("\n", 1)[1]
+    names: dict[str, Any] = {}
+    exec(before, names)
+    wanted = boxes(YOLO("best.pt").model.float(), x)
+    assert (boxes(names["detector"].model, x) - wanted).abs()[:, :4].max() < 0.05  # pixels
+    exec(train.replace("epochs=10", f"{TRAINING}{str(tmp_path / 'runs')!r}"), names)
+
+    (rows,) = [list(csv.DictReader(file.open())) for file in Path("runs").rglob("results.csv")]
+    losses = [sum(float(row[key]) for key in row if key.startswith("train/")) for row in rows]
+    assert losses[-1] < losses[0]
+    (last,) = Path("runs").rglob("last.pt")
+    trained = YOLO(last).model.float()
+    wanted, theirs = boxes(trained, x), boxes(copy.deepcopy(trained).fuse(), x)
+    folded = boxes(normswap.convert(trained, "folded", inputs=x).model, x)
+    for found in (folded, theirs):
+        assert (found - wanted).abs()[:, :4].max() < 0.05
