@@ -74,12 +74,16 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
 
 def inputs_spelled() -> str:
     """What says all that a network takes, as whoever reads the error has to write it."""
-    return "--input NAME=SHAPE" if _TYPED.get() else "inputs="
+    if _TYPED.get():
+        return "--input NAME=SHAPE"
+    return "inputs="
 
 
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
-    return f"{count} {singular if count == 1 else more}"
+    if count == 1:
+        return f"1 {singular}"
+    return f"{count} {more}"
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
