@@ -72,13 +72,6 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
-def inputs_spelled() -> str:
-    """What says all that a network takes, as whoever reads the error has to write it."""
-    if _TYPED.get():
-        return "--input NAME=SHAPE"
-    return "inputs="
-
-
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
     if count == 1:
@@ -148,7 +141,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            remedy = f"pip install 'normswap[{extra}]'"
+            remedy = f"In the clone of normswap: pip install -e '.[{extra}]'"
             raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
 
 

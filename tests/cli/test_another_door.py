@@ -74,6 +74,8 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
     if "calibrate" in row.options:
         assert done.report.kept is not None
         assert report["kept"]["agreement"] == done.report.kept.agreement
+        other = normswap.convert(source, row.scheme, **{**options, "seed": 4}).model.state_dict()
+        assert any(not tensor.equal(other[name]) for name, tensor in done.model.state_dict().items())
         return
     run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
     assert_same(normswap.load("planned"), by_command)

@@ -23,6 +23,16 @@ IN_WEIGHTS = (
 )  # fmt: skip
 
 
+def test_small_numbers_are_no_fault() -> None:
+    """A layer gives a fiftieth of what it gave, and its norm knows that."""
+    model = opened("demo")
+    with torch.no_grad():
+        model.get_parameter("layer1.0.conv1.weight").mul_(0.02)
+        model.get_buffer("layer1.0.bn1.running_mean").mul_(0.02)
+        model.get_buffer("layer1.0.bn1.running_var").mul_(0.02**2)
+    assert normswap.diagnose(model).faults == ()
+
+
 @pytest.mark.parametrize("fault", sampled(IN_WEIGHTS, every=2, mark=pytest.mark.slow))
 def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Capture) -> None:
     """As a user has the network: in a file of weights beside the name of its architecture."""

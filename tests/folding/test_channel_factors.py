@@ -77,6 +77,8 @@ CASES: list[tuple[str, Make, int]] = [
     ("upsampled", net(lambda m, x: m.b(m.u(m.a(x)).relu()), a=conv, u=nn.Upsample(scale_factor=2), b=conv), C),
     ("joined in the batch", net(lambda m, x: m.d(torch.cat([m.a(x), m.b(x)]) + m.c(torch.cat([x, x]))), a=conv, b=conv,
                                 c=conv, d=conv), 0),
+    ("rows joined in the batch", net(lambda m, x: m.k(torch.cat([m.l(y := x.mean((2, 3))), m.j(y)]).relu()),
+                                     l=nn.Linear(C, 6), j=nn.Linear(C, 6), k=nn.Linear(6, 3)), 0),
     ("flattened", net(lambda m, x: m.l(m.a(x).relu().flatten(1)), a=conv(out=2), l=nn.Linear(2 * 144, 3)), 2),
     ("pooled, then linear", net(lambda m, x: m.l(m.a(x).relu().mean((2, 3))), a=conv, l=nn.Linear(C, 3)), C),
     ("mean over channels", net(lambda m, x: m.b(m.a(x).mean(1, keepdim=True).repeat(1, C, 1, 1)), a=conv, b=conv), 0),

@@ -33,6 +33,13 @@ class BySize(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
+class Same(nn.Conv2d):
+    """Pads as torch does."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias, 1, "same", self.dilation, self.groups)
+
+
 class Own(nn.Conv2d):
     def __init__(self, body):
         super().__init__(3, 6, 3)
@@ -81,10 +88,11 @@ def test_even_padding_is_what_torch_pads_the_same_with():
     assert not own_forwards.pads(Ahead(3, 6, 1))
 
 
-@pytest.mark.parametrize("kind", [Ahead, BySize])
+@pytest.mark.parametrize(("kind", "kernel", "stride"), [(Ahead, 3, 2), (BySize, 3, 2), (Same, 5, 1)])
 @pytest.mark.parametrize("size", [9, 12])
-def test_patches_are_read_as_the_layer_pads_them(kind, size):
-    conv, x = kind(4, 6, 3, stride=2, groups=2).double(), torch.randn(2, 4, size, size, dtype=torch.float64)
+def test_patches_are_read_as_the_layer_pads_them(kind, kernel, stride, size):
+    conv = kind(4, 6, kernel, stride=stride, groups=2).double()
+    x = torch.randn(2, 4, size, size, dtype=torch.float64)
     y = conv(x)
     seen, wanted = patches(conv, x, y, 1000, torch.Generator())
     weight = conv.weight.view(2, 3, -1)

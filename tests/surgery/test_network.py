@@ -14,6 +14,7 @@ from small import small
 from torch import nn
 
 import normswap
+from normswap import provenance
 from normswap.analysis import advice
 from normswap.analysis.block_signals import signal_propagation
 from normswap.graph import inspection
@@ -107,6 +108,13 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
     assert other.anatomy is not network.anatomy
     assert (other.size, other.seed) == (SIZE, 2)
     assert looks == [network.module, other.module]
+
+
+def test_weights_that_are_drawn_are_not_those_that_were_there() -> None:
+    loaded, drawn = (provenance.attach(net(), provenance.Provenance(sha256=digest)) for digest in ("ab12", None))
+    assert reverification.unchanged(loaded, loaded) is True
+    assert reverification.unchanged(drawn, loaded) is False
+    assert reverification.unchanged(loaded, drawn) is None
 
 
 def once(looks: list[nn.Module]) -> bool:

@@ -37,12 +37,13 @@ def run(
     then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
     """
     with progress.working(f"pushing {directory} to {repo}"):
-        from normswap.storage import publishing
+        from normswap.storage.publishing import push
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        options = {"license": license, "private": private, "message": message, "trust_factory": trust_factory}
-        published = publishing.push(directory, repo, **options)
+        published = push(
+            directory, repo, license=license, private=private, message=message, trust_factory=trust_factory
+        )
     show(vars(published), json, _print, "inspect", f"hf-hub:{published.repo}")
     return 0
 
