@@ -38,14 +38,6 @@ _REMARKS = {"bf16": "weights are stored in bf16; the arithmetic is fp32"}
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """How a file was quantized: by how many images, and the bits of its weights."""
-
-    calibrated_on: int
-    weight_bits: int
-
-
-@dataclass(frozen=True)
 class Exported:
     """A written file.
 
@@ -59,7 +51,7 @@ class Exported:
         bytes: its size, with its parts.
         notes: what the user should know.
         seconds: what it all took.
-        quantized: how, if it is int8.
+        quantized: of int8, on how many images it was calibrated, and the bits of its weights.
         noise_only: whether it was checked on noise alone, for want of images.
         inputs: name, shape and type of each input, where it takes something else than images.
     """
@@ -76,7 +68,7 @@ class Exported:
     bytes: int
     notes: tuple[str, ...]
     seconds: float
-    quantized: Quantized | None = None
+    quantized: Body | None = None
     noise_only: bool = False
     inputs: tuple[str, ...] = ()
 
@@ -147,7 +139,9 @@ def export(
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
     figures, parts, beside = None, form.files(file)[1:], formats.sidecar_of(file)
-    quantized = Quantized(sum(map(len, how.images)), how.weight_bits) if how else None
+    quantized: Body = {}
+    if how:
+        quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     noise_only = request.on_noise(images)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.name}")
@@ -159,7 +153,7 @@ def export(
             figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described)
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
-            body["quantization"] = {**asdict(quantized), "measured": measured, "notes": notes}
+            body["quantization"] = {**quantized, "measured": measured, "notes": notes}
         body["checked"] = {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
         nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
@@ -176,7 +170,7 @@ def export(
         form.size(file),
         notes,
         time.perf_counter() - start,
-        quantized,
+        quantized or None,
         noise_only,
         tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )

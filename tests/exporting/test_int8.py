@@ -59,7 +59,7 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     weights = [t for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]
     assert len(weights) == 4
     assert all(abs(onnx.numpy_helper.to_array(t)).max() == 64 for t in weights)
-    assert done.quantized.calibrated_on == 32
+    assert done.quantized["calibrated_on"] == 32
     body = json.loads(done.sidecar.read_text())
     assert body["precision"] == {"weights": "int8", "arithmetic": "int8"}
     assert body["quantization"]["measured"]["count"] == 64
@@ -95,7 +95,7 @@ def largest(file: Path) -> set[int]:
 def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels: set[int], tmp_path: Path) -> None:
     done = made(tmp_path / f"net.{ending}", weight_bits=bits)
     assert largest(done.file) <= levels
-    assert done.quantized.weight_bits == bits
+    assert done.quantized["weight_bits"] == bits
 
 
 @pytest.mark.parametrize(("options", "said"), [

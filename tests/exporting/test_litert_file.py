@@ -149,7 +149,7 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
     file = tmp_path / "demo.tflite"
     done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
     assert done.quantized is not None
-    assert (done.quantized.weight_bits, done.nodes["QUANTIZE"], done.nodes["DEQUANTIZE"]) == (8, 1, 1)
+    assert (done.quantized["weight_bits"], done.nodes["QUANTIZE"], done.nodes["DEQUANTIZE"]) == (8, 1, 1)
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
     x = torch.cat([batch[0] for batch in images])
     found, wanted = run_alone(file, "litert", x), run(demo, x)
