@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,3 +78,15 @@ class Spectrum(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
+
+
+class Answers(nn.Module):
+    """Convolutions and a norm, and what `answer` makes of their output."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.body(x))

@@ -29,8 +29,6 @@ _STRAYING = 4
 _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
-# Labels may be off by half of the squares that chance would be off by.
-_INT8_LABELS = 0.5**0.5
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 
@@ -181,7 +179,8 @@ def check(
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:
     """The relative L2 error allowed at the output `name`; the source's rounding is measured on the batch `first`."""
     if dtype == "int8":
-        return _INT8_LABELS if sums.distance.discrete else _INT8
+        # Labels may be off by half of the squares that chance would be off by.
+        return 0.5**0.5 if sums.distance.discrete else _INT8
     allowed = comparison.FLOAT32_TOLERANCE
     # dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
     if reference.softmax:

@@ -132,16 +132,15 @@ def export(
     assumed = "" if request.inputs and not request.imaged else assumption(request.source)
     remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
     notes = tuple(filter(None, remarks))
+    quantized: Body = {}
     if how:
         log("correcting biases")
         correct_biases(network, how)
+        quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
     figures, parts, beside = None, form.files(file)[1:], formats.sidecar_of(file)
-    quantized: Body = {}
-    if how:
-        quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     noise_only = request.on_noise(images)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.name}")

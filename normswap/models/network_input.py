@@ -62,8 +62,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def has_broken_statistics(module: nn.Module) -> bool:
     """Whether running statistics of a module are such as no training gives: not finite, or a variance below zero."""
-    buffers = dict(module._buffers.items())
-    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+    mean, variance = (dict(module._buffers.items()).get(name) for name in ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False
     right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()

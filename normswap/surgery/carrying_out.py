@@ -117,10 +117,11 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     try:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:
-        size = tuple(example.images.shape[1:])
         remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
         remedy += f"'{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None
+        raise RefusedError(
+            f"{scheme} does not run on {tuple(example.images.shape[1:])}", first_line(error), remedy
+        ) from None
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"

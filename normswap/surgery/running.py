@@ -37,8 +37,7 @@ def run(
     handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
     with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
-    outputs = {name: value.to_dense() if value.is_sparse else value for name, value in named_tensors(output)}
-    return outputs, outputs_at_paths
+    return {name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)}, outputs_at_paths
 
 
 def both(

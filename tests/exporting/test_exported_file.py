@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import torch
 from alone import skip_without
 from commands import as_documented
 from crossed import quick
+from own_networks import Answers
 from torch import Tensor, nn
 
 import normswap
@@ -192,19 +194,6 @@ def test_the_next_step_that_is_named_can_be_done(
     assert ("same answer" in capsys.readouterr().out) is (name == "maps")
 
 
-class Answers(nn.Module):
-    """Convolutions and a norm, and what `answer` makes of their output."""
-
-    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-        self.answer = answer
-
-    def forward(self, x: Tensor) -> Any:
-        return self.answer(self.body(x))
-
-
 ANSWERS: dict[str, Callable[[Tensor], Any]] = {
     "labels": lambda y: y.argmax(1),
     "mask": lambda y: y[:, 0] > 0,
@@ -218,7 +207,9 @@ ANSWERS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_file_of_another_network_never_passes(name: str, dtype: str, tmp_path: Path) -> None:
     """Its last weights have the other sign."""
-    network, other = Answers(ANSWERS[name]).eval(), Answers(ANSWERS[name]).eval()
+    torch.manual_seed(0)
+    network = Answers(ANSWERS[name]).eval()
+    other = copy.deepcopy(network)
     other.body[3].weight.data.neg_()
     images = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     file = tmp_path / "a.onnx"

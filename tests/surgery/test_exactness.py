@@ -18,6 +18,7 @@ import timm
 import torch
 from crossed import crossed
 from lived import distance, lived_in
+from own_networks import Answers
 from torch import Tensor, nn
 
 import normswap
@@ -25,19 +26,6 @@ from normswap.analysis import block_signals
 from normswap.errors import NormswapError, VerificationError
 from normswap.surgery import recalibration
 from normswap.surgery.network import Network
-
-
-class Answers(nn.Module):
-    """Convolutions and a norm, and what `answer` makes of their output."""
-
-    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-        self.answer = answer
-
-    def forward(self, x: Tensor) -> Any:
-        return self.answer(self.body(x))
-
 
 ANSWERS: dict[str, Callable[[Tensor], Any]] = {
     "floats": lambda y: y,
