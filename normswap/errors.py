@@ -72,14 +72,11 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
-def inputs_spelled() -> str:
-    """What says all that a network takes, as whoever reads the error has to write it."""
-    return "--input NAME=SHAPE" if _TYPED.get() else "inputs="
-
-
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
-    return f"{count} {singular if count == 1 else more}"
+    if count == 1:
+        return f"1 {singular}"
+    return f"{count} {more}"
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
@@ -144,7 +141,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            remedy = f"pip install 'normswap[{extra}]'"
+            remedy = f"In the clone of normswap: pip install -e '.[{extra}]'"
             raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
 
 

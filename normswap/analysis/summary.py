@@ -48,9 +48,13 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _kinds(model: nn.Module) -> Counter[str]:
+    return Counter(type(module).__name__ for module in model.modules() if affine.is_norm(module))
+
+
 def norms(model: nn.Module) -> int:
     """Count the normalization layers."""
-    return sum(affine.is_norm(module) for module in model.modules())
+    return _kinds(model).total()
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
@@ -97,6 +101,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "edits": [dataclasses.asdict(edit) for edit in step.edits],
         "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
         "outcomes": counts(outcomes.values()),
+        "left": {},
         "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
         "notes": list(getattr(builder, "notes", ())),
         "renames": [],
@@ -110,6 +115,7 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
     steps[-1] |= {
         "verdicts": {path: str(outcome) for path, outcome in conversion.outcomes.items()},
         "outcomes": counts(conversion.outcomes.values()),
+        "left": {f"{kind} that stay": n for kind, n in _kinds(conversion.model).items()},
         "notes": list(conversion.notes),
         "renames": [list(pair) for pair in conversion.renames],
         "report": of_report(conversion.report),
@@ -121,7 +127,7 @@ def of_report(report: Report) -> Body:
     """Describe a report and judge each measurement (`within`); what approximate results answer on noise is left out."""
     body = report.to_dict()
     if report.kept is not None:
-        body["kept"]["least"] = report.kept.least
+        body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
     for error in body["logits"]:
         if not report.exact:
             error["agreement"] = None

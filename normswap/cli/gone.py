@@ -15,19 +15,14 @@ class Removed(NamedTuple):
     instead: str
 
 
-_PT2 = "Use FILE.pt2: torch.export is what torch offers in place of TorchScript."
 REMOVED = (
     Removed("--check", "schemes", "The pytest fixture `check_scheme` tries a scheme on small networks."),
     Removed("--side *", "spp", "Use --input-size C,H,W."),
     Removed("--mean *", "doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-mean R,G,B."),
     Removed("--std *", "convert|doctor|evaluate|export|finetune|recalibrate|verify", "Use --image-std R,G,B."),
     Removed("--steady *", "convert", "Use --relative-eps, a multiple of the mean variance: 9 makes a share of 0.9."),
-    Removed("--dtype *", "export", "Use --precision."),
     Removed("smp:*", "*", "Use segmentation_models_pytorch:ARCH with --arch-arg encoder_name=ENCODER."),
-    Removed("--calibrate noise", "convert", "Give images (25 or more of anything, no labels needed), or none."),
-    Removed("--format torchscript", "export", _PT2),
-    Removed("-o|--output *.ts", "export", _PT2),
-    Removed("--size *", "bench", "Use --input-size C,H,W."),
+    Removed("--format torchscript", "export", "Use FILE.pt2, by torch.export."),
     Removed("--nproc *", "finetune", "Use torchrun --nproc-per-node N -m normswap finetune ..."),
     Removed("--resume [!a]*", "finetune", "Use --resume auto. Copy another run's folder, and name the copy by -o."),
     Removed("*.tar.gz|*.tgz|*.tar.xz", "*", "Unpack it: a plain .tar, or a folder."),

@@ -94,20 +94,23 @@ class Opening:
         pairs += [("--arch-arg", text) for text in self.arch_arg or ()]
         return pairs + [("--input", text) for text in self.inputs or ()]
 
+    def arch_args(self) -> dict[str, Value | list[Value]]:
+        """The arguments of the architecture."""
+        return dict(map(_pair, self.arch_arg or []))
+
     def words(self, name: str) -> list[str]:
         """MODEL and all that opens it as it was opened, as words of a command line."""
         return [name, *itertools.chain(*self.asked()), *["--trust-factory"] * self.trust_factory]
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """The network of that name, on the device; `runs`: it may be an exported file, which runs itself."""
-        args = dict(map(_pair, self.arch_arg or []))
         size = None if self.input_size is None else _sides("--input-size", self.input_size)
         inputs = dict(map(_named_input, self.inputs or []))
         if inputs and size:
             raise OptionError("--input and --input-size both say what it takes", remedy="Give one of them")
-        asked = {"weights": self.weights, "arch": self.arch, "arch_args": args, "trust_factory": self.trust_factory}
-        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans, "input_size": size, "inputs": inputs}
-        return open_model(name, device=device, runs=runs, **asked)
+        asked: Any = {"weights": self.weights, "arch": self.arch, "arch_args": self.arch_args(), "inputs": inputs}
+        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans, "input_size": size}
+        return open_model(name, device=device, runs=runs, trust_factory=self.trust_factory, **asked)
 
 
 def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: Any) -> nn.Module:

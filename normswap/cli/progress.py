@@ -23,14 +23,10 @@ def _console() -> Console:
 
 
 @contextmanager
-def working(what: str, *, plain: bool = False) -> Iterator[Callable[[str], None]]:
-    """A spinner, and a way to change its text; with `plain`, lines where stderr is no terminal."""
-    console = _console()
-    with console.status(what) as status:
-        if plain and not console.is_terminal:
-            yield lambda text: console.print(text, soft_wrap=True)
-        else:
-            yield status.update
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner, and a way to change its text."""
+    with _console().status(what) as status:
+        yield status.update
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from normswap.cli.tables import counts, facts, listing, size, small, table, text
 from normswap.plan import Body
 from normswap.schemes import changed, get
-from normswap.surgery.report import Kept
 
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
@@ -37,7 +36,7 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
         ),
         # `unfold`, which is exact, is no scheme that could fit values.
         ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
-        ("norms", counts(step["outcomes"])),
+        ("norms", counts(step["outcomes"]) or counts(step["left"])),
     )
     if dry:
         edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]
@@ -59,7 +58,7 @@ def verdict(body: Body, *, fits: bool = False) -> str:
         is_kept = all(error["within"] for error in body["logits"])
         return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
     if body.get("kept"):
-        return f"kept: {Kept(*(body['kept'][name] for name in ('agreement', 'relative_l2', 'count')))}"
+        return f"kept: {body['kept']['said']}"
     if body["unmeasured"]:
         return f"not known: {body['unmeasured']}"
     remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"

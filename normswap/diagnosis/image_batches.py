@@ -37,8 +37,8 @@ class ImageBatches:
                 break
         mixed = cls(tuple(calls))._mixed(model)
         if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
-            what = f"{mixed.count} samples in {len(mixed.calls)} batches are too few"
-            raise SourceError(what, f"a diagnosis needs {2 * PARTS} at least, in {PARTS} batches")
+            why = f"a diagnosis needs {2 * PARTS} at least, that can be split into {PARTS} batches"
+            raise SourceError(f"{mixed.count} images are too few", why)
         return mixed
 
     def _mixed(self, model: nn.Module) -> ImageBatches:

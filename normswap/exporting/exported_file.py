@@ -100,15 +100,15 @@ class ExportedFile:
 
         Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
-        if "inputs" in self.body and "normalize" not in self.body:
-            stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in self.body["inputs"]}
-            free = self.body["inputs"][0]["shape"][0] is None
-            settings = FileSettings(format=self.form.name, dtype=self.precision or "fp32", dynamic_batch=free)
+        dtype, inputs = self.precision or "fp32", self.body.get("inputs")
+        if inputs and "normalize" not in self.body:
+            stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}
+            settings = FileSettings(self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None)
             return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
         batch, size = self.shape
         settings = FileSettings(
             format=self.form.name,
-            dtype=self.precision or "fp32",
+            dtype=dtype,
             dynamic_batch=batch is None,
             input_size=size,
             normalize=self.body["normalize"] is None,

@@ -45,7 +45,7 @@ class AffineMap:
     """A called module that is y = act(s x + t) per channel in eval mode: a norm, or a layer of an earlier conversion.
 
     Args:
-        holds_statistics: it is a norm, or one lives on in it, so that it may become a plain scale and shift.
+        holds_statistics: it is a norm, or has a norm's statistics, so that it may become a plain scale and shift.
         refusal: why s and t can be neither read nor moved; None where they can.
     """
 
@@ -98,6 +98,7 @@ class Anatomy:
         dropout: the place of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
         features: whether features come out, such as an encoder's, and no scores of classes.
+        widths: the numbers of channels of the linear layers that something comes out of, as scores do.
         outside: paths of the modules that a conversion leaves as they are (see `selection`).
         provenance: where the network is from, what was done to it, and the norms it once had.
     """
@@ -110,6 +111,7 @@ class Anatomy:
     traced: Traced = field(repr=False, compare=False)
     maps: tuple[AffineMap, ...] = ()
     features: bool = False
+    widths: frozenset[int] = frozenset()
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 

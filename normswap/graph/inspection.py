@@ -51,9 +51,11 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     dropout: str | None = None
     if classifier is not None:
         end, dropout = str(classifier.target), reader.dropout(classifier)
-    features = classifier is None and reader.gives_features()
+    features, widths = reader.ends()
     maps, origin = tuple(_maps(traced)), provenance.of(model)
-    return Anatomy(tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, provenance=origin)
+    return Anatomy(
+        tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, widths, provenance=origin
+    )
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
@@ -256,23 +258,27 @@ class _GraphReader(NodeReader):
             sources = inputs(sources[0])
         return last if sources else None
 
-    def gives_features(self) -> bool:
-        """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer."""
-        left, visited, features = [self.nodes[-1]], set(), False
+    def ends(self) -> tuple[bool, frozenset[int]]:
+        """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer: features.
+
+        And the numbers of channels of the linear layers that something comes out of.
+        """
+        left, visited, widths = [self.nodes[-1]], set[fx.Node](), set[int]()
+        features, others = False, False
         while left:
             for node in inputs(left.pop()):
-                if self.is_norm(node):
+                module = self.traced.module(node)
+                acts = self.is_activation(node) and not any(self.is_linear(source) for source in inputs(node))
+                if self.is_norm(node) or acts:
                     features = True
-                elif self.is_activation(node):
-                    if any(self.is_linear(source) for source in inputs(node)):
-                        return False
-                    features = True
-                elif self.is_linear(node) or not inputs(node):
-                    return False
+                elif self.is_linear(node):
+                    widths.add(int(getattr(module, "out_features", getattr(module, "out_channels", 0))))
+                elif not inputs(node):
+                    others = True
                 elif node not in visited:
                     visited.add(node)
                     left.append(node)
-        return features
+        return features and not widths and not others, frozenset(widths)
 
     def dropout(self, classifier: fx.Node) -> str | None:
         """The place of the dropout before the classifier: a module's path, or that of a `drop_rate` attribute."""

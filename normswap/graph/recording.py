@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
-from normswap.errors import TraceError, first_line, inputs_spelled, spelled
+from normswap.errors import TraceError, first_line, spelled
 from normswap.graph.recorder import Recorder, Widening
 from normswap.graph.tracing import Traced, inputs, single
 from normswap.layers import affine
@@ -137,7 +137,7 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
             continue
         candidates = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
         return traced, example, candidates
-    remedy = f"Say what it takes: '{inputs_spelled()}'"
+    remedy = "Say what it takes: '--input NAME=SHAPE' (in Python `inputs=`)"
     raise first_error or TraceError(f"what {type(model).__name__} takes is not known", remedy=remedy)
 
 
@@ -272,8 +272,8 @@ def record_once(
         raise
     except Exception as error:
         where = f"{type(model).__name__} does not run on an input of size {example}"
-        size, inputs = spelled("input_size", metavar="C,H,W"), inputs_spelled()
-        remedy = f"Say what it takes: `{size}`, or `{inputs}`"
+        size = spelled("input_size", metavar="C,H,W")
+        remedy = f"Say what it takes: `{size}`, or `--input NAME=SHAPE` (in Python `inputs=`)"
         why = reason(error)
         floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images))

@@ -69,10 +69,12 @@ class Loader:
         return Loader(batches, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.count
-        for batch in self.batches:
+        left, batches = self.count, iter(self.batches)
+        for batch in batches:
             if isinstance(batch, str):
-                raise SourceError(f"{self.origin}: {batch}", remedy="Remove or replace it.")
+                # All of them are named at once: the others are read, too.
+                broken = "\n".join([batch, *(other for other in batches if isinstance(other, str))]).splitlines()
+                raise SourceError(f"{self.origin}: {some(broken)}", remedy="Remove or replace them.")
             if isinstance(batch, dict):
                 yield batch
                 continue
@@ -166,7 +168,8 @@ def open_images(
 ) -> LabelledImages | IterableDataset[object]:
     """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream has no length."""
     if files := array_files.find(Path(data)):
-        return array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
+        arrays: Any = array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
+        return arrays
     channels, modes = record["input_size"][0], {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:
         what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"
@@ -301,10 +304,8 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
 
 def collate(batch: list[object]) -> object:
     """Make a batch for `Loader`, which raises what a worker could not read."""
-    broken = next((item for item in batch if isinstance(item, str)), None)
-    if broken is not None:
-        return broken
-    return default_collate(batch)
+    broken = [item for item in batch if isinstance(item, str)]
+    return "\n".join(broken) or default_collate(batch)
 
 
 def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.copying import dotted
-from normswap.errors import OptionError, TraceError, inputs_spelled
+from normswap.errors import OptionError, TraceError
 
 # A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of batches.
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
@@ -152,7 +152,7 @@ class Example:
         """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than images."""
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
-            remedy = f"Say what each is: '{inputs_spelled()}'"
+            remedy = "Say what each is: '--input NAME=SHAPE' (in Python `inputs=`)"
             raise TraceError("the network takes more than images", f"it takes {what}", remedy)
         if self.listed:
             return self._around(list(images))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import resources
 from itertools import groupby
 
@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from normswap.reporting import figures
 from normswap.reporting.figures import ALPHA
-from normswap.reporting.report import Facts, NormFact
+from normswap.reporting.report import Facts
 from normswap.surgery.report import Report
 from normswap.version import __version__
 
@@ -48,8 +48,6 @@ def render(facts: Facts) -> str:
         facts=facts,
         report=facts.report,
         tiles=list(_tiles(facts)),
-        provenance=_provenance(facts),
-        norm_rows=_norm_rows(facts),
         style=resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8"),
         norms=norms,
         used_roles={norm.role for norm in norms},
@@ -78,7 +76,7 @@ def _cited(paper: str) -> Markup:
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if facts.report:
-        yield from _report_tiles(facts.report, measured_again=bool(facts.accuracy))
+        yield from _report_tiles(facts.report)
     before, after = facts.sizes["before"], facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
@@ -95,7 +93,7 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
             yield "same answers", share(accuracy["agreement"]), below
 
 
-def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str, str, str]]:
+def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
@@ -106,21 +104,3 @@ def _report_tiles(report: Report, *, measured_again: bool) -> Iterator[tuple[str
     if agreement and agreement.agreement is not None:
         on = f"at least {agreement.least:.0%}, on {agreement.count} held-out calibration images"
         yield "same answers", share(agreement.agreement), on
-    elif not report.exact and not measured_again:
-        yield "same answers", "?", report.unmeasured or "not measured: give images"
-
-
-def _provenance(facts: Facts) -> list[tuple[str, str]]:
-    return [
-        ("architecture", str(facts.arch)),
-        ("source's tensors", f"SHA-256 {facts.sha256}" if facts.sha256 else ""),
-        ("plan", f"SHA-256 {facts.digest}"),
-        ("converted with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
-        ("page written by", f"normswap {__version__}"),
-    ]
-
-
-def _norm_rows(facts: Facts) -> Iterator[tuple[str, str, Sequence[NormFact]]]:
-    yield from ((block.path, block.skip, block.norms) for block in facts.blocks)
-    if facts.others:
-        yield "outside of blocks", "", facts.others

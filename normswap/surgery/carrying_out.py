@@ -90,7 +90,7 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitte
         )
     report = comparison.compare(network, result, exact=exact, precise=precise)
     comparison.require_passed(network, report, step.scheme)
-    agreement = held_out.measured(network.module, result, fitted.held, scores=not network.anatomy.features)
+    agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
     return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from normswap.calibration.checked_batches import parts
+from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Example
 from normswap.surgery import comparison, running
 from normswap.surgery.report import Kept
@@ -74,29 +76,57 @@ def _without(call: Example, seen: set[bytes]) -> Example | None:
     return call.take(new)
 
 
-def measured(source: nn.Module, result: nn.Module, held: Iterable[Example], *, scores: bool = True) -> Kept | None:
+def measured(
+    source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
+) -> Kept | None:
     """How far both networks agree on these batches of images; None without any.
 
     Args:
-        scores: whether scores of classes come out. The largest of an encoder's features is no answer.
+        anatomy: of the source, which tells scores of classes from other outputs.
 
     Raises VerificationError: one of them does not run.
     """
-    errors, counts, sizes = [], [], []
+    off = size = 0.0
+    count, answers = 0, dict[str, str]()
+    same, compared = defaultdict[str, float](float), defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
-        assert pair is not None, "there is no second size"
+        assert pair is not None  # there is no other size
         (before, _), (after, _) = pair
-        errors.append(comparison.worst("", example.images, before, after, exact=False))
-        counts.append(example.count)
+        error = comparison.worst("", example.images, before, after, exact=False)
         floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
-        sizes.append(sum(float(value.square().sum()) for value in floats) or example.count)
-    total = sum(counts)
-    if not total:
+        squares = sum(float(value.square().sum()) for value in floats) or example.count
+        off, size, count = off + squares * error.relative_l2**2, size + squares, count + example.count
+        for name, axis in _class_axes(before, anatomy).items():
+            if name in after and before[name].shape == after[name].shape:
+                equal = before[name].argmax(axis) == after[name].argmax(axis)
+                same[name] += float(equal.double().mean()) * example.count
+                compared[name] += example.count
+                answers[name] = f"the largest of {before[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(name)
+    if not count:
         return None
-    off = sum(size * error.relative_l2**2 for size, error in zip(sizes, errors, strict=True))
-    relative_l2 = (off / sum(sizes)) ** 0.5
-    shares = [error.agreement for error in errors if scores and error.agreement is not None]
-    if len(shares) < len(errors):
-        return Kept(None, relative_l2, total)
-    return Kept(sum(n * share for n, share in zip(counts, shares, strict=True)) / total, relative_l2, total)
+    shares = {name: same[name] / count for name in answers if compared[name] == count}
+    if not shares:
+        return Kept(None, (off / size) ** 0.5, count)
+    least = min(shares, key=lambda name: shares[name])
+    others = [f"{share:.1%} by {answers[name]}" for name, share in shares.items() if name != least]
+    return Kept(shares[least], (off / size) ** 0.5, count, "; ".join([answers[least], *others]))
+
+
+def _class_axes(outputs: running.Outputs, anatomy: Anatomy | None) -> dict[str, int]:
+    """The axis of classes of each output that is scores: of as many channels as a last linear layer gives.
+
+    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a pyramid.
+    """
+    scores = {name: value for name, value in outputs.items() if value.is_floating_point() and value.ndim > 1}
+    widths = frozenset[int]() if anatomy is None else anatomy.widths
+    if anatomy is not None and anatomy.features:
+        return {}
+    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    axes: dict[str, int] = {}
+    for name, value in scores.items():
+        is_row = value.ndim == 2 and not widths
+        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
+            axes[name] = fits[0]
+    return axes

@@ -15,11 +15,13 @@ class Kept:
         agreement: share of images, or of places in maps, with the same argmax; None where the outputs have no argmax.
         relative_l2: at the outputs.
         count: of images.
+        answer: which numbers the argmax is taken of; of several outputs the one that agrees least, and the others.
     """
 
     agreement: float | None
     relative_l2: float
     count: int
+    answer: str = ""
 
     @property
     def least(self) -> float | None:
@@ -38,7 +40,9 @@ class Kept:
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
         sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
-        return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}), {distance}"
+        # A classifier's scores need no word.
+        answer = self.answer and f", {self.answer}" * (not self.answer.endswith("on axis 1"))
+        return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}), {distance}"
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
         same = agreement(answers, others)
         return {"source": before.top1, "result": after.top1, "agreement": same, "count": before.count}
     form = calling.form(source.module)
-    figures = held_out.measured(source.module, result, (form.read(batch)[0] for batch in loader), scores=not features)
+    calls = (form.read(batch)[0] for batch in loader)
+    figures = held_out.measured(source.module, result, calls, source.anatomy)
     if figures is None:
         raise SourceError("no images to compare on")
     return asdict(figures)

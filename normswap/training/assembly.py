@@ -17,7 +17,7 @@ from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap.errors import OptionError, RecipeError, first_line
+from normswap.errors import OptionError, RecipeError, require_packages
 from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices
 from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
@@ -98,11 +98,10 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
     if not isinstance(recipe, Recipe):
         remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
         raise RecipeError(f"a recipe is wanted, not {recipe!r:.80}", remedy=remedy)
-    try:
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState, GradientState
-    except ImportError as error:
-        raise OptionError("fine-tuning needs accelerate", first_line(error), "pip install 'normswap[train]'") from None
+    require_packages("fine-tuning", ("accelerate",), "train")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
     cpu = devices.find(device).type == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")

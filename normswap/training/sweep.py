@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line
+from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line, require_packages
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
@@ -52,7 +52,6 @@ class Line:
         mean, std: of the best k in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
         counted: how many that are.
         full: whether all n have ended and k succeeded: only then can this be the best.
-        good: whether the mean is at most the best rate's deviation below the best rate's mean.
     """
 
     lr: float
@@ -63,18 +62,12 @@ class Line:
     lost: int
     full: bool
     best: bool = False
-    good: bool = False
 
     @property
     def text(self) -> str:
         """`91.20 ± 0.31`, or nothing where no run has succeeded."""
         spread = "" if self.std is None else f" ± {self.std:.2f}"
         return "" if self.mean is None else f"{self.mean:.2f}{spread}"
-
-    @property
-    def mark(self) -> str:
-        """`best`, `good`, or nothing."""
-        return "best" * self.best or "good" * self.good
 
 
 def count_best(seeds: int, best: int | None = None) -> int:
@@ -87,14 +80,11 @@ def count_best(seeds: int, best: int | None = None) -> int:
 
 
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
-    """Sum up each lr, ascending; the highest mean is marked, unless two are level, and the rates that are as good."""
+    """Sum up each lr, ascending; the highest mean is marked, unless two are level."""
     rates = sorted({trial.lr for trial in trials})
     summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
     winners = _highest(summed)
-    if not winners:
-        return summed
-    least = (winners[0].mean or 0.0) - (winners[0].std or 0.0)
-    return [replace(line, best=winners == [line], good=line.full and (line.mean or 0.0) >= least) for line in summed]
+    return [replace(line, best=winners == [line]) for line in summed]
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
@@ -117,17 +107,15 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
-    """List what the reader should know: good rates, what is not done, what failed and why, a grid that ends early."""
+    """List what the reader should know: what is not done, what failed and why, a grid that ends early."""
     texts = []
     if not finished or any(trial.state == "running" for trial in trials):
         texts.append("not all runs have ended; the same command continues those that were stopped or killed")
     texts += [f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}" for trial in trials if trial.note][:3]
-    winners, good = _highest(rates), [line.lr for line in rates if line.good]
+    winners = _highest(rates)
     if len(winners) > 1:
         level = ", ".join(f"{line.lr:g}" for line in winners)
         texts.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
-    elif len(good) > 1:
-        texts.append(f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the best")
     if len(rates) > 1 and (rates[0].best or rates[-1].best):
         texts.append("the best lr is at the edge of the grid: try further ones")
     return texts
@@ -319,9 +307,8 @@ def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
 
 
 def _optuna() -> ModuleType:
-    try:
-        import optuna
-    except ImportError:
-        raise OptionError("sweeps need Optuna", "it is not installed", "pip install 'normswap[train]'") from None
+    require_packages("a sweep", ("optuna",), "train")
+    import optuna
+
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     return optuna

@@ -99,7 +99,7 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     assert body["settings"]["size"] == [3, 32, 32]
     found = [(row["form"], row["runtime"], row["batch"], row["status"]) for row in body["rows"]]
     forms = [
-        ("original", "torch"), ("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2"),
+        ("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2"),
     ]  # fmt: skip
     assert found == [(*form, batch, "ok") for batch in (2, 1) for form in forms]
     for row in body["rows"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from normswap.cli.app import main
 
 MODEL = str(demo_files.FOLDER)
 IMAGES = str(demo_files.FOLDER / "images.tar")
+SIZE = ("--input-size", "3,32,32")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16")
 FIELDS = {"block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"}
 
@@ -33,12 +35,12 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
 
 
 def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
-    small = ("spp", *SMALL, "--input-size", "3,32,32", "--samples", "2")
+    small = ("spp", *SMALL, *SIZE, "--samples", "2")
     assert main([*small]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert "layer4.1" in out
-    assert out.endswith("next: normswap advise resnet18\n")
+    assert out.endswith(f"next: normswap advise {shlex.join([*SMALL[:3], *SIZE, *SMALL[3:]])}\n")
     first, again = run_json(capfd, *small), run_json(capfd, *small)
     assert first == again
     assert run_json(capfd, *small, "--seed", "1") != first
@@ -55,4 +57,4 @@ def test_decay_says_who_and_why(capfd: Capture) -> None:
     assert len(body["parameters"]) == 161
     assert main(["decay", *SMALL]) == 0
     assert "gamma_down" in (out := capfd.readouterr().out)
-    assert out.endswith("next: normswap finetune resnet18 --recipe RECIPE --data IMAGES\n")
+    assert out.endswith(f"next: normswap finetune {shlex.join(SMALL)} --recipe RECIPE --data IMAGES\n")

@@ -311,7 +311,7 @@ def test_bad_input_is_said_in_a_line_and_leaves_nothing(
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install 'normswap\[export\]'"):
+    with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install -e '\.\[export\]'"):
         normswap.export(_v1(), tmp_path / "net.onnx")
 
 

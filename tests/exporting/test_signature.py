@@ -158,7 +158,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         lambda: Unpacked(trunk()),
         {"input_size": SIZE},
-        "takes more than images: it takes 2 tensors. Say what each is: 'inputs='",
+        "takes more than images: it takes 2 tensors. Say what each is: '--input NAME=SHAPE'",
     ),
     (lambda: Unpacked(trunk()), {"inputs": (X,)}, "does not run on 1x3x24x24"),
     (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),

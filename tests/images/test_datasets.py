@@ -64,6 +64,9 @@ def test_an_image_that_cannot_be_read_is_named_among_some(images: Path) -> None:
     assert len(next(iter(loader.only([0, 11])))[0]) == 2
     with pytest.raises(SourceError, match=r"bee/2.png cannot be read"):
         next(iter(loader.only([0, 6])))
+    (images / "bee" / "3.png").write_bytes(b"GIF")
+    with pytest.raises(SourceError, match=r"bee/2.png cannot be read: .*, \S*bee/3.png cannot be read: "):
+        list(make_loader(CONFIG, str(images), workers=0, batch_size=1))
 
 
 def test_workers(images: Path) -> None:

@@ -52,7 +52,7 @@ def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_pat
     done = without(f"from normswap.cli.app import main; sys.exit(main({words}))", tmp_path)
     assert done.returncode == 2
     assert done.stderr == f"error: {what} needs the package matplotlib: it is not installed. " \
-        "pip install 'normswap[plots]'\n"  # fmt: skip
+        "In the clone of normswap: pip install -e '.[plots]'\n"  # fmt: skip
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
 from normswap.surgery import conversion
-from normswap.surgery.held_out import HeldOutSplit
+from normswap.surgery.held_out import HeldOutSplit, measured
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,48 @@ def test_samples_are_held_out_whole() -> None:
     dealt = HeldOutSplit([Example((x + i, table)) for i in range(5)], torch.device("cpu"))
     assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
     assert [float(one.args[0][0]) for one in dealt.held] == [3]
+
+
+class Ends(nn.Module):
+    """One convolution, and what a case makes of it."""
+
+    def __init__(self, end: Callable[[Tensor], Any], channels: int = 6) -> None:
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(3, channels, 3, padding=1), end
+
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.conv(x))
+
+
+@pytest.mark.parametrize(
+    ("end", "channels", "answer"),
+    [
+        (lambda x: x, 6, "the largest of 6 on axis 1"),
+        (lambda x: x.mean((2, 3)), 6, "the largest of 6 on axis 1"),
+        (lambda x: x.flatten(2).transpose(1, 2), 6, "the largest of 6 on axis 2"),
+        (lambda x: x.flatten(1), 1, None),
+        (lambda x: [x, x[:, :, ::2, ::2]], 6, None),
+        (lambda x: torch.sigmoid(x).mean((2, 3)), 6, "the largest of 6 on axis 1"),
+        (lambda x: nn.functional.relu(x + 1), 6, None),
+        (lambda x: {"a": x.mean((2, 3)), "b": x.amax((2, 3))}, 6, "the largest of 6 on axis 1 of "),
+    ],
+    ids=["map", "classes", "tokens", "wave", "pyramid", "bounded", "features", "two"],
+)
+def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int, answer: str | None) -> None:
+    torch.manual_seed(0)
+    one, x = Ends(end, channels).eval(), torch.randn(40, 3, 8, 8)
+    two = copy.deepcopy(one)
+    with torch.no_grad():
+        two.conv.weight.add_(0.3 * torch.randn_like(two.conv.weight))
+    kept = measured(one, two, [Example((x[:30],)), Example((x[30:],))], inspect(one, x[:2]))
+    assert kept is not None
+    assert (kept.agreement is None) is (answer is None)
+    assert kept.answer.startswith(answer or "")
+    if answer and answer.endswith(" of "):
+        shares = {name: float((one(x)[name].argmax(1) == two(x)[name].argmax(1)).double().mean()) for name in "ab"}
+        least, other = sorted(shares, key=lambda name: shares[name])
+        assert kept.agreement == pytest.approx(shares[least])
+        assert kept.answer == f"{answer}{least}; {shares[other]:.1%} by {answer}{other}"
 
 
 def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:

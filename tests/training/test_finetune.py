@@ -69,7 +69,8 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)
     assert main(words) == 2
     assert "holds a run. --resume auto continues it" in capsys.readouterr().err
-    assert main([*words, "--resume", "auto", "--json"]) == 0
+    # As docs/train.md has it: the folder knows network, recipe and images.
+    assert main(["finetune", "--resume", "auto", "-o", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
     body = as_documented(capsys.readouterr().out, "finetune")
     assert body["finished"]
     assert body["updates"] == 5
@@ -145,7 +146,7 @@ def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(OptionError, match=r"needs accelerate.*pip install 'normswap\[train\]'"):
+    with pytest.raises(OptionError, match=r"needs the package accelerate.*pip install -e '\.\[train\]'"):
         normswap.finetune(network(), recipe(tmp_path), tmp_path / "out")
 
 

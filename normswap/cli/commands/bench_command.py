@@ -113,8 +113,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     from normswap.benchmarking.timing import Contender
     from normswap.models import calling
     from normswap.models.network_input import answer
-    from normswap.surgery import conversion, unfolding
-    from normswap.surgery.network import Network
+    from normswap.surgery import conversion
 
     torch.manual_seed(0)
     model = opening.open(name, device=str(device))
@@ -122,13 +121,7 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
         # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
         model = block_signals.awake(model)
     scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
-    networks, notes = {}, []
-    try:
-        if scheme != "original":
-            networks["original"] = unfolding.unfold(Network(model)).module
-    except NormswapError as error:
-        notes.append(f"{name} is measured by itself, not by its source: {error}")
-    networks[scheme] = model
+    networks, notes = {scheme: model}, []
     try:
         if scheme != "folded":
             networks["folded"] = conversion.convert(model, "folded").model

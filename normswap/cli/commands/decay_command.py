@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,34 +22,21 @@ KEYS = "source, policy, roles, parameters (path, role, decay, reason), frozen (h
 EXAMPLES = ("decay resnet50", "decay demo --policy timm", "decay demo --policy weight,gamma_last")
 
 
-@dataclass(frozen=True)
-class OpeningByStructure(Opening):
-    """Weights do not matter here."""
-
-    weights: Annotated[
-        str,
-        typer.Option(metavar="pretrained|random", show_default=False, help="[default: random, unless MODEL is a path]"),
-    ] = ""
-
-    def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        is_path = Path(name.removeprefix("local-dir:")).exists()
-        weights = self.weights or ("pretrained" if is_path else "random")
-        return Opening.open(replace(self, weights=weights), name, device=device, runs=runs)
-
-
 def run(
     model: Model,
     *,
     policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays.")] = "kim2022",
-    opening: OpeningByStructure,
+    opening: Opening,
     json: Json = False,
 ) -> int:
     """Show which parameters weight decay applies to, and why.
 
     `normswap.param_groups` makes the groups for an optimizer; kim2022 sorts the gammas by their place in the network
-    (Kim et al. 2022), timm spares whatever is 1-D. --json lists every parameter.
+    (Kim et al. 2022), timm spares whatever is 1-D. --json lists every parameter. Weights do not matter: what is named,
+    and is no path, is built without.
     """
-    net = opening.open(model)
+    named = opening.weights == "pretrained" and not Path(model.removeprefix("local-dir:")).exists()
+    net = (replace(opening, weights="random") if named else opening).open(model)
     from normswap.analysis.weight_decay import POLICIES, roles
 
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))

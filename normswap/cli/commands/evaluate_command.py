@@ -46,9 +46,9 @@ def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: Im
             source = open_model(compared.against, device=images.device, runs=True, trust_factory=opening.trust_factory)
             before, others = classify(source, images.loader(source), progress=advance)
             against = {"source": compared.against, "top1": before.top1, "agreement": agreement(answers, others)}
-    enough = compared.enough(against and against["agreement"])
+    enough = True
     if against:
-        against["enough"] = enough
+        against["enough"] = enough = compared.enough(against["agreement"])
     following = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
     if model.lower().endswith(tuple(kinds.EXPORTED)):
         following = ["bench", model]

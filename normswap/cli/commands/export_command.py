@@ -133,7 +133,7 @@ def run(
         missing, needless = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else needless)
     net = opening.open(model, device=images.device)
-    with progress.working("exporting", plain=quantized) as log:
+    with progress.working("exporting") as log:
         from normswap.exporting import exporter
 
         calibrate, loader = None, None

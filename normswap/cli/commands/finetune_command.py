@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import time
+import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, last_part, output_option, trusting
-from normswap.cli.tables import next_step, show
-from normswap.errors import NormswapError, OptionError
+from normswap.cli.options import Device, Json, Opening, last_part, output_option, trusting
+from normswap.cli.tables import show
+from normswap.errors import OptionError
 from normswap.plan import Body
+
+if TYPE_CHECKING:  # pydantic takes a moment, and --help needs none
+    from normswap.training.recipe import Recipe
 
 KEYS = (
     "output, best (directory), last (directory), best_epoch, updates, finished (false after SIGTERM), notes, rows "
@@ -59,17 +61,18 @@ def run(
 ) -> int:
     """Train a network by a recipe, which may convert it first.
 
-    SIGTERM saves and ends with exit code 0; --resume auto continues. On several GPUs:
+    SIGTERM saves and ends with exit code 0; `normswap finetune --resume auto -o DIR` continues. On several GPUs:
     torchrun --nproc-per-node gpu -m normswap finetune ..., `accelerate launch` or srun.
     """
     from normswap.training import recipe_files
 
+    if not recipe and training.resume and output is not None and (output / "recipe.yaml").is_file():
+        recipe = str(output / "recipe.yaml")
     if not recipe:
-        raise OptionError("no recipe is given", remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
+        what = "no recipe is given" + f", and {output} holds no run" * bool(training.resume)
+        raise OptionError(what, remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
-    plan = recipe_files.load_recipe(recipe, overrides)
-    if data is not None:
-        plan = plan.model_copy(update={"data": plan.data.model_copy(update={"root": data})})
+    plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
     from normswap.training import assembly
     from normswap.training.engine import finetune
 
@@ -81,27 +84,38 @@ def run(
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
             result = finetune(source, plan, place, **vars(training), progress=show_progress, say=say)
-    except NormswapError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Where the first process says the same, torchrun ends this one before.
-            time.sleep(5)
+    except KeyboardInterrupt:
+        if first and (place / "state" / "run.pt").is_file():
+            print(f"stopped; to go on from the last state: normswap finetune --resume auto -o {place}", file=sys.stderr)
         raise
     if first:
         body = {"output": place, **vars(result)}
-        words = [result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
-        show(body, json, partial(_print, words))
+        following = ["evaluate", result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
+        if not result.finished:
+            following = ["finetune", "--resume", "auto", "-o", place]
+        show(body, json, _print, *following)
     return 0
 
 
-def _print(words: list[object], body: Body) -> None:
+def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening) -> Recipe:
+    """The recipe, which names its network and images, so that its run can be continued by its folder alone."""
+    from normswap.training.recipe import RecipeNetwork
+
+    if data is not None:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": data})})
+    if model is None or opening.weights not in ("pretrained", "random"):
+        return recipe
+    network = RecipeNetwork(name=model, weights=opening.weights, args=opening.arch_args())
+    return recipe.model_copy(update={"model": network})
+
+
+def _print(body: Body) -> None:
     rows = body["rows"]
     if not body["finished"]:
-        print(f"stopped at update {body['updates']}, nothing is lost: --resume auto continues")
+        print(f"stopped at update {body['updates']}, nothing is lost")
     if rows and rows[-1]["top1"] is not None:
         best = max(value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None)
         now = rows[-1]
         after = f"{now['top1']:.2f} after epoch {now['epoch']:g}, best {best:.2f} (epoch {body['best_epoch']:g})"
         print(f"top-1: {rows[0]['top1']:.2f} before training, {after}")
     print(f"written to {body['output']}: best, last, metrics.csv")
-    if body["finished"]:
-        next_step("evaluate", *words)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KEYS = (
     "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std, counted, lost, "
-    "full, best, good), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
+    "full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
 )
 EXAMPLES = (
     "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
@@ -117,7 +117,9 @@ def _print(words: Sequence[str], body: Body) -> None:
     from normswap.training.sweep import Line
 
     lines = [Line(**line) for line in body["lines"]]
-    rows = [(f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, line.mark) for line in lines]
+    rows = [
+        (f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, "best" * line.best) for line in lines
+    ]
     print(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
