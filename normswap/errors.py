@@ -74,7 +74,9 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
 
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
-    return f"{count} {singular if count == 1 else more}"
+    if count == 1:
+        return f"1 {singular}"
+    return f"{count} {more}"
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
