@@ -74,13 +74,17 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
 
 def counted(count: int, singular: str, more: str) -> str:
     """A number of things: `1 class`, `2 classes`."""
-    return f"{count} {singular if count == 1 else more}"
+    if count == 1:
+        return f"1 {singular}"
+    return f"{count} {more}"
 
 
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
     """Suggest names like the one that is not there, as a remedy."""
     matches = difflib.get_close_matches(name, list(names), most)
-    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
+    if not matches:
+        return otherwise
+    return f"Did you mean {' or '.join(matches)}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -50,7 +50,7 @@ class AbsorbMode(str, Enum):
 
     AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta = 0.
     BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b + W t.
-    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that lives on in the layer (tune mode).
+    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that stays in the layer (tune mode).
     SUM: it is another term of the sum of which the layer is one: W' = W + W2, b' = b + b2.
     """
 

@@ -21,7 +21,7 @@ class Provenance:
     """The origin of a network.
 
     Args:
-        arch: how to build the bare skeleton, or None when nobody knows.
+        arch: how to build the bare skeleton; None where that is not known.
         source: what the user named: a name, a hub id, a path.
         sha256: hash of the source's tensors (see `zoo.hash_tensors`), None for random weights.
         pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct, label_names ...).

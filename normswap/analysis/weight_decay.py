@@ -205,7 +205,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
                 gammas[path] = "gamma_other"
     by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
     gammas = {path: by_norm[id(m)] for path, m in twin.named_modules(remove_duplicate=False) if id(m) in by_norm}
-    # In tune mode a convolution has absorbed the norm after it, whose gamma lives on in it.
+    # In tune mode a convolution has absorbed the norm after it, with its gamma.
     steps = provenance.of(model).plan.steps
     absorbed = [(edit.path, *read) for step in steps for edit in step.edits for read in edit.absorbed]
     tuned = {conv: norm for conv, norm, absorption in absorbed if absorption.way is AbsorbMode.NORM}
@@ -222,7 +222,7 @@ def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return `model` itself, or, if gammas of lost norms live on in it, a copy with norms in all those places."""
+    """Return `model`, or, where it has gammas of norms that are gone, a copy with norms in all their places."""
     record = provenance.of(model)
     affines = any(isinstance(module, OwnLayer) and GAMMA in module.ROLES.values() for module in model.modules())
     if not (record.norms and affines):

@@ -29,7 +29,6 @@ _USUAL = (
     ((0.5,), (0.5,)),
     ((0.0,), (1.0,)),
     ((0.0,), (_BYTE,)),
-    # Caffe subtracts a mean from 0..255.
     (_IMAGENET[0], (_BYTE,)),
 )
 # In nats: a nearer fit is as good as chance lets it be.

@@ -45,7 +45,7 @@ class AffineMap:
     """A called module that is y = act(s x + t) per channel in eval mode: a norm, or a layer of an earlier conversion.
 
     Args:
-        holds_statistics: it is a norm, or one lives on in it, so that it may become a plain scale and shift.
+        holds_statistics: it is a norm, or has a norm's statistics, so that it may become a plain scale and shift.
         refusal: why s and t can be neither read nor moved; None where they can.
     """
 

@@ -275,7 +275,7 @@ class Recorder(TorchFunctionMode):
             positional, named = self._mapped(args), self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
-            # Its hooks are the user's, who did not ask to see this, or the network's own, which run afterwards.
+            # The user's hooks do not run on a recording. The network's own hooks run afterwards.
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]

@@ -41,7 +41,7 @@ class Arrays(Dataset[object]):
         samples = [_read(file, inputs) for file in files]
         try:
             self.tensors = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-        except RuntimeError as error:  # torch's, where shapes differ
+        except RuntimeError as error:
             raise SourceError(f"the files of {files[0].parent} differ in shape", first_line(error)) from None
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ def has_moments(module: nn.Module) -> bool:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether an affine module is a norm, or one lives on in it, so that it may become a plain scale and shift."""
+    """Whether an affine module is a norm, or has a norm's statistics, so that it may become a plain scale and shift."""
     return is_affine_norm(module) or getattr(_own(module), "HOLDS_STATISTICS", False)
 
 
@@ -211,7 +211,7 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a record keeps of a norm that gives way: its tensors, and what its class says of its statistics.
+    """Copies of what a record keeps of a norm that is replaced: its tensors, and the statistics that its class gives.
 
     Eps and momentum too; a momentum of None is NaN. Nothing of what is no affine norm.
     """

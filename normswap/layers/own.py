@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, TypeGuard
 
 from torch import Tensor, fx, nn
 
-# In ROLES: whatever role the norm had that stood there.
+# In ROLES: the role of the norm that stood there.
 GAMMA = "gamma"
 
 
@@ -17,7 +17,7 @@ class OwnLayer(nn.Module):
     AFFINE: it computes act(s * x + t), and `as_affine` says s and t.
     PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is gone.
     SCALES: s may be another number than 1 or -1.
-    HOLDS_STATISTICS: a norm lives on in it.
+    HOLDS_STATISTICS: it has a norm's statistics.
     NORMALIZES: it computes act(weight * normalized(x) + bias) per channel, not affine.
     SCALES_BRANCH: it ends a residual branch with one number, a `BranchScale`.
     ROLES: what its parameters are to weight decay, by name.

@@ -23,7 +23,7 @@ class PlannedLayer:
     `replacing` never branches on the values of tensors: the same plan gives the same structure on any weights.
 
     CASTS: makes float64 from any dtype by itself, if `like` asks for it.
-    NAMES: (old, new) names of tensors that live on under another name at the same path.
+    NAMES: (old, new) names of the tensors that get another name at the same path.
     TENSORS: stands in the place of a parameter.
     KEEPS_NORM: a norm stands there afterwards.
     OUTCOME: how a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or `replaced`.

@@ -30,7 +30,6 @@ GENERAL |= {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _STEM_AND_HEAD = ("first_conv", "classifier")
-# By Pillow's numbers.
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
 RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")

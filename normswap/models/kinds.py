@@ -22,7 +22,6 @@ from normswap.plan import Arch
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
-# Files that run by themselves, by the endings of their names.
 EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".param": "ncnn"}
 EXPORTED |= {".pte": "executorch", ".tflite": "litert", ".mlpackage": "coreml"}
 # Those of them that are directories, with a file that each has.

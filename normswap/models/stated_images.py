@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from normswap.errors import OptionError
 
-# Pillow's, by timm's names.
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 

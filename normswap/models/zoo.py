@@ -133,7 +133,8 @@ def open_source(
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
-    built.preprocessing.pop("license", None)  # of other weights
+    # The license is that of other weights.
+    built.preprocessing.pop("license", None)
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
 
 

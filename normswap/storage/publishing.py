@@ -136,7 +136,7 @@ def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) 
         return None
     names: dict[str, Any] = {}
     code = partial(_FOLDED.read_text(encoding="utf-8").format, name=arch.name, kwargs=dict(arch.kwargs))
-    with suppress(Exception):  # whatever it raises on a network of another kind
+    with suppress(Exception):
         exec(code(file=repr(str(folder / WEIGHTS))), names)
         if comparison.verify(model, names["model"]).passed:
             return code(file=f'hf_hub_download("{repo}", "{WEIGHTS}")')

@@ -33,18 +33,18 @@ FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 _MOST64, _CONDITION = 1e-8, 32
 # Three times what half precision costs the source is allowed: ten networks under eight schemes were off by up to 2.1.
 ROUNDING = 3
-# So many inputs that differ in the last digit are run where one sample says too little about rounding.
+# Inputs, different in the last digit, that are run where one says too little about rounding.
 _MOVED = 8
-# Of fewer numbers the error may be several times its mean, and the largest rounding counts.
+# Of fewer outputs one error may be several times their mean, so the largest counts.
 _FEW = 8
-# Where rounding alone costs more of the output, half precision proves little.
+# Where rounding alone changes more of the output than this share, half precision proves little.
 _COARSE = 0.1
-# Where two runs of the source are this share of a result's error apart, the source is what differs.
+# Where two runs of the source differ by this share of a result's error, the source is not repeatable.
 _OF_ERROR = 0.1
 _KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
-# Clamps that guard a format's range bend nothing that noise or images of the usual size reach.
+# A clamp at the end of a format's range changes nothing at the scale of noise or images, but at this multiple.
 _LARGER = 10
-# An input or a branch that moves the output by less proves nothing.
+# An input or a branch that changes the output by a smaller share proves nothing.
 _HARDLY = 1e-4
 
 

@@ -295,7 +295,7 @@ class TrainingRun:
         at, task, loss = self.at, self.task, self.at.loss / self._count
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
         if self.progress is not None:
-            top1 = at.rows[-1]["top1"] if at.rows else None
+            top1 = next((row["top1"] for row in at.rows[-1:]), None)
             speed = self.recipe.data.batch_size * self._count / at.seconds
             epoch, epochs = at.update / task.per_epoch, task.updates / task.per_epoch
             self.progress(TrainingProgress(at.update, task.updates, epoch, epochs, speed, self.lr, loss, top1))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from normswap.errors import VerificationError
 from normswap.surgery import comparison
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
@@ -88,6 +89,17 @@ def test_a_size_that_the_source_does_not_take_is_left_out_and_those_behind_it_ar
     inputs = [torch.ones(1, 3, side, side, dtype=torch.float64) for side in (4, 5, 6)]
     report = comparison.verify(Gives(picky), Gives(lambda x: x), inputs, exact=False)
     assert [error.size[-1] for error in report.logits] == [4, 6]
+
+
+def test_a_source_that_fails_on_other_images_of_one_size_is_an_error() -> None:
+    def bright_only(x: Tensor) -> Tensor:
+        if x.max() < 1:
+            raise KeyError("dark")
+        return x
+
+    dark = torch.zeros(1, 3, 4, 4, dtype=torch.float64)
+    with pytest.raises(VerificationError, match="the source does not run on"):
+        comparison.verify(Gives(bright_only), Gives(lambda x: x), [dark + 1, dark])
 
 
 class Block(nn.Module):

@@ -102,7 +102,7 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
     if against is None:
         raise OptionError(f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'")
     source = opening.open(against, device=images.device)
-    file.request(source)  # from now on the network's record says what the file takes
+    file.request(source)
     loader = None if images.data is None else images.loader(source, labelled=None)
     with progress.working("comparing"):
         figures = exported_file.verify(file, source, loader)
