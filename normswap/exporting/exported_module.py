@@ -126,17 +126,14 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
         for images in how.images:
             network(images)
     for layer, means in shifts.items():
-        bias = torch.stack(means).mean(0).float()
-        if layer.bias is not None:
-            bias += layer.get_parameter("bias")
-        layer.bias = nn.Parameter(bias, requires_grad=False)
+        bias = layer.get_parameter("bias") if layer.bias is not None else 0
+        layer.bias = nn.Parameter(torch.stack(means).mean(0).float() + bias, requires_grad=False)
 
 
 def _rounded(layer: nn.Module, levels: int) -> Tensor:
     """The weight as a quantizer stores it: a step for each output channel, each number to the nearest multiple."""
     weight = layer.get_parameter("weight")
-    by_channel = 1 if getattr(layer, "transposed", False) else 0
-    others = [dim for dim in range(weight.ndim) if dim != by_channel]
+    others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
     step = (weight.abs().amax(others, keepdim=True) / levels).clamp_min(torch.finfo(weight.dtype).tiny)
     return (weight / step).round() * step
 
