@@ -168,8 +168,8 @@ def open_images(
 ) -> LabelledImages | IterableDataset[object]:
     """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream has no length."""
     if files := array_files.find(Path(data)):
-        arrays: Any = array_files.Arrays(files, record.get("inputs") or {"": (record["input_size"], "float32")})
-        return arrays
+        inputs = record.get("inputs") or {"": (record["input_size"], "float32")}
+        return array_files.Arrays(files, inputs)  # type: ignore[return-value]
     channels, modes = record["input_size"][0], {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:
         what = f"the network takes {'x'.join(map(str, record['input_size']))}, which is no image"

@@ -64,6 +64,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "edits": [],
         "report": None,
         "outcomes": {},
+        "left": {},
         "alphas": {},
         "notes": [],
         "renames": [],
