@@ -82,7 +82,9 @@ def counted(count: int, singular: str, more: str) -> str:
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
     """Suggest names like the one that is not there, as a remedy."""
     matches = difflib.get_close_matches(name, list(names), most)
-    return f"Did you mean {' or '.join(matches)}?" if matches else otherwise
+    if not matches:
+        return otherwise
+    return f"Did you mean {' or '.join(matches)}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -91,7 +91,7 @@ def measured(
     same, compared = defaultdict[str, float](float), defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
-        assert pair is not None  # there is no other size
+        assert pair is not None, "there is no second size"
         (before, _), (after, _) = pair
         error = comparison.worst("", example.images, before, after, exact=False)
         floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]

@@ -17,7 +17,7 @@ from normswap.cli.tables import show
 from normswap.errors import OptionError
 from normswap.plan import Body
 
-if TYPE_CHECKING:  # pydantic takes a moment, and --help needs none
+if TYPE_CHECKING:
     from normswap.training.recipe import Recipe
 
 KEYS = (
