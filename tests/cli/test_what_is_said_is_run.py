@@ -90,7 +90,7 @@ def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None
     card = Path("out/README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
     scope: dict[str, object] = {}
-    exec(code.replace("path/to/this/directory", "out"), scope)
+    exec(code.replace('"."', '"out"'), scope)
     assert isinstance(scope["model"], torch.nn.Module)
     assert not scope["model"].training
     assert main(["verify", "out"]) == 0
