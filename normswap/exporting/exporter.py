@@ -134,7 +134,6 @@ def export(
     notes = tuple(filter(None, remarks))
     quantized: Body = {}
     if how:
-        log("correcting biases")
         correct_biases(network, how)
         quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     body = _body(request, answers)

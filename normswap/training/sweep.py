@@ -83,8 +83,7 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
     """Sum up each lr, ascending; the highest mean is marked, unless two are level."""
     rates = sorted({trial.lr for trial in trials})
     summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
-    winners = _highest(summed)
-    return [replace(line, best=winners == [line]) for line in summed]
+    return [replace(line, best=_highest(summed) == [line]) for line in summed]
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
@@ -107,15 +106,18 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
-    """List what the reader should know: what is not done, what failed and why, a grid that ends early."""
+    """List what the reader should know: what is not done, what failed and why, good rates, a grid that ends early."""
     texts = []
     if not finished or any(trial.state == "running" for trial in trials):
         texts.append("not all runs have ended; the same command continues those that were stopped or killed")
     texts += [f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}" for trial in trials if trial.note][:3]
-    winners = _highest(rates)
-    if len(winners) > 1:
+    if len(winners := _highest(rates)) > 1:
         level = ", ".join(f"{line.lr:g}" for line in winners)
         texts.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
+    for best in (line for line in rates if line.best):
+        good = [line.lr for line in rates if line.full and (line.mean or 0.0) >= (best.mean or 0.0) - (best.std or 0.0)]
+        if len(good) > 1:
+            texts.append(f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the best")
     if len(rates) > 1 and (rates[0].best or rates[-1].best):
         texts.append("the best lr is at the edge of the grid: try further ones")
     return texts

@@ -125,6 +125,13 @@ def test_a_best_lr_at_the_edge_is_said() -> None:
     assert sweeps.notes(middle, sweeps.lines(middle, 1, 1), True) == []
 
 
+def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_apart() -> None:
+    """The best has a mean of 91 and a deviation of 1."""
+    runs = [*trials(0.1, 89.8, 89.9), *trials(0.2, 90, 90.2), *trials(0.4, 91 - 0.5**0.5, 91 + 0.5**0.5)]
+    found = sweeps.lines([*runs, *trials(0.8, 90.5, None)], 2, 2)
+    assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweeps.notes(runs, found, True)
+
+
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
