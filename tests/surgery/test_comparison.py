@@ -290,6 +290,16 @@ def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(
     assert len(vacuous) == said
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_rounding_costs_in_half_precision_is_finite_however_wrong_a_result_is(dtype: torch.dtype) -> None:
+    """Inputs that differ in the last digit are compared at the same outputs; infinity would allow any error."""
+    model, x = copy.deepcopy(source()).to(dtype), inputs()[0].to(dtype)
+    network = Network(model, [x])
+    outputs = running.run(model, network.calls[0])[0]
+    error = Error("logits", str(dtype).removeprefix("torch."), tuple(x.shape), 0.9, 0.9)
+    assert 0 < comparison._rounding(network, network.calls[0], outputs, error) < 0.1
+
+
 def test_reports_survive_json() -> None:
     reader = TypeAdapter(Report)
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
