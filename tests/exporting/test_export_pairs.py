@@ -66,7 +66,7 @@ OPTIONS = (
     Option(("--interpolation", "bilinear")),
 )
 # what every pair has, and what other tests are for
-APART = {"--output", "--json", "--calibrate", "--samples", "--arch-arg", "--trust-factory"}
+APART = {"--output", "--json", "--calibrate", "--samples", "--arch-arg", "--trust-factory", "--input"}
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
 PAIRS = [(one, two) for one, two in itertools.combinations(OPTIONS, 2) if one.words[0] != two.words[0]]
 ALLOWED = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 4e-2, "int8": 0.6}  # relative L2 of the answers

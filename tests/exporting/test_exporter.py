@@ -376,7 +376,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert body["parts"] == []
     assert set(body) == {"source", "file", "parts", "sidecar", "format", "dtype", "input_size", "dynamic_batch",
                          "figures", "nodes", "bytes", "notes", "seconds", "quantized",
-                         "noise_only"}  # fmt: skip
+                         "noise_only", "inputs"}  # fmt: skip
     assert main(common) == 2
     assert main([*common, "--force", "--input-size", "3,64"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2

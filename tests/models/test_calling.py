@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_a_fit_is_that_of_plain_tensors(
     assert wanted.report.kept is not None
     assert done.report.kept.count == wanted.report.kept.count == 8
     if form in ("keywords", "a record"):
-        assert done.report.kept == wanted.report.kept
+        # A name says which of several outputs; of one tensor there is none.
+        assert replace(done.report.kept, answer="") == replace(wanted.report.kept, answer="")
 
 
 def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:

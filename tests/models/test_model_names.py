@@ -262,7 +262,7 @@ BAD = {
     "hf:images": ["images has no config.json"],
     "hf:NoSuchNet": ["is no directory"],
     "hf:ResNetModel": ["no model_type"],
-    "smp:Unet:resnet18": ["was removed", "segmentation_models_pytorch:ARCH"],
+    "smp:Unet:resnet18": ["is neither a file nor a directory"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
     "users_nets:number": ["something of type int"],
     "users_nets:kind": ["of type type"],

@@ -199,7 +199,7 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ([model, "other", "--recipe", file], "'other' is neither the MODEL"),
         ([model, "--recipe", "no_such_recipe"], "no recipe is called 'no_such_recipe'"),
         ([model, "--recipe", file, "--data", str(images), "--device", "tpu"], "device 'tpu'"),
-        ([model, "--recipe", file, "--data", str(images), "--resume", "elsewhere"], "Use --resume auto"),
+        ([model, "--recipe", file, "--data", str(images), "--resume", "elsewhere"], "resume 'elsewhere' is not auto"),
         ([str(tmp_path / "none"), "--recipe", file, "--data", str(images)], "is neither a file nor a directory"),
     ]
     if not torch.cuda.is_available():
