@@ -46,8 +46,8 @@ class ImageOpening(Opening):
     def words(self, name: str) -> list[str]:
         """See `Opening.words`."""
         images = {f"--{key.replace('_', '-')}": getattr(self, key) for key in _PREPARED}
-        given = [(option, str(value)) for option, value in images.items() if value is not None]
-        return [*Opening.words(self, name), *itertools.chain(*given)]
+        options = [(option, str(value)) for option, value in images.items() if value is not None]
+        return [*Opening.words(self, name), *itertools.chain(*options)]
 
     def stated(self) -> Preprocessing:
         """What the options say of its images; an error where none can be prepared so."""

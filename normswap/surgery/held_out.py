@@ -66,13 +66,13 @@ def _hashes(call: Example) -> list[bytes]:
     return [hashlib.sha256(b"".join(value.tobytes() for value in row)).digest() for row in rows]
 
 
-def _without(call: Example, seen: set[bytes]) -> Example | None:
-    """The samples that do not stand in `seen`, which they join; None where there are none."""
+def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
+    """The samples that do not stand in `fitted_to`, which they join; None where there are none."""
     hashes = _hashes(call)
     if not hashes:
         return call
-    new = torch.tensor([mark not in seen and mark not in hashes[:i] for i, mark in enumerate(hashes)])
-    seen.update(hashes)
+    new = torch.tensor([mark not in fitted_to and mark not in hashes[:i] for i, mark in enumerate(hashes)])
+    fitted_to.update(hashes)
     return call.take(new)
 
 

@@ -40,6 +40,6 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
-        found = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
-        facts(*found, ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
+        rows = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
+        facts(*rows, ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
     listing("note", body["notes"])
