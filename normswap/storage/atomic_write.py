@@ -78,9 +78,10 @@ def text(file: Path, content: str) -> Path:
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
     """Write these columns of each row as CSV, whole or not at all, None as nothing; or raises OutputError."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    lines = ([row.get(column) for column in columns] for row in rows)
+    writer.writerows([f"{cell:.8g}" if isinstance(cell, float) else cell for cell in line] for line in lines)
     return text(file, out.getvalue())
 
 

@@ -24,8 +24,7 @@ class HeldOutSplit:
     """The calls to fit to, which can be iterated repeatedly. Every fourth image is held out of them, in `held`.
 
     Of calls that cannot be split, every fourth one is held out. Calls are cut to a size that suits the device
-    (`checked_batches.parts`). After an iteration `held` no longer has copies of images that were fitted to, and
-    `copies` is their number.
+    (`checked_batches.parts`). After an iteration no copies of what was fitted to, `copies` of them, are in `held`.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:

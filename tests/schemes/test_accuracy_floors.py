@@ -37,7 +37,11 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("network", "scheme", "options", "fitted", "floor"),
-    [(network, *row[:3], floor) for row in FLOORS for network, floor in row[3].items()],
+    [
+        pytest.param(network, *row[:3], floor, marks=[pytest.mark.long] * ((i + j) % len(row[3]) > 0))
+        for i, row in enumerate(FLOORS)
+        for j, (network, floor) in enumerate(row[3].items())
+    ],
 )
 def test_floor(network: str, scheme: str, options: dict[str, Any], fitted: bool, floor: float) -> None:
     """`floor`: percent of the source's top-1 on all 10,000 test images."""
