@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,19 @@ SKIPS = {
     r"no network namespaces here": "Linux's, and root's",
     r"ultralytics.* is not installed": "AGPL, and in no extra",
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `one_in(n)`, mark all cases but one in n slow."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None and not any(map(item.get_closest_marker, ("slow", "long", "gpu"))):
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[test] += 1
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -78,6 +78,7 @@ def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE])
+@pytest.mark.one_in(2)
 def test_membership_is_the_papers(name: str) -> None:
     model = skeleton(name)
     assigned = roles(model)
@@ -148,6 +149,7 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
+@pytest.mark.one_in(2)
 def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
     side = NARROW[name].get("img_size", 48)
     model = convert(timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options).model

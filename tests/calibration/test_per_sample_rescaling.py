@@ -151,6 +151,7 @@ def pictures() -> Tensor:
 
 @pytest.mark.parametrize("to", ["groupnorm", "layernorm"])
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])
+@pytest.mark.one_in(2)
 def test_chosen_on_leaves_it_keeps_more_than_none_of_it(
     kind: str, to: str, monkeypatch: pytest.MonkeyPatch, pictures: Tensor
 ) -> None:

@@ -230,6 +230,7 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
     [("groupnorm", {"relative_eps": 0}), ("groupnorm", {"only": ["layer2*"]}), ("dyt", {"skip": ["layer1*"]}),
      ("nf", {"only": ["layer3*"]})],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_a_fit_adds_no_tensor_that_the_plan_does_not_know(to: str, options: dict[str, Any]) -> None:
     """As a bias for a convolution that has none: what is saved could not be loaded."""
     model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()

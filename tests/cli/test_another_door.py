@@ -59,6 +59,7 @@ def assert_same(one: Any, two: Any) -> None:
 
 
 @pytest.mark.parametrize("row", sampled(ASKED, every=4, mark=pytest.mark.slow), ids=str)
+@pytest.mark.one_in(3)
 def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> None:
     body = run_json(capfd, "convert", MODEL, "--to", row.scheme, *typed(row.options), "-o", "typed", "--plan", "p.json")
     by_command = normswap.load("typed")

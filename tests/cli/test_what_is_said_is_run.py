@@ -32,6 +32,7 @@ def kind_of(words: list[str]) -> list[str]:
     return [words[0], *("file" if word.endswith(".pt2") else "network" for word in words[1:] if word[0] != "-")]
 
 
+@pytest.mark.slow
 def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(here: Path, capfd: Capture) -> None:
     """Each kind of command once."""
     ran: list[list[str]] = []

@@ -318,6 +318,7 @@ def frozen_in_training() -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("with_images", [False, True])
+@pytest.mark.one_in(2)
 def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
     frozen_in_training: tuple[nn.Module, list[torch.Tensor]], *, with_images: bool
 ) -> None:
@@ -343,6 +344,7 @@ def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.one_in(2)
 def test_a_planted_fault_is_named_first(fault: str) -> None:
     diagnosis, expected = faulty(fault, "demo")
     assert [finding.name for finding in diagnosis.faults][:1] == [expected]

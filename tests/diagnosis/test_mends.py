@@ -34,6 +34,7 @@ def test_small_numbers_are_no_fault() -> None:
 
 
 @pytest.mark.parametrize("fault", sampled(IN_WEIGHTS, every=2, mark=pytest.mark.slow))
+@pytest.mark.one_in(2)
 def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Capture) -> None:
     """As a user has the network: in a file of weights beside the name of its architecture."""
     plant, name = FAULTS[fault]

@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("option", "ending", "precision"), CASES)
+@pytest.mark.one_in(2)
 def test_an_option_costs_nothing(option: str, ending: str, precision: str, folder: Path) -> None:
     (error, other), (plain, differ) = (off(folder, ending, precision, each) for each in (option, "plain"))
     assert error <= ANOTHER_WAY * plain + 1e-6

@@ -54,6 +54,7 @@ def one(inputs: Any) -> Any:
 
 
 @crossed("form, name", ENDINGS, NETWORKS, every=3)
+@pytest.mark.one_in(2)
 def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) -> None:
     make, inputs, names, outputs = NETWORKS[name]
     model = make()

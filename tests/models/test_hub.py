@@ -62,6 +62,7 @@ def test_hub(repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("garbage", "hf-hub:some/small", "not a readable weights file"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_hub_fails(
     repos: dict[str, Path],
     tmp_path: Path,
@@ -83,6 +84,7 @@ def test_hub_fails(
     "config",
     [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}'],
 )
+@pytest.mark.one_in(2)
 def test_a_config_that_nobody_can_read_is_said_in_a_line(
     config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:

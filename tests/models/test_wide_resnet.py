@@ -139,6 +139,7 @@ def projection(block: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(("depth", "width"), [(16, 8), (100, 2)])
+@pytest.mark.one_in(2)
 def test_the_signal_at_initialization_is_the_papers(depth: int, width: int) -> None:
     """De & Smith 2020, section 2.1: without norms 2^(l-1), with them 1 / (l + 1) of block l is the branch's share.
 

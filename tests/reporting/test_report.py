@@ -55,6 +55,7 @@ def case(request: pytest.FixtureRequest, made: Any) -> tuple[Path, Path, Facts, 
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> None:
     _, folder, facts, _ = case
     state = load_file(folder / "model.safetensors")

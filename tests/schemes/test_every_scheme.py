@@ -165,6 +165,7 @@ def test_a_second_fold_refuses(arch: str) -> None:
 
 
 @exact_everywhere
+@pytest.mark.one_in(2)
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
     result = twin(arch, row)
@@ -188,6 +189,7 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
 
 
 @crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS, every=3)
+@pytest.mark.one_in(2)
 def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
     for arch in ("seresnet18", "resnetv2_18"):
         small = {"input_size": (3, 33, 33)}  # on a CPU convolutions in float16 are slow

@@ -54,6 +54,7 @@ CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
 
 
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
+@pytest.mark.one_in(2)
 def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     """Their statistics are those of what reaches them; they train as the source does, and as fast."""
     generator = dice(name, row)
@@ -112,6 +113,7 @@ ALL = [(name, row) for name in SIX for row in ROWS if fits(name, row.scheme)]
 
 
 @pytest.mark.parametrize(("name", "row"), halved(ALL), ids=str)
+@pytest.mark.one_in(2)
 def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     """Every parameter that lives on under its name; and a dropout drops what it dropped."""
     source = copy.deepcopy(trained(name))

@@ -54,6 +54,7 @@ def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
 
 
 @crossed("name, row", SIX, APPROXIMATE, every=3, mark=pytest.mark.slow)
+@pytest.mark.one_in(2)
 def test_a_way_of_two_steps_is_no_worse_than_one(name: str, row: Row) -> None:
     """By an exact scheme, which has taken the norms away, to one that needs them."""
     generator = dice(name, row)

@@ -147,6 +147,7 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> Non
     every=3,
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
+@pytest.mark.one_in(2)
 def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str, dict[str, Any]]) -> None:
     (arch, purpose), (to, options) = one, way
     model = small(arch)

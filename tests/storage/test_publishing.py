@@ -118,6 +118,7 @@ def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub
         ("ok", "demo", "'demo' is not a name on the hub. Write it as owner/name"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_the_hub_does_not_take_is_one_line(
     source: nn.Module,
     tmp_path: Path,

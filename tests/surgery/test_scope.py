@@ -84,6 +84,7 @@ def assert_outside_stays(before: nn.Module, after: nn.Module, scope: dict[str, l
 
 
 @pytest.mark.parametrize(("name", "row"), halved(CASES), ids=str)
+@pytest.mark.one_in(2)
 def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
     scope = scope_of(name, row)
     part, builder = step(selection.restrict(anatomy(name), **scope), row.scheme, **row.options)
@@ -101,6 +102,7 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
 
 
 @crossed("name, row", SIX, FITTED, every=3, mark=pytest.mark.slow)
+@pytest.mark.one_in(2)
 def test_a_fit_changes_nothing_outside(name: str, row: Row) -> None:
     scope = scope_of(name, row)
     batches = [images(24, 1), images(24, 2)]

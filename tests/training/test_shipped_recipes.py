@@ -84,6 +84,7 @@ SMALL = {
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries that train
 @pytest.mark.parametrize("name", sampled(NAMES, every=3))
+@pytest.mark.one_in(2)
 def test_two_updates(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from normswap.training.engine import finetune
