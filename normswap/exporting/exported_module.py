@@ -101,10 +101,9 @@ class Shipped(nn.Module):
 
 @torch.no_grad()
 def correct_biases(network: Shipped, how: Quantization) -> None:
-    """Add E[(W - rounded W) x] to each bias, in place: the mean over the images and all places, x in float32.
+    """Add E[(W - rounded W) x] to each bias, in place, x in float32 (Nagel et al. 2019, section 4.2).
 
-    Then rounding shifts the mean of no channel (Nagel et al. 2019, section 4.2). A layer that does not compute what its
-    weight says keeps its bias.
+    The mean is over the images and all places. A layer that does not compute what its weight says keeps its bias.
     """
     # Batches are of one size, so that the mean of their means is that of all.
     shifts: dict[nn.Module, list[Tensor]] = {}

@@ -133,8 +133,9 @@ def export(
     remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
     notes = tuple(filter(None, remarks))
     quantized: Body = {}
-    if how:
+    if how and not form.corrects_biases:
         correct_biases(network, how)
+    if how:
         quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)

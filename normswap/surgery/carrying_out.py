@@ -117,8 +117,7 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     try:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:
-        remedy = "A norm cannot take its statistics from one element: give larger inputs, or leave it out by "
-        remedy += f"'{spelled('skip', metavar='PATTERN')}'"
+        remedy = f"Give larger inputs, or leave a norm of one element out by '{spelled('skip', metavar='PATTERN')}'"
         raise RefusedError(
             f"{scheme} does not run on {tuple(example.images.shape[1:])}", first_line(error), remedy
         ) from None

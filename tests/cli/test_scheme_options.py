@@ -32,7 +32,7 @@ def test_instancenorm_on_one_pixel(here: Path, capfd: Capture) -> None:
 
     torch.manual_seed(0)
     model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
-    with pytest.raises(RefusedError, match=r"does not run on \(3, 32, 32\).*one element.*larger inputs"):
+    with pytest.raises(RefusedError, match=r"does not run on \(3, 32, 32\).*arger inputs.*one element"):
         normswap.convert(model, "instancenorm", input_size=(3, 32, 32))
     normswap.convert(model, "instancenorm", input_size=(3, 32, 32), skip="layer4")
 
