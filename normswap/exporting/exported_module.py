@@ -100,17 +100,17 @@ class Shipped(nn.Module):
 
 
 @torch.no_grad()
-def correct_biases(network: Shipped, how: Quantization) -> None:
+def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False) -> None:
     """Add E[(W - rounded W) x] to each bias, in place, x in float32 (Nagel et al. 2019, section 4.2).
 
-    The mean is over the images and all places. A layer that does not compute what its weight says keeps its bias.
+    The mean is over images, in batches of one size. A layer that does not compute what its weight says keeps its bias.
     """
-    # Batches are of one size, so that the mean of their means is that of all.
     shifts: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
         losing = copy.deepcopy(layer)
-        losing.get_parameter("weight").sub_(_rounded(layer, how.levels))
+        halved = 127 if 1 < getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0) else 63.5
+        losing.get_parameter("weight").sub_(_rounded(layer, halved if halves and how.levels < 127 else how.levels))
         losing.register_parameter("bias", None)
 
         def add_loss(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -129,7 +129,7 @@ def correct_biases(network: Shipped, how: Quantization) -> None:
         layer.bias = nn.Parameter(torch.stack(means).mean(0).float() + bias, requires_grad=False)
 
 
-def _rounded(layer: nn.Module, levels: int) -> Tensor:
+def _rounded(layer: nn.Module, levels: float) -> Tensor:
     """The weight as a quantizer stores it: a step for each output channel, each number to the nearest multiple."""
     weight = layer.get_parameter("weight")
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]

@@ -133,9 +133,8 @@ def export(
     remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
     notes = tuple(filter(None, remarks))
     quantized: Body = {}
-    if how and not form.corrects_biases:
-        correct_biases(network, how)
     if how:
+        correct_biases(network, how, halves=form.halves)
         quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)

@@ -67,7 +67,7 @@ class Format:
         any_count: any number of images may go in at a time.
         any_input: other tensors than float32 may go in.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
-            weight_bits: of its weights, the default first; corrects_biases: it takes up itself what rounding adds.
+            weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
 
@@ -87,7 +87,7 @@ class Format:
     quantizer_needs: tuple[str, ...] = ()
     quantizer_extra: str = "quantize"
     weight_bits: tuple[int, ...] = (SAFE_BITS, WHOLE_BITS)
-    corrects_biases: bool = False
+    halves: bool = False
     system: str = ""
 
     @property
@@ -178,7 +178,7 @@ _FORMATS = {
             dtypes=("fp32", "fp16", "int8"),
             notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")},
             quantizer="NNCF",
-            corrects_biases=True,
+            halves=True,
             quantizer_needs=("nncf", "openvino"),
         ),
         Format(

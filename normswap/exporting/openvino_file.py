@@ -67,6 +67,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             advanced = nncf.AdvancedQuantizationParameters(
                 overflow_fix=OverflowFix.ENABLE if how.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
                 weights_quantization_params=QuantizationParameters(per_channel=True),
+                disable_bias_correction=True,
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
             )
             rounded = nncf.quantize(
