@@ -245,7 +245,6 @@ class _AnswerSums:
         if self.first is None:
             self.first = logits
         self.distance.add(expected, actual)
-        expected, actual = expected.double(), actual.double()
         self.count += count
         if logits.numel():
             self.peak = max(self.peak, float(logits.double().abs().max()))

@@ -133,6 +133,7 @@ def open(file: Path) -> Runs:
 def load(file: Path) -> ExportedProgram:
     """The program of a file, whatever its precision. Raises what torch raises."""
     with quietly():
+        # It defines the operators of int8.
         import torch.ao.quantization.fx._decomposed
 
         return torch.export.load(file)

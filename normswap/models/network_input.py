@@ -62,7 +62,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def has_broken_statistics(module: nn.Module) -> bool:
     """Whether running statistics of a module are such as no training gives: not finite, or a variance below zero."""
-    mean, variance = (dict(module._buffers.items()).get(name) for name in ("running_mean", "running_var"))
+    mean, variance = map(dict(module._buffers.items()).get, ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False
     right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()
