@@ -177,11 +177,13 @@ def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None
 
 
 def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """Say which norms no forward called, where an argument that was left at its default may lead to them."""
+    """Say which norms no forward called, where an argument that was left at its default, or a value, may lead there."""
     norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
     defaults = calling.defaults(model, example)
     if norms and defaults:
         yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
+    elif norms and main.branches:
+        yield f"never called: {some(norms)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:
