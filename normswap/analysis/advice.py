@@ -41,9 +41,7 @@ def advise(
         name: how the commands shall call the network.
         batch_size: images whose statistics a norm would see together: per device, per client.
 
-    Raises:
-        OptionError: no batch size, or purposes that exclude each other.
-        RefusedError: nothing is possible.
+    Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
     """
     if batch_size < 1:
         raise OptionError(spelled("batch_size", batch_size), "a batch has at least one image")

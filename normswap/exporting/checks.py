@@ -195,7 +195,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
     """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
     signature = reference.signature
-    outputs = running.outputs_double(reference.source, running.double(first))
+    outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
     wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
     assert sums.first is not None
     own = Distance()

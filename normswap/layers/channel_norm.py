@@ -61,7 +61,7 @@ def channel_dim(module: nn.Module) -> int | None:
         # The LayerNorms of ConvNeXt, SAM and others permute in forward.
         if not isinstance(module, nn.LayerNorm) or len(shape) != 1:
             return None
-        return measured_dim(module, shape[0], _layer_norm)
+        return measured_dim(module, shape[0], lambda twin, x: F.layer_norm(x, shape, twin.weight, twin.bias, twin.eps))
     if kind.activation or len(shape) != 1:
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
@@ -85,10 +85,6 @@ def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tens
                     if torch.allclose(twin(x.clone()), y, rtol=1e-9, atol=1e-12):
                         _MEASURED[module] = dim
     return _MEASURED[module]
-
-
-def _layer_norm(norm: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 def probe(channels: int, dim: int) -> Tensor:

@@ -68,13 +68,9 @@ class PlannedLayer:
 _BY_NAME: dict[str, type[PlannedLayer]] = {}
 
 
-def planned_layers() -> dict[str, type[PlannedLayer]]:
-    """Every layer that a plan can name, those of third parties too once they are imported."""
-    _import_own()
-    return _BY_NAME
-
-
 @functools.cache
-def _import_own() -> None:
+def planned_layers() -> dict[str, type[PlannedLayer]]:
+    """Every layer that a plan can name, by name; classes that are imported later are added to the same dict."""
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
+    return _BY_NAME

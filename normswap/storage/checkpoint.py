@@ -60,8 +60,7 @@ def open_model(
     Returns:
         The network in eval mode, on the CPU, carrying its provenance.
 
-    Raises:
-        SourceError: it cannot be found, read or understood.
+    Raises SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     if folder.exists() and is_checkpoint(folder):
@@ -207,7 +206,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "arch": record.arch and asdict(record.arch),
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
-        "report": report and report.to_dict(),
+        "report": report and asdict(report),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
         "versions": {**versions, "python": platform.python_version()},
     }

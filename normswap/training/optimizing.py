@@ -141,8 +141,7 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     Args:
         network: the record of the network that `model` is a copy of, where one has been made.
 
-    Raises:
-        OptionError: there is none.
+    Raises OptionError: there is none.
     """
     ask = getattr(model, "get_classifier", None)
     layer = ask() if callable(ask) else None
