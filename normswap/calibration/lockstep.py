@@ -72,8 +72,11 @@ class Interpreter:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-        args, kwargs = (fx.node.map_arg(part, lambda source: values[source.name]) for part in (node.args, node.kwargs))
-        return apply(record, node, args, kwargs)
+
+        def value(source: fx.Node) -> Any:
+            return values[source.name]
+
+        return apply(record, node, fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value))
 
 
 class Lockstep:
