@@ -1,9 +1,9 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
 
-As in `comparison`, a float32 file may be off by 1e-5. Where the source in float32 is further than that from its own
-float64 values, four times that distance is allowed: in random networks rounding errors grow from block to block. That
-is measured only if 1e-5 is exceeded. A file in half precision may be off by a few times what rounding its numbers to
-that precision costs the network in PyTorch, on the same inputs.
+As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the source in float32 and
+in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors grow from block to block). A file
+in half precision may be off by a few times what rounding to that precision costs the network in PyTorch, on the same
+inputs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class Figures:
 
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
-        agreement: fraction of images, or of places in maps, with the same argmax, where there is one answer.
-        count: images that both were run on.
-        tolerance: what relative_l2 may be.
+        agreement: fraction of images, or of positions in maps, with the same argmax, where there is one answer.
+        count: number of images.
+        tolerance: the largest relative_l2 allowed.
         inputs: what both were run on.
-        answers: the number of answers that `agreement` is a fraction of.
-        unit: what each of them is about: images, pixels, voxels ...
+        answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
-        output: of several outputs the one that differs most, which the errors are of.
+        output: of several outputs the one that differs most, to which the errors belong.
     """
 
     relative_l2: float
@@ -82,8 +81,7 @@ class Reference:
 
     Args:
         source: the network, in float32.
-        signature: what goes in and comes out.
-        softmax: the file answers with probabilities, the softmax of the source's scores.
+        softmax: the file gives probabilities, the softmax of the source's scores.
         raw: from images as `source` takes them to images as the file does.
         rounded: the network with its numbers rounded to the file's precision, called as the file is.
         anatomy: of the source, which tells scores of classes from waves and features; None where it cannot be had.
@@ -114,10 +112,10 @@ def check(
     """Run a file and its network on the same images, and hold the file to the network.
 
     Args:
-        batches: images (N, C, H, W), preprocessed for the source, or all that goes in, and their labels.
+        batches: images (N, C, H, W), preprocessed for the source, or all inputs, and their labels.
         dtype: the precision of the file.
-        described: what reports call the images; what: what an error calls the file.
-        refuse: whether it is an error, and not only a figure, if the file computes something else.
+        described: the name of the images in reports; what: the file's in errors.
+        refuse: raise if the file computes something else.
 
     Raises VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
@@ -197,7 +195,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
     """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
     signature = reference.signature
-    outputs = running.outputs_double(reference.source, running.double(first))
+    outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
     wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
     assert sums.first is not None
     own = Distance()
@@ -206,7 +204,7 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
 
 
 class Distance:
-    """The relative L2 of some values to others, over the batches; of labels, masks and counts relative to chance."""
+    """The relative L2 between values, over the batches; of labels, masks and counts relative to chance."""
 
     def __init__(self) -> None:
         self.off = self.sum = self.squares = 0.0
@@ -277,7 +275,7 @@ class _AnswerSums:
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
-    """The same images: one at a time, or as they come, but of more than one size (the first one by itself)."""
+    """The same images, one at a time or in their batches; then the first image is a batch, so that sizes differ."""
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)
         sizes = [len(images)]

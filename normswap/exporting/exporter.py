@@ -175,7 +175,7 @@ def export(
 
 
 def folded(request: ExportRequest) -> Shipped:
-    """Fold the network, and put what the user wants before and after it, in float32."""
+    """Fold the network, with normalization and softmax as requested, in float32."""
     settings = request.settings
     network = fold_for_export(request.network)
     normalization = request.normalization if settings.normalize else None
@@ -183,14 +183,12 @@ def folded(request: ExportRequest) -> Shipped:
 
 
 def fold_for_export(network: Network) -> nn.Module:
-    """A folded copy of its module, verified as every conversion is; just a copy where there is nothing to fold.
+    """A folded copy of its module, verified as every conversion is; a plain copy where there is nothing to fold.
 
-    `convert --to folded` keeps the features that the classifier reads; an export need not, so here the last norm's
-    scale moves into the classifier.
+    Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the last norm's scale
+    moves into the classifier.
 
-    Raises:
-        TraceError, RefusedError: there is something to fold, and it cannot be.
-        VerificationError: it was folded and computes something else.
+    Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes something else.
     """
     model = network.module
     try:

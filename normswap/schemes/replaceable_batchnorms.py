@@ -19,7 +19,7 @@ from normswap.plan import Step
 
 
 def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, dict[str, nn.Module]]:
-    """The builder of a plan that folds all but the BatchNorms and refuses some; those that can be replaced, by path."""
+    """The builder of a plan that folds all but the BatchNorms, and the BatchNorms that can be replaced, by path."""
     traced = anatomy.traced
     norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
@@ -42,7 +42,7 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
 
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
-    """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
+    """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
     traced = builder.anatomy.traced
     calls = traced.calls[id(norm)]
     (node,) = inputs(calls[0])
@@ -59,7 +59,7 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
 
 
 def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The nodes that read the value of `node`, themselves or through those that pass it on, each once."""
+    """The nodes that read the value of `node`, directly or through nodes that pass it on, each once."""
     users = builder.anatomy.traced.users
     met: set[fx.Node] = set()
     ahead = [*users[node]]

@@ -26,7 +26,7 @@ from normswap.models.calling import Example, Inputs
 from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
-from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
+from normswap.surgery.running import Outputs, both, outputs_double, run, widely
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 # In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
@@ -130,13 +130,7 @@ def compare(
 
 
 def require_passed(network: Network, report: Report, scheme: str) -> None:
-    """Check that the report says that the result is right.
-
-    Args:
-        network: the source, which is looked at where the result is not right.
-
-    Raises VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
-    """
+    """Raise VerificationError where the report of a scheme's result failed; `network`, the source, may be why."""
     if report.passed:
         return
     outputs, _ = run(network.module, network.calls[0])
@@ -188,13 +182,13 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
-    """Whether all errors are finite and, of a result that claims to be exact, at most what their precision allows."""
+    """Whether all errors are finite and, of an exact result, at most what their precision allows."""
     finite = all(e.relative_l2 < float("inf") for e in errors)
     return finite and (not exact or all(e.relative_l2 <= allowed[e.precision] for e in errors))
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Check, where a result is wrong, that it is not the source itself that differs from run to run."""
+    """Raise VerificationError where an exact result failed because the source differs from run to run."""
     if report.passed or not report.exact:
         return
     worst_error = report.worst
@@ -211,7 +205,7 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
 def _allowance(
     source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
 ) -> float:
-    """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
+    """How far its own rounding moves the source's outputs; 0 where the error needs no allowance, or has no bound."""
     is_half, is_double = _is_half(error.precision), error.precision == "float64"
     if is_half and exact:
         return _rounding(source, example, outputs, error)
@@ -229,13 +223,13 @@ def _in_the_last_digit(example: Example) -> Example:
 
 
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
-    """How far the source in half precision is from its own values in float64.
+    """The relative L2 between the source's outputs in half precision and in float64.
 
-    Where the error is more than that allows, also on inputs that differ in the last digit: the rounding of a few
-    numbers may come out small by chance.
+    Where a result errs by more than this allows, other inputs are measured too, which differ from these in the last
+    digit: the rounding of a few numbers may be small by chance.
     """
     precision, x = error.precision, example.images
-    wide = outputs_double(source.module, double(example)) if source.has_double else outputs
+    wide = outputs_double(source.module, example.map_floats(Tensor.double)) if source.has_double else outputs
     off = _apart(precision, x, wide, outputs)
     if error.relative_l2 <= ROUNDING * off or not error.relative_l2 < float("inf"):
         return off
@@ -255,7 +249,7 @@ def _is_half(precision: str) -> bool:
 
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
-    """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
+    """The relative L2 between two runs of the source: infinite where shapes differ, 0 where values are not finite."""
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
     if shaped and apart == float("inf"):
@@ -280,7 +274,7 @@ def _tolerance64(own_change: float) -> float:
 
 @dataclass(frozen=True)
 class Precise:
-    """A comparison in float64: the error, the source's outputs that it was measured on, and how far those stray."""
+    """A comparison in float64: the error, the source's outputs, and the source's own change in the last digit."""
 
     error: Error
     reference: Outputs
@@ -290,20 +284,19 @@ class Precise:
 def compare_double(
     network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] = lambda _: None
 ) -> Precise | None:
-    """Compare the source in float64 with a result in float64, never rounded to less, on the first image.
+    """Compare source and result in float64 on the first image.
+
+    None where the network is in float64 already, or its device has no float64 (MPS).
 
     Args:
-        make: makes the result in float64.
-        parts: the result's outputs on an example in float64, by another way that costs less, or None. Where the
-            source's outputs are others, the network of `make` decides.
-
-    Returns:
-        None for networks that are in float64 already, and where there is no float64 (MPS).
+        make: makes the result in float64, never rounded to less.
+        parts: a cheaper way to the result's outputs on an example in float64, or None. Where these differ from the
+            source's, the network of `make` decides.
     """
     source = network.module
     if not network.has_double:
         return None
-    example = double(network.examples[0].first(1))
+    example = network.examples[0].first(1).map_floats(Tensor.double)
     reference = outputs_double(source, example)
     outputs = parts(example) or {}
     error = worst("float64", example.images, reference, outputs)
@@ -324,14 +317,14 @@ def compare_double(
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The first image's outputs in the shapes of `like`; run once more where a forward squeezes its outputs."""
+    """The first image's outputs in the shapes of `like`; the source runs again where its forward squeezes outputs."""
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
-    """The error of the output that differs most; 1 where an approximate result gives another number of things."""
+    """The error of the output that differs most; 1 where an approximate result has another number of rows."""
     if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
         errors = [replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a]
         return max(errors, key=lambda error: error.relative_l2)
@@ -389,7 +382,7 @@ def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
+    """The error of b against a: the relative L2; of labels, masks and counts the share of entries that differ."""
     size = tuple(x.shape)
     if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"))
@@ -401,7 +394,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     a, b = _numbers(a), _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
-        # Classes that are masked out are -inf on purpose, in both outputs.
+        # Scores of classes that are masked out are -inf in both outputs.
         a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max())
@@ -415,14 +408,14 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in a row, in float64; of a complex one real and imaginary parts."""
+    """All numbers of a tensor in one dimension, in float64; of a complex one real and imaginary parts."""
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     return value.double().flatten()
 
 
 def _unproved(outputs: Outputs) -> str:
-    """Why equal outputs prove nothing: there are none, or they are the same for every input. Empty where they do."""
+    """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where they prove."""
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return "the outputs are empty: no number was compared"

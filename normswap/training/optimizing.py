@@ -1,6 +1,6 @@
-"""What a recipe minimizes and how: the loss, the optimizer, and its learning rate at every update; from timm.
+"""A recipe's loss, optimizer and schedule, from timm.
 
-The loss is cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
+The loss is the cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
 
-# Paths of classifiers that a recorded forward has found: it takes long.
+# Paths of classifiers, as recording a forward takes long.
 _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -58,13 +58,9 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
 
 
 def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int) -> Scheduler:
-    """Return timm's scheduler; by `step_update` the rate is a function of the update alone: there is nothing to save.
+    """Return timm's scheduler over `updates`; by `step_update` the rate is a function of the update alone.
 
-    Args:
-        optimizer: its groups' `lr_scale` are heeded.
-        schedule: of the recipe.
-        updates: in all.
-        per_epoch: updates.
+    So there is nothing to save. The `lr_scale` of the optimizer's groups counts.
     """
     warmup = round(schedule.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)
@@ -85,7 +81,7 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
 
 
 def clip_gradients(model: nn.Module, clip: Clip) -> None:
-    """Clip gradients, in place: adaptively, or as timm does."""
+    """Clip gradients, in place, adaptively or as timm does."""
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
     else:
@@ -138,11 +134,7 @@ def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
 def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """Return the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
 
-    Args:
-        network: the record of the network that `model` is a copy of, where one has been made.
-
-    Raises:
-        OptionError: there is none.
+    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: there is no such layer.
     """
     ask = getattr(model, "get_classifier", None)
     layer = ask() if callable(ask) else None
@@ -206,7 +198,7 @@ class Objective:
 
 
 class Teacher(nn.Module):
-    """A network that is asked for logits, about images preprocessed for a student with as many classes."""
+    """A network that gives logits for images preprocessed for a student with as many classes."""
 
     ratio: Tensor
     shift: Tensor
@@ -229,5 +221,5 @@ class Teacher(nn.Module):
         return scores(self.network(images if self.same else images * self.ratio + self.shift)).float()
 
     def train(self, mode: bool = True) -> Teacher:
-        """A teacher stays in eval mode."""
+        # A teacher stays in eval mode.
         return super().train(False)

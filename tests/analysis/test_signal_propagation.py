@@ -155,8 +155,6 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     assert model.bn1.running_mean is not None
 
 
-# --- pictures and tables ----------------------------------------------------------------------------------------------
-
 CURVES = {
     "small": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 0.5), Point("t.0", "t", 2, 0.2, 2.0, 1.0, 0.5)],
     "exploding": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 1.0), Point("t.0", "t", 2, 0.0, math.inf, 1e9, 1e9)],

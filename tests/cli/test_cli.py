@@ -41,9 +41,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- help -------------------------------------------------------------------------------------------------------------
-
-
 def test_no_help_imports_anything_heavy() -> None:
     """What makes it fast; a limit in seconds would depend on the machine. `--help` loads no command."""
     code = (
@@ -103,9 +100,6 @@ def test_version(capfd: Capture) -> None:
     assert capfd.readouterr().out.startswith("normswap 0.")
 
 
-# --- inspect ----------------------------------------------------------------------------------------------------------
-
-
 def test_inspect_resnet50(capfd: Capture) -> None:
     body = run_json(capfd, "inspect", "resnet50", "--weights", "random")
     assert body["roles"] == {"stem": 1, "last": 16, "down": 4, "other": 32, "head": 0}
@@ -130,9 +124,6 @@ def test_inspect_says_why_a_norm_is_refused(capfd: Capture, monkeypatch: pytest.
     batch, group = run_json(capfd, "inspect", "mine")["sites"]
     assert "no running statistics" in batch["refused"]
     assert "per sample" in group["refused"]
-
-
-# --- convert ----------------------------------------------------------------------------------------------------------
 
 
 def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -> None:
@@ -206,9 +197,6 @@ def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> No
     assert "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
 
 
-# --- verify and evaluate ----------------------------------------------------------------------------------------------
-
-
 def test_verify(capfd: Capture, converted: Path) -> None:
     data = ("--data", IMAGES, "--samples", "100", "--workers", "0")
     body = run_json(capfd, "verify", str(converted / "folded"), *data)
@@ -278,9 +266,6 @@ def test_schemes(capfd: Capture) -> None:
     assert run_json(capfd, "schemes", "unfold", "skipinit") == [bodies["unfold"], bodies["skipinit"]]
     assert main(["schemes", "skip-init"]) == 2
     assert "skipinit" in capfd.readouterr().err
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 class Untraceable(nn.Module):

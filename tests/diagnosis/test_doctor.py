@@ -50,9 +50,6 @@ def at(model: nn.Module, place: float) -> Any:
     return every[int(place * (len(every) - 1))]
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
 def fill(name: str, value: float, place: float = 0.5, part: slice = slice(None)) -> Callable[[nn.Module], None]:
     def plant(model: nn.Module) -> None:
         with torch.no_grad():

@@ -69,9 +69,6 @@ def check(model: nn.Module, file: Path, x: Tensor, dtype: str = "fp32", batch: i
     assert distance(run(model, x), run_alone(file, form, x, batch=batch)) <= FIGURES[dtype]
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", forms(*FORMATS))
 def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Path) -> None:
     model, x = network()
@@ -209,9 +206,6 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
 
 
-# --- a wrong file is caught -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=pytest.mark.slow) if form == "openvino" else form for form in FORMATS]
 )  # OpenVINO's is made from ONNX's
@@ -243,9 +237,6 @@ def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(VerificationError, match=r"relative L2 error 1.0e\+00, allowed 1.0e-05"):
         normswap.export(model, file, input_size=(3, 64, 64), force=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-# --- bad input: one line ----------------------------------------------------------------------------------------------
 
 
 class Sorted(nn.Module):
@@ -338,9 +329,6 @@ def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
     model.bn1.running_mean = model.bn1.running_var = None  # type: ignore[assignment]
     with pytest.raises(RefusedError, match="bn1: it has no running statistics"):
         normswap.export(model, tmp_path / "net.pt2", input_size=(3, 64, 64))
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [None, "demo"])

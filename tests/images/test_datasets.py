@@ -136,9 +136,6 @@ def test_pixels_of_more_bits_are_refused_not_cut_off(mode: str) -> None:
         datasets._converted(Image.new(mode, (2, 2)), "RGB")
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
-
-
 def _without_images(folder: Path) -> Path:
     for file in folder.rglob("*.png"):
         file.unlink()

@@ -76,8 +76,6 @@ def test_a_network_that_says_nothing_is_asked_by_running_it() -> None:
     assert image_record(bare[:1])["num_classes"] is None
 
 
-# --- containers -------------------------------------------------------------------------------------------------------
-
 CONFIG = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
 CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 10, "label_names": list(CIFAR)}
 
@@ -149,9 +147,6 @@ def test_labels_are_not_asked_for_where_nothing_needs_them(tmp_path: Path) -> No
     assert len(labels_of(tmp_path, labelled=False)) == 1
     with pytest.raises(SourceError, match="no class folders"):
         labels_of(tmp_path)
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def test_commands_say_how_labels_were_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -193,9 +193,6 @@ def test_how_a_network_is_called() -> None:
         Example(([{"image": X[0]}],)).of(X)
 
 
-# --- looking at it ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
     wrap, given = FORMS[form]

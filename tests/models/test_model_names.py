@@ -121,9 +121,6 @@ def hugging_face(place: Path, **config: Any) -> Path:
     return place
 
 
-# --- from end to end --------------------------------------------------------------------------------------------------
-
-
 def test_a_factory(here: Path, run: Run, fails: Run) -> None:
     run("convert", "users_nets:make", "--arch-arg", "width=6", "--num-classes", 4, "--to", "folded", "-o", "a")
     trusted = ("a", "--trust-factory")
@@ -251,8 +248,6 @@ def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run
     assert (arch.name, arch.kwargs["classes"], arch.builder) == ("segmentation_models_pytorch:Unet", 3, "factory")
 
 
-# --- what cannot be had -----------------------------------------------------------------------------------------------
-
 BAD = {
     "torchvision:resnet51": ["no model 'resnet51'", "resnet50"],
     "torchvision:resnet18@IMAGENET1K_V9": ["no weights 'IMAGENET1K_V9'", "IMAGENET1K_V1"],
@@ -333,9 +328,6 @@ def test_a_package_that_is_not_installed(here: Path, fails: Run, monkeypatch: py
 def test_an_unknown_builder(here: Path) -> None:
     with pytest.raises(SourceError, match="does not know the builder 'keras'"):
         zoo.create(Arch("x", {}, "keras"))
-
-
-# --- building ---------------------------------------------------------------------------------------------------------
 
 
 def test_torchvision_builds_as_the_weights_want_it() -> None:

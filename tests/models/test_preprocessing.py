@@ -72,12 +72,6 @@ def test_impossible(values: Preprocessing) -> None:
         state(silent(), values)
 
 
-# --- the first norm knows ---------------------------------------------------------------------------------------------
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "says_nothing.py").write_text(FACTORY)

@@ -37,9 +37,6 @@ def folder(tmp_path: Path, state: State) -> Path:
     return folder
 
 
-# --- building ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arch", "said"),
     [
@@ -65,9 +62,6 @@ def test_create_builds_in_eval_mode() -> None:
     model = create(Arch("resnet18", {**ARGS, "num_classes": 3}))
     assert not model.training
     assert model.num_classes == 3
-
-
-# --- opening ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
@@ -177,9 +171,6 @@ def test_shared_checkpoints(name: str) -> None:
     assert identify(model) == (origin(model).arch if hasattr(model, "_model_args") else None)
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
-
-
 def _config(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "config.json").write_text(text) and None
 
@@ -233,9 +224,6 @@ def test_bad_source(source: str, options: dict[str, Any], kind: type[NormswapErr
 def test_file_options(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         open_source(str(folder / "model.safetensors"), **options)
-
-
-# --- identifying ------------------------------------------------------------------------------------------------------
 
 
 def _converted() -> nn.Module:

@@ -52,9 +52,6 @@ def case(request: pytest.FixtureRequest, made: Any) -> tuple[Path, Path, Facts, 
     return made[request.param]
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> None:
     _, folder, facts, _ = case
@@ -172,9 +169,6 @@ def test_accuracy_on_data(made: Any, tmp_path: Path) -> None:
     assert "the first 10 images" in text
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
 def test_html_is_balanced_and_loads_nothing(case: tuple[Path, Path, Facts, str]) -> None:
     _, _, facts, text = case
     checker = check(text)
@@ -241,9 +235,6 @@ def test_contrast(theme: int) -> None:
     assert min(contrast("good", "good-paper"), contrast("bad", "bad-paper"), contrast("ink", "note-paper")) >= 4.5
 
 
-# --- the figures ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes of every figure that a test draws."""
@@ -266,9 +257,6 @@ def test_points_are_the_measured_values(made: Any, drawn: list[Any]) -> None:
             assert list(line.get_ydata()) == [getattr(point, name) for point in facts.signal[network]]
     figures.alphas(facts)
     assert list(drawn[-1].get_lines()[0].get_ydata()) == [alpha.value for alpha in facts.alphas]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

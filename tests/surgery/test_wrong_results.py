@@ -138,7 +138,7 @@ def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
     """What the step makes was made in float64, and is lent to the network that was made in float32, layer by layer."""
     model, x = residual(), torch.randn(2, *SIZE)
     step, wide = widely(model, row)
-    result, example = applying.apply_step(model, step), running.double(Example((x,)))
+    result, example = applying.apply_step(model, step), Example((x,)).map_floats(Tensor.double)
     before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
     found = running.by_parts(result, example, *applying.doubles(model, result, step))
     assert found is not None
@@ -215,7 +215,7 @@ class Adapted(nn.Linear):
 def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 5), Adapted(), nn.Linear(5, 3)), torch.randn(4, 5)
-    found = running.by_parts(model, running.double(Example((x,))))
+    found = running.by_parts(model, Example((x,)).map_floats(Tensor.double))
     assert found is not None
     assert distance(run(copy.deepcopy(model).double(), x.double()), found[""]) < 1e-14
 

@@ -74,8 +74,6 @@ def test_a_process_by_itself_has_nothing_to_share(tmp_path: Path, monkeypatch: p
     train(network(), recipe(images, train={"epochs": 0.5, "sync_bn": True}), tmp_path / "out")
 
 
-# --- launchers --------------------------------------------------------------------------------------------------------
-
 SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done  # its own options
 export SLURM_STEP_ID=0

@@ -47,9 +47,6 @@ def score(recipe: Recipe, folder: Path) -> float:
     return 90 - 10 * abs(recipe.optim.lr - 0.5) + recipe.train.seed / 10
 
 
-# --- grids ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "values"),
     [
@@ -71,9 +68,6 @@ def test_grids(text: str, values: list[float]) -> None:
 def test_grids_that_make_no_sense(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--lr: .*names no positive rates"):
         parse_rates(text)
-
-
-# --- the best k of n --------------------------------------------------------------------------------------------------
 
 
 def trials(lr: float, *top1: float | None) -> list[Trial]:
@@ -130,9 +124,6 @@ def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_a
     runs = [*trials(0.1, 89.8, 89.9), *trials(0.2, 90, 90.2), *trials(0.4, 91 - 0.5**0.5, 91 + 0.5**0.5)]
     found = sweeps.lines([*runs, *trials(0.8, 90.5, None)], 2, 2)
     assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweeps.notes(runs, found, True)
-
-
-# --- workers ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_point_is_run_once(tmp_path: Path) -> None:
@@ -322,9 +313,6 @@ def test_another_sweep_needs_another_place(
     assert message in str(caught.value)
     changed("data.root", "/other/mount")()  # where the images are may differ between machines
     changed("summary", "other words")()
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
