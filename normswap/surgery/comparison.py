@@ -143,6 +143,9 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not report.exact:
         remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
         raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
+    if report.tolerance.get("float64", 0.0) >= _MOST64:
+        why = "in float64, too, changing the last digit of its input changes the source's output by more than 1e-10"
+        raise VerificationError(f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much")
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
     doubles = [error for error in report.logits if error.precision == "float64"]
@@ -419,15 +422,21 @@ def _unproved(outputs: Outputs) -> str:
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return "the outputs are empty: no number was compared"
-    several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
-    if several and all(bool((value == value[:1]).all()) for value in values):
+    if all(value.is_floating_point() for value in values) and _is_constant(values):
         return "every input gives the same numbers: nothing was compared"
     return ""
+
+
+def _is_constant(values: Sequence[Tensor]) -> bool:
+    """Whether each of several inputs gives the same."""
+    return all(value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values)
 
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
     why = _unproved(outputs)
     unseen = list(filter(None, [why]))
+    if not why and _is_constant([value for value in outputs.values() if value.numel()]):
+        unseen.append("every input gives the same labels, so this check says little")
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
