@@ -48,18 +48,17 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         if not isinstance(old, nn.Module):
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
-        key = id(old)
+        original = old
         if edit.keep:
             old = duplicate(old, memo)
         elif double and not layer_of(edit).CASTS:
             old = duplicate(old, {})
-        new = _replacement(edit, old, reads, like)
+        new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
-            new.train(old.training)
+            new.train(original.training)
             # A parameter that is frozen stays frozen in the layer that takes it over by name.
             for name, parameter in new.named_parameters(recurse=False):
-                parameter.requires_grad &= getattr(getattr(old, name, None), "requires_grad", True)
-        memo[key] = new
+                parameter.requires_grad &= getattr(getattr(original, name, None), "requires_grad", True)
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
@@ -141,12 +140,8 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    still = [
-        path
-        for path in gone
-        if affine.is_batchnorm(source.get_submodule(path))
-        and affine.is_batchnorm(result.get_submodule(_now(path, depths)))
-    ]
+    pairs = {path: (source.get_submodule(path), result.get_submodule(_now(path, depths))) for path in gone}
+    still = [path for path, modules in pairs.items() if all(map(affine.is_batchnorm, modules))]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
