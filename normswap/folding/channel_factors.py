@@ -66,7 +66,10 @@ class Channels:
         self.shifts: list[Reach] = []
         for node, reads in visited:
             reach = Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
-            (self.shifts if _shifts(self.traced.module(node)) else self.layers).append(reach)
+            if _shifts(self.traced.module(node)):
+                self.shifts.append(reach)
+            else:
+                self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; returns those it reads, where its parameters depend on their factors."""

@@ -61,7 +61,10 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
     nodes = dict(zip([name for name, _ in named], factors, strict=True))
     for name, value in named:
         with _or_note(builder, path):
-            (_forward if name == "beta" else _back)(builder, nodes[name], value, f"{path}.{name}")
+            if name == "beta":
+                _forward(builder, nodes[name], value, f"{path}.{name}")
+            else:
+                _back(builder, nodes[name], value, f"{path}.{name}")
     if isinstance(block.skipinit_gain, Tensor):
         with _or_note(builder, path):
             _back_skipinit(builder, nodes_of_block, float(block.skipinit_gain.detach()), f"{path}.skipinit_gain")

@@ -111,13 +111,12 @@ class _GraphReader(NodeReader):
         path = container if sums[container] == 1 else f"{container}+{sums[container]}"
         on_branch, on_skip = arms[branch], arms[skip]
         last = self._last_norm(branch, on_branch)
-        entry = self._entry(fork, container) if weights[skip] else None
-        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
-        skip_kind = "other"
+        skip_kind, entry = "other", None
         if weights[skip]:
-            skip_kind = "projection"
+            skip_kind, entry = "projection", self._entry(fork, container)
         elif all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip):
             skip_kind = "identity"
+        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
         return Block(
             path=path,
             stage=_stage(path),

@@ -80,17 +80,20 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         old = modules[block.tail]
         if block.tail in scaled:
             _rescale(builder, block.tail, value, with_bias)
-        elif not _learns(old):
-            matched = _normalize(builder, block)
-            place_scale(builder, block.tail, matched if value is None else value, with_bias)
+            continue
+        if not _learns(old):
+            alpha = _normalize(builder, block)
         elif builder.removes(block.tail):
             # gamma and alpha have both learned, so gamma is no longer the branch's deviation.
-            matched = old.alpha.item()
-            _divide(builder, *last_linear(builder, block.branch, block.total), matched)
-            place_scale(builder, block.tail, matched if value is None else value, with_bias)
+            alpha = old.alpha.item()
+            _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
         else:
             builder.notes.append(f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}")
             builder.replacements.pop(block.tail, None)
+            continue
+        if value is not None:
+            alpha = value
+        place_scale(builder, block.tail, alpha, with_bias)
     return builder
 
 

@@ -146,7 +146,7 @@ def load(
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(place, header.arch, trust_factory)
     floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     dtype = functools.reduce(torch.promote_types, floats or {torch.float32})
-    model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    model = applying.apply(bare, plan.steps)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header.hashes, states, file)

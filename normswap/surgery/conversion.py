@@ -210,9 +210,13 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
     where = target.options.get("where", "norms")
-    if where != "norms" or (to == "batchnorm" and measured and not (alive or lost or averaged)):
-        adding = schemes.chosen("measured-batchnorm", {**limits, "where": "activation" if where == "norms" else where})
-        return [adding, *([target] if target.options["ghost_batch"] else []), *after]
+    if where == "norms" and to == "batchnorm" and measured and not (alive or lost or averaged):
+        where = "activation"
+    if where != "norms":
+        way = [schemes.chosen("measured-batchnorm", {**limits, "where": where})]
+        if target.options["ghost_batch"]:
+            way.append(target)
+        return way + after
     way = [schemes.chosen(name, limits) for name in before]
     # The estimated norms are the BatchNorms that were asked for.
     if not (averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")):

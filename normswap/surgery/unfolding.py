@@ -76,7 +76,7 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 def architecture(model: nn.Module) -> Arch | None:
     """How to build the network that `model` was converted from, if that is known."""
     record = provenance.of(model)
-    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
+    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 
 
 def _canonical(network: Network) -> nn.Module:
