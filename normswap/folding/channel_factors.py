@@ -82,7 +82,9 @@ class Channels:
             if reads is None or len(reads) != width:
                 self._fix(arms)
                 reads = [FIXED] * width
-            self.of[node] = self._new(module.weight.shape[0])
+            first = len(self.parent)
+            self.of[node] = [*range(first, first + len(module.weight))]
+            self.parent += self.of[node]
             return reads
         passed = self._passed(node, sources, arms)
         if passed is None:
@@ -149,11 +151,6 @@ class Channels:
 
     def _called(self, module: nn.Module) -> int:
         return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
-
-    def _new(self, count: int) -> list[int]:
-        first = len(self.parent)
-        self.parent += range(first, first + count)
-        return [*range(first, first + count)]
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
         for channels in arms:

@@ -67,7 +67,12 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
                 _back(builder, nodes[name], value, f"{path}.{name}")
     if isinstance(block.skipinit_gain, Tensor):
         with _or_note(builder, path):
-            _back_skipinit(builder, nodes_of_block, float(block.skipinit_gain.detach()), f"{path}.skipinit_gain")
+            node = next((node for node in nodes_of_block if _is_in_place(node)), None)
+            if node is None:
+                raise NotFoldable("it is not in the graph")
+            source = inputs(node)[0]
+            enlarge(builder, source, float(block.skipinit_gain.detach()), set(builder.anatomy.traced.users[source]))
+            builder.replace(f"{path}.skipinit_gain", "Number", value=None)
 
 
 def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
@@ -87,15 +92,6 @@ def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None
         node, above = above, inputs(above)[0]
     enlarge(builder, above, factor, {node})
     builder.replace(path, "Number", value=1.0)
-
-
-def _back_skipinit(builder: PlanBuilder, nodes_of_block: list[fx.Node], gain: float, path: str) -> None:
-    node = next((node for node in nodes_of_block if _is_in_place(node)), None)
-    if node is None:
-        raise NotFoldable("it is not in the graph")
-    source = inputs(node)[0]
-    enlarge(builder, source, gain, set(builder.anatomy.traced.users[source]))
-    builder.replace(path, "Number", value=None)
 
 
 def _is_in_place(node: fx.Node) -> bool:
