@@ -41,7 +41,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         like, duplicate = like.double(), copying.to_double
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
-    # Innermost paths come first, so that a module that stays is copied with its own replacements inside.
+    # Innermost paths come first: a layer that stays needs the replacements inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
@@ -49,10 +49,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
         original = old
-        if edit.keep:
-            old = duplicate(old, memo)
-        elif double and not layer_of(edit).CASTS:
-            old = duplicate(old, {})
+        if edit.keep or (double and not layer_of(edit).CASTS):
+            # A layer that stays is copied with its own replacements inside.
+            old = duplicate(old, memo if edit.keep else {})
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             new.train(original.training)

@@ -40,7 +40,8 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 def _exact_options(chosen: Chosen) -> list[str]:
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    return [spelled(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    return [spelled(name, word) for name, word in exact]
 
 
 @dataclass(frozen=True)
