@@ -55,7 +55,7 @@ class Channels:
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
-        self.builder, self.traced = builder, builder.anatomy.traced
+        self.builder, self.traced = builder, builder.traced
         self.parent = [FIXED]
         self.of: dict[fx.Node, list[int]] = {}
         visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]

@@ -24,7 +24,7 @@ from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 def free(builder: PlanBuilder) -> None:
     """Fold the scalars of every normalizer-free block of the network."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     for node in traced.nodes:
         module = traced.module(node)
         if not isinstance(module, GammaAct) or not builder.anatomy.takes_part(str(node.target)):
@@ -47,7 +47,7 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 
 
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
-    nodes_of_block = [node for node in builder.anatomy.traced.nodes if node.meta["inside"][-1:] == (path,)]
+    nodes_of_block = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
     attention = block.attn is not None or block.attn_last is not None
     named = [("beta", block.beta), ("alpha", block.alpha)]
     if attention:
@@ -71,7 +71,7 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
             if node is None:
                 raise NotFoldable("it is not in the graph")
             source = inputs(node)[0]
-            enlarge(builder, source, float(block.skipinit_gain.detach()), set(builder.anatomy.traced.users[source]))
+            enlarge(builder, source, float(block.skipinit_gain.detach()), set(builder.traced.users[source]))
             builder.replace(f"{path}.skipinit_gain", "Number", value=None)
 
 

@@ -150,8 +150,8 @@ def _settings(anatomy: Anatomy, path: str) -> Body:
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
     path = builder.anatomy.current_path(original)
-    old = builder.anatomy.traced.modules.get(path)
-    if old is None or (id(old) not in builder.anatomy.traced.calls and not isinstance(old, Vacant)):
+    old = builder.traced.modules.get(path)
+    if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
         builder.notes.append(f"{path}: there is no place for its norm any more")
         return
     removed = builder.is_removed(path, old)

@@ -82,7 +82,7 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     """Copy the output of a layer that learns before `node` writes into it."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     value = inputs(node)[0]
     while not _owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]

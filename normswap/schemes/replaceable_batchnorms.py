@@ -43,7 +43,7 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     calls = traced.calls[id(norm)]
     (node,) = inputs(calls[0])
     conv, path = traced.module(node), str(node.target)
@@ -60,7 +60,7 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
 
 def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
     """The nodes that read the value of `node`, directly or through nodes that pass it on, each once."""
-    users = builder.anatomy.traced.users
+    users = builder.traced.users
     met: set[fx.Node] = set()
     ahead = [*users[node]]
     while ahead:

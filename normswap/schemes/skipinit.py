@@ -117,7 +117,7 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
-    old = cast(BranchScale, builder.anatomy.traced.modules[path])
+    old = cast(BranchScale, builder.traced.modules[path])
     alpha = value
     if alpha is None:
         alpha = old.alpha.item()
@@ -144,12 +144,12 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
     """Whether a linear layer is used once, by being called, and absorbs nothing."""
-    module = builder.anatomy.traced.modules[path]
+    module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)
     except NotFoldable:
         return False
-    once = len(builder.anatomy.traced.calls[id(module)]) == 1
+    once = len(builder.traced.calls[id(module)]) == 1
     return isinstance(module, nn.Linear) and once and path not in builder.linears
 
 
@@ -161,7 +161,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
-        dropout = getattr(builder.anatomy.traced.modules[owner], name)
+        dropout = getattr(builder.traced.modules[owner], name)
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
@@ -170,7 +170,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
 
 def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:
     """Place a scalar at `path`, after what stands there if that is not removed."""
-    old = builder.anatomy.traced.modules[path]
+    old = builder.traced.modules[path]
     removed = builder.removes(path)
     args: Body = {"alpha": alpha}
     if bias:
