@@ -74,9 +74,7 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
     """Calls of batch_norm, by a forward, on tensors of its own."""
     calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
     stays = [n for n in calls if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))]
-    return [
-        ("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, on what nobody can replace") for n in stays
-    ]
+    return [("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, not a module") for n in stays]
 
 
 class _GraphReader(NodeReader):

@@ -52,7 +52,7 @@ def _replace(
         try:
             streams.append(residual_stream.around(builder, axes, new))
         except NotFoldable as why:
-            raise NotFoldable(f"the mean of what it reads has to stay: {why}") from None
+            raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
     if role == "head" and channel_axes.is_step(builder.traced, values[0]):
         builder.notes.append(

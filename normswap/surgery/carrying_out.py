@@ -118,4 +118,4 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError("forward asks a layer for what the new layer has not", why, remedy) from None
+        raise RefusedError("forward asks a layer for something that the new layer does not have", why, remedy) from None
