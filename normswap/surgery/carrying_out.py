@@ -73,7 +73,7 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
     """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
-    exact, settle = schemes.exact(step), schemes.of(step).scheme.settle
+    exact, settle = schemes.of(step).exact, schemes.of(step).scheme.settle
     precise = None
     # An approximate result differs by far more than float32 rounding, so float64 would show nothing.
     if exact and settle is not None:
@@ -96,7 +96,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     """Return the network after a step, with its provenance, checked to run. No values are fitted yet."""
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
-    if not schemes.exact(step):
+    if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():

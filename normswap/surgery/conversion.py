@@ -243,7 +243,7 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
     last = conversions[-1]
     steps = last.plan.steps[-len(conversions) :]
-    exact = all(schemes.exact(step) for step in steps)
+    exact = all(schemes.of(step).exact for step in steps)
     precise = None
     if exact:
         precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))

@@ -55,7 +55,7 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 def again(source: Network, result: nn.Module) -> Report:
     """Compare a loaded result with its source; raises TraceError, VerificationError: one of them does not run."""
-    exact = all(schemes.exact(step) for step in Network(result).provenance.plan.steps)
+    exact = all(schemes.of(step).exact for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
 
 
