@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
+from normswap.graph.anatomy import Anatomy
 from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
@@ -83,7 +84,7 @@ class Reference:
         softmax: the file gives probabilities, the softmax of the source's scores.
         raw: from images as `source` takes them to images as the file does.
         rounded: the network with its numbers rounded to the file's precision, called as the file is.
-        scores: whether the answers are scores of classes, not features.
+        anatomy: of the source, which tells scores of classes from waves and features; None where it cannot be had.
     """
 
     source: nn.Module
@@ -91,7 +92,7 @@ class Reference:
     softmax: bool = False
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
-    scores: bool = True
+    anatomy: Anatomy | None = None
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
@@ -119,7 +120,7 @@ def check(
     Raises VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
     signature = reference.signature
-    every = {name: _AnswerSums(scores=reference.scores) for name in signature.outputs}
+    every = {name: _AnswerSums() for name in signature.outputs}
     first: Example | None = None
     for batch, labels in batches:
         x = together(batch)
@@ -138,9 +139,10 @@ def check(
             raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
         rounded = reference.answers(reference.rounded, x) if measures and reference.rounded else [None] * len(outputs)
+        axes = comparison.class_axes(answers, reference.anatomy)
         for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
-            every[name].add(example.count, logits, expected, values, labels)
+            every[name].add(example.count, logits, expected, values, labels, axes.get(name))
             if lossy is not None:
                 every[name].rounding.add(expected, lossy)
         first = first or example
@@ -227,10 +229,9 @@ class Distance:
 
 
 class _AnswerSums:
-    """Sums over the batches; without `scores` no agreement of classes."""
+    """Sums over the batches."""
 
-    def __init__(self, *, scores: bool = True) -> None:
-        self.scores = scores
+    def __init__(self) -> None:
         self.distance, self.rounding = Distance(), Distance()
         self.peak = 0.0
         self.count = self.argued = self.same = self.compared = 0
@@ -239,24 +240,20 @@ class _AnswerSums:
         self.right = {"source": 0, "file": 0}
         self.labelled = 0
 
-    def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
+    def add(
+        self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None, axis: int | None
+    ) -> None:
+        """Add a batch of so many images; `axis`: of the classes, where the answers are scores of some."""
         if self.first is None:
             self.first = logits
         self.distance.add(expected, actual)
         self.count += count
         if logits.numel():
             self.peak = max(self.peak, float(logits.double().abs().max()))
-        if (
-            not self.scores
-            or not math.isfinite(self.distance.off)
-            or not logits.is_floating_point()
-            or expected.ndim < 2
-            or expected.shape[1] < 2
-            or len(expected) != count
-        ):
+        if axis is None or not math.isfinite(self.distance.off) or len(expected) != count:
             return
         self.compared += count
-        same = expected.argmax(1) == actual.argmax(1)
+        same = expected.argmax(axis) == actual.argmax(axis)
         self.argued, self.same, self.unit = self.argued + same.numel(), self.same + int(same.sum()), unit(expected)
         if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
             self.labelled += count

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from normswap.calibration.natural_noise import pink
-from normswap.errors import OptionError, spelled
+from normswap.errors import OptionError, TraceError, spelled
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
 from normswap.exporting.settings import FileSettings, Quantization
@@ -19,6 +21,7 @@ from normswap.exporting.signature import NoAnswerError, Signature
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
+from normswap.surgery.network import Network
 
 Batches = Iterable[object] | Tensor
 # Images at a time, at most, while a file is quantized.
@@ -162,8 +165,15 @@ class ExportRequest:
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
         """The answers that the file must compute; `rounded`: the network in the file's precision."""
-        scores = not _is_encoder(self.source)
-        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, scores)
+        anatomy = None
+        with suppress(TraceError):
+            anatomy = self.network.anatomy
+        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, anatomy)
+
+    @cached_property
+    def network(self) -> Network:
+        """The record of the source."""
+        return Network(self.source, list(self.inputs) or None, self.size)
 
     def on_noise(self, images: Batches | None) -> bool:
         """Whether the file is checked on noise alone, not on images or inputs of the user's."""

@@ -177,11 +177,13 @@ def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None
 
 
 def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """A remark on norms that no forward called, where an argument with a default may be the reason."""
+    """A remark on norms that no forward called, where a default argument or a value may be the reason."""
     norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
     defaults = calling.defaults(model, example)
     if norms and defaults:
         yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
+    elif norms and main.branches:
+        yield f"never called: {some(norms)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:

@@ -123,7 +123,9 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
 
 def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linearity:
     grad = old.weight.requires_grad
-    parameter = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=grad)
+    # In the old one's memory format, such as channels_last.
+    values = torch.empty_like(old.weight, dtype=dtype).copy_(weight)
+    parameter = nn.Parameter(values, requires_grad=grad)
     memo: copying.Memo = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)

@@ -104,6 +104,12 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     return names_of
 
 
+def described() -> str:
+    """The options of all schemes, a line each: for `help(normswap.convert)`."""
+    options = [(name, option) for name, scheme in TARGETS.items() for option in scheme.options]
+    return "".join(f"        {name}: {option.name}={option.default!r}, {option.help}\n" for name, option in options)
+
+
 def changed(scheme: str, options: Options) -> Options:
     """The options that are not the scheme's defaults; all of them, if the scheme is not known."""
     try:

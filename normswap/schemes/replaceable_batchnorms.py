@@ -8,11 +8,10 @@ from dataclasses import replace
 from torch import fx, nn
 
 from normswap.errors import RefusedError, spelled
-from normswap.folding.canonical_form import fold_norms
+from normswap.folding.canonical_form import fold_norms, producers
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear
+from normswap.folding.propagation import NotFoldable
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Step
@@ -43,17 +42,13 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
-    traced = builder.traced
-    calls = traced.calls[id(norm)]
-    (node,) = inputs(calls[0])
-    conv, path = traced.module(node), str(node.target)
-    if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
-        return None
+    calls = builder.traced.calls[id(norm)]
+    path = str(inputs(calls[0])[0].target)
     try:
-        check_linear(builder, path, conv)
+        above = producers(builder, norm)
     except NotFoldable:
         return None
-    if path in builder.linears:
+    if len(calls) > 1 or above != {path: None} or path in builder.linears:
         return None
     return path
 

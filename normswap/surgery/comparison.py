@@ -12,7 +12,7 @@ neither torch's nor timm's, the same must hold at ten times the input's scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,7 +102,7 @@ def compare(
             continue
         (a, at), (b, bt) = pair
         x = example.images
-        logits.append(worst(precision, x, a, b, exact=exact))
+        logits.append(_with_agreement(worst(precision, x, a, b, exact=exact), a, b, anatomy))
         own_change = max(own_change, _allowance(source, example, a, logits[-1], precise, exact=exact))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
@@ -144,6 +144,9 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not report.exact:
         remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
         raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
+    if report.tolerance.get("float64", 0.0) >= _MOST64:
+        why = "in float64, too, changing the last digit of its input changes the source's output by more than 1e-10"
+        raise VerificationError(f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much")
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
     doubles = [error for error in report.logits if error.precision == "float64"]
@@ -299,7 +302,8 @@ def compare_double(
         return None
     example = network.examples[0].first(1).map_floats(Tensor.double)
     reference = outputs_double(source, example)
-    error = worst("float64", example.images, reference, parts(example) or {})
+    outputs = parts(example) or {}
+    error = worst("float64", example.images, reference, outputs)
     if not error.relative_l2 <= FLOAT64_TOLERANCE:
         result = make()
         with Widening():
@@ -314,7 +318,7 @@ def compare_double(
     if error.relative_l2 > FLOAT64_TOLERANCE:
         again = outputs_double(source, _in_the_last_digit(example))
         own_change = _apart("float64", example.images, reference, again)
-    return Precise(error, reference, own_change)
+    return Precise(_with_agreement(error, reference, outputs, network.anatomy), reference, own_change)
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
@@ -335,21 +339,60 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
     return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"))
 
 
-def _agreement(a: Tensor, b: Tensor, site: str = "logits") -> float | None:
-    # A single number has no argmax, nor have complex numbers.
-    many = a.ndim > 1 and a.numel() and a.shape[1] > 1 and a.is_floating_point()
-    if site != "logits" or a.shape != b.shape or not many:
-        return None
-    return float((a.argmax(1) == b.argmax(1)).float().mean())
+def agreements(a: Outputs, b: Outputs, anatomy: Anatomy | None) -> dict[str, float]:
+    """The share of images, or of places in maps, with the same argmax, by what the argmax is taken of."""
+    shares = {}
+    for name, axis in class_axes(a, anatomy).items():
+        if name in b and a[name].shape == b[name].shape:
+            equal = a[name].argmax(axis) == b[name].argmax(axis)
+            answer = f"the largest of {a[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(name)
+            shares[answer] = float(equal.double().mean())
+    return shares
+
+
+def _with_agreement(error: Error, a: Outputs, b: Outputs, anatomy: Anatomy | None) -> Error:
+    shares = agreements(a, b, anatomy)
+    if not shares:
+        return error
+    agreement, answer = least_agreement(shares)
+    return replace(error, agreement=agreement, answer=answer)
+
+
+def least_agreement(shares: Mapping[str, float]) -> tuple[float | None, str]:
+    """The least of these shares; and what its argmax is taken of, and the other shares."""
+    if not shares:
+        return None, ""
+    least = min(shares, key=lambda answer: shares[answer])
+    others = [f"{share:.1%} by {answer}" for answer, share in shares.items() if answer != least]
+    return shares[least], "; ".join([least, *others])
+
+
+def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
+    """The axis of classes of each output that is scores: of as many channels as a last linear layer gives.
+
+    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a pyramid.
+    """
+    scores = {name: value for name, value in outputs.items() if value.is_floating_point() and value.ndim > 1}
+    widths = frozenset[int]() if anatomy is None else anatomy.widths
+    if anatomy is not None and anatomy.features:
+        return {}
+    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    axes: dict[str, int] = {}
+    for name, value in scores.items():
+        is_row = value.ndim == 2 and not widths
+        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
+            axes[name] = fits[0]
+    return axes
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     """The error of b against a: the relative L2; of labels, masks and counts the share of entries that differ."""
-    agreement, size = _agreement(a, b, site), tuple(x.shape)
+    size = tuple(x.shape)
     if a.shape != b.shape:
-        return Error(site, precision, size, float("inf"), float("inf"), agreement)
+        return Error(site, precision, size, float("inf"), float("inf"))
     if not a.numel():
-        return Error(site, precision, size, 0.0, 0.0, agreement)
+        return Error(site, precision, size, 0.0, 0.0)
     if not (a.is_floating_point() or a.is_complex()):
         share = float((a != b).double().mean())
         return Error(site, precision, size, share, share, 1.0 - share)
@@ -363,10 +406,10 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     # The numbers are stacked, so that a device is waited for once.
     norm, other, error, most, top, other_top = torch.stack(numbers).tolist()
     if not (math.isfinite(top) and math.isfinite(other_top)):
-        return Error(site, precision, size, float("inf"), float("inf"), agreement)
+        return Error(site, precision, size, float("inf"), float("inf"))
     if not norm:
-        return Error(site, precision, size, other, other, agreement)
-    return Error(site, precision, size, error / norm, most / top, agreement)
+        return Error(site, precision, size, other, other)
+    return Error(site, precision, size, error / norm, most / top)
 
 
 def _numbers(value: Tensor) -> Tensor:
@@ -381,15 +424,21 @@ def _unproved(outputs: Outputs) -> str:
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return "the outputs are empty: no number was compared"
-    several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
-    if several and all(bool((value == value[:1]).all()) for value in values):
+    if all(value.is_floating_point() for value in values) and _is_constant(values):
         return "every input gives the same numbers: nothing was compared"
     return ""
+
+
+def _is_constant(values: Sequence[Tensor]) -> bool:
+    """Whether each of several inputs gives the same."""
+    return all(value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values)
 
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
     why = _unproved(outputs)
     unseen = list(filter(None, [why]))
+    if not why and _is_constant([value for value in outputs.values() if value.numel()]):
+        unseen.append("every input gives the same labels, so this check says little")
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)

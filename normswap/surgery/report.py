@@ -49,7 +49,8 @@ class Error:
 
     Args:
         relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
+        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class;
+            `answer`: which numbers the argmax is taken of, as in `Kept`.
         output: the name of the worst output, where there are several.
     """
 
@@ -60,6 +61,7 @@ class Error:
     largest: float
     agreement: float | None = None
     output: str = ""
+    answer: str = ""
 
 
 @dataclass(frozen=True)

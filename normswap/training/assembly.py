@@ -19,7 +19,7 @@ from torch import nn
 
 from normswap.errors import OptionError, RecipeError, require_packages
 from normswap.layers.site_norm import SiteNorm
-from normswap.models import devices
+from normswap.models import devices, network_input
 from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import State
@@ -154,7 +154,10 @@ class Task:
         # An epoch has whole batches, and leaves out other images each time.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
-        self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
+        classifies = images.labelled or network_input.classifies(subject.module, record["input_size"])
+        self.validation = None
+        if classifies:
+            self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
         self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
@@ -170,7 +173,7 @@ class Task:
         if recipe.distill is not None:
             teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)
             teacher = teacher.to(memory_format=self.layout)
-        self.objective = Objective(recipe, self.raw, teacher)
+        self.objective = Objective(recipe, self.raw, teacher, classifies=classifies)
         optim = optimizer(self.raw, recipe.optim, subject.network)
         self.scheduler = scheduler(optim, recipe.schedule, self.updates, self.per_epoch)
         if train.compile:

@@ -26,6 +26,7 @@ from normswap import provenance, schemes
 from normswap.analysis.weight_decay import Policy, param_groups
 from normswap.errors import OptionError, SourceError, TraceError, first_line, quiet
 from normswap.models import zoo
+from normswap.models.calling import named_tensors
 from normswap.models.network_input import scores
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Recipe, Schedule
@@ -152,25 +153,44 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     return model.get_submodule(_HEADS[model])
 
 
-def teacher_loss(logits: Tensor, taught: Tensor, temperature: float = 2.0) -> Tensor:
-    """Return T^2 KL(teacher / T || student / T), the mean over a batch; no gradient flows into the teacher.
+def teacher_loss(output: object, taught: object, temperature: float | None = 2.0) -> Tensor:
+    """Return how far a network's output is from its teacher's; no gradient flows into the teacher.
 
-    Hinton et al. 2015, arXiv:1503.02531, section 2.
+    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch (Hinton et al. 2015,
+    arXiv:1503.02531, section 2). Of anything else, be it maps, features or several outputs, it is the squared relative
+    L2 error, the mean over the floating-point outputs that both give.
 
     Args:
-        logits: of the student, (N, classes).
-        taught: those of the teacher on the same images.
-        temperature: T, which softens both.
+        output: of the student.
+        taught: that of the teacher on the same images.
+        temperature: T, which softens both; None: an output (N, features) is no scores.
+
+    Raises:
+        OptionError: they have no output of one name and shape.
     """
-    learned, target = (F.log_softmax(scores / temperature, 1) for scores in (logits, taught.detach()))
-    return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
+    if temperature is not None:
+        with suppress(OptionError):
+            logits = scores(output), scores(taught).detach()
+            learned, target = (F.log_softmax(each.float() / temperature, 1) for each in logits)
+            return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
+    values, targets = dict(named_tensors(output)), dict(named_tensors(taught))
+    errors = []
+    for name, tensor in targets.items():
+        if name in values and tensor.is_floating_point() and tensor.shape == values[name].shape:
+            target = tensor.detach().float()
+            errors.append((values[name].float() - target).square().sum() / target.square().sum().clamp_min(1e-12))
+    if not errors:
+        why = f"it gives {', '.join(values) or 'no tensor'}, the teacher {', '.join(targets) or 'no tensor'}"
+        raise OptionError("no output of the network has the name and shape of one of its teacher's", why)
+    return torch.stack(errors).mean()
 
 
 class Objective:
     """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, *, classifies: bool = True) -> None:
         self.distill, self.teacher = recipe.distill, teacher
+        self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
         classes: int | None = getattr(model, "num_classes", None)
@@ -186,20 +206,20 @@ class Objective:
         if self.mixup is not None:
             with drawn_by(*seed):
                 images, target = self.mixup(images, target)
-        logits = scores(model(images))
-        loss = logits.new_zeros(())
+        output = model(images)
+        loss = torch.zeros((), device=images.device)
         if self.labels:
             smoothing = 0.0 if self.mixup is not None else self.smoothing
-            loss = self.labels * F.cross_entropy(logits, target, label_smoothing=smoothing)
+            loss = self.labels * F.cross_entropy(scores(output), target, label_smoothing=smoothing)
         if self.distill and self.teacher:
             with torch.no_grad():
                 taught = self.teacher(images)
-            loss = loss + self.distill.weight * teacher_loss(logits, taught, self.distill.temperature)
+            loss = loss + self.distill.weight * teacher_loss(output, taught, self.temperature)
         return loss
 
 
 class Teacher(nn.Module):
-    """A network that gives logits for images preprocessed for a student with as many classes."""
+    """A network whose outputs are the targets, on images preprocessed for a student with as many classes."""
 
     ratio: Tensor
     shift: Tensor
@@ -217,9 +237,9 @@ class Teacher(nn.Module):
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W), preprocessed for the student, to (N, classes), in float32."""
-        return scores(self.network(images if self.same else images * self.ratio + self.shift)).float()
+    def forward(self, images: Tensor) -> object:
+        """Return the output for images (N, C, H, W) that were preprocessed for the student."""
+        return self.network(images if self.same else images * self.ratio + self.shift)
 
     def train(self, mode: bool = True) -> Teacher:
         # A teacher stays in eval mode.

@@ -298,9 +298,11 @@ def test_agreement_counts_places_of_maps() -> None:
         scores[0, (x[0, :, 0, 0].argmax() + 1) % 4, 0, 0] = x[0, :, 0, 0].max() + 1
         return scores
 
-    found = checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8")
+    reference = replace(reference_of(Map()), anatomy=SimpleNamespace(widths={4}, features=False))
+    found = checks.check(reference, other, [(10 * x, None)], dtype="int8")
     assert (found.answers, found.unit, found.count) == (12, "pixels", 2)
     assert found.agreement == pytest.approx(11 / 12)
+    assert checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8").agreement is None, "features"
 
 
 def test_probabilities_are_held_to_what_their_scores_may_be_off_by() -> None:
@@ -331,8 +333,7 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     found = checks.check(reference_of(Scores()), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
-    assert comparison._agreement(torch.eye(3), torch.eye(4)[:3]) is None, "answers of other classes"
-    assert comparison._agreement(torch.zeros(0, 3), torch.zeros(0, 3)) is None
+    assert comparison.agreements({"": torch.eye(3)}, {"": torch.eye(4)[:3]}, None) == {}, "answers of other classes"
 
     class Other(Scores):
         def forward(self, x: Tensor) -> Tensor:
