@@ -42,7 +42,7 @@ class ImagesOrNoise(Images):
         if self.data != "noise":
             form = calling.form(model)
             calls = [form.read(batch)[0] for batch in self.loader(model)]
-            return calls, f"{sum(call.count for call in calls)} samples of {self.data}"
+            return calls, f"{sum(call.count for call in calls)} images of {self.data}"
         drawn = network_input.drawn_calls(model, self.samples, seed)
         if drawn is not None:
             return drawn, f"{self.samples} samples of random inputs, seed {seed}"
