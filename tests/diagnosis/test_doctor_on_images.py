@@ -225,12 +225,10 @@ def _case(model: nn.Module, batches: list[Tensor]) -> Any:
 
 @pytest.mark.slow
 def test_the_command(capfd: Capture) -> None:
-    well = run_json(capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+    command = ("doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+    well = run_json(capfd, *command)
     assert (well["faults"], well["findings"]) == (0, [])
-    ill = run_json(
-        capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0", "--image-mean", "0",
-        "--image-std", "1", code=1,
-    )  # fmt: skip
+    ill = run_json(capfd, *command, "--image-mean", "0", "--image-std", "1", code=1)
     assert ill["findings"][0]["name"] == "preprocessing"
     assert "--image-mean 0.485" in ill["findings"][0]["mend"]
 
