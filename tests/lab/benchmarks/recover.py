@@ -13,8 +13,6 @@ table is written anew after every run, of all runs that are there, and says what
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -48,15 +46,6 @@ HOW = (
 )
 
 
-def run(name: str, network: Path, place: Path, overrides: Sequence[str], device: str) -> float:
-    """One row; returns the processor seconds it took (of this process)."""
-    recipe, own = ROWS[name]
-    plan = recipe_files.load_recipe(recipe, [*own, *overrides])
-    before = time.process_time()
-    trained.run(network, plan, place, device)
-    return time.process_time() - before
-
-
 def table(known: Known) -> list[str]:
     """The Markdown rows: what is there, and what is missing."""
     columns = ("network", "to", "runs", "at conversion", "after 1 epoch", "after the recipe", "averaged", "to BN's",
@@ -88,11 +77,6 @@ def against(runs: dict[int, Rows], rival: dict[int, Rows]) -> str:
 def top(rows: Rows, epoch: int) -> float:
     """Top-1 of the network itself."""
     return rows[epoch]["top1"] or 0.0
-
-
-def folder(work: Path, network: Path, name: str) -> Path:
-    """Where a row's runs are kept."""
-    return work / network.name / trained.called(name)
 
 
 def made(place: Path) -> dict[int, Rows]:
@@ -132,16 +116,17 @@ def main() -> None:
     head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
 
     def write() -> None:
-        known = {(network.name, name): made(folder(given.work, network, name)) for network, name in rows}
+        known = {(network.name, name): made(given.work / network.name / trained.called(name)) for network, name in rows}
         given.output.write_text("\n".join([*head, *table(known)]) + "\n")
 
     for seed in () if given.table else given.seeds:
         for network, name in rows:
             if name in given.rows:
                 options = [f"data.root={given.data}", f"train.seed={seed}", *overrides]
-                place = folder(given.work, network, name) / f"seed-{seed}"
+                place = given.work / network.name / trained.called(name) / f"seed-{seed}"
+                recipe, own = ROWS[name]
                 try:
-                    print(f"{place}: {run(name, network, place, options, given.device):.0f} processor seconds")
+                    trained.run(network, recipe_files.load_recipe(recipe, [*own, *options]), place, given.device)
                 except NormswapError as error:
                     print(f"{place}: {error}")
                 write()

@@ -11,6 +11,7 @@ runs/recover_kinds and continued.
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -19,7 +20,6 @@ import trained
 from kinds_images import ROOT
 from kinds_zoo import folder
 from recover import MARGIN, against, end, finished, top
-from zoo_networks import KINDS
 from zoo_networks import trained as network
 
 from normswap.training import recipe_files
@@ -32,6 +32,7 @@ ROWS = {
     "groupnorm --relative-eps 1": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=1",)),
     "nf": ("cifar10_recover_nf", ()),
 }
+SEEDS = (0, 1)
 ON = ("depthwise", "dense", "plain", "plain_norm_after")
 WORK = ROOT / "runs" / "recover_kinds"
 
@@ -49,11 +50,11 @@ def run(kind: str, name: str, seed: int) -> None:
              device="cpu", track="none")  # fmt: skip
 
 
-def table(seeds: list[int]) -> list[str]:
+def table() -> list[str]:
     """Of all runs that are at their end."""
     lines = ["| network | to | runs | at conversion | after 1 epoch | averaged | to BN's |", "|---" * 7 + "|"]
-    for kind in KINDS:
-        done = {name: {s: rows for s in seeds if (rows := finished(place(kind, name, s)))} for name in ROWS}
+    for kind in ON:
+        done = {name: {s: rows for s in SEEDS if (rows := finished(place(kind, name, s)))} for name in ROWS}
         for name, runs in done.items():
             if runs:
                 first, last = (mean([top(rows, at) for rows in runs.values()]) for at in (0, -1))
@@ -65,24 +66,19 @@ def table(seeds: list[int]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", default=list(ON), choices=list(KINDS))
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     said = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip()
-    for seed in given.seeds:
-        for kind in given.kinds:
-            for name in given.rows:
-                run(kind, name, seed)
-                rows = finished(place(kind, name, seed))
-                if not rows:
-                    raise SystemExit(f"{kind} {name} {seed} was stopped: the same command goes on with it")
-                print(kind, name, seed, rows[-1], flush=True)
-                head = ["# Recovery by kind of network", "",
-                        *circumstances.lines(f"python tests/lab/benchmarks/recover_kinds.py -o {given.output}", "cpu"),
-                        said, f"A converted network may be at most {MARGIN} points below BatchNorm.", ""]  # fmt: skip
-                given.output.write_text("\n".join([*head, *table([0, 1, 2])]) + "\n")
+    for seed, kind, name in product(SEEDS, ON, ROWS):
+        run(kind, name, seed)
+        rows = finished(place(kind, name, seed))
+        if not rows:
+            raise SystemExit(f"{kind} {name} {seed} was stopped: the same command goes on with it")
+        print(kind, name, seed, rows[-1], flush=True)
+        head = ["# Recovery by kind of network", "",
+                *circumstances.lines(f"python tests/lab/benchmarks/recover_kinds.py -o {given.output}", "cpu"),
+                said, f"A converted network may be at most {MARGIN} points below BatchNorm.", ""]  # fmt: skip
+        given.output.write_text("\n".join([*head, *table()]) + "\n")
 
 
 if __name__ == "__main__":
