@@ -200,7 +200,10 @@ class Case:
     @property
     def recalibrate_and_measure(self) -> str:
         """The same where the network may have been trained with the statistics that it keeps."""
-        return f"{self.recalibrate}; measure before and after: a training with frozen statistics is undone by it"
+        return (
+            f"{self.recalibrate}, and measure before and after: if the training ended with frozen statistics, they are "
+            f"right as they are, and this undoes it"
+        )
 
 
 # Yields faults, and as text what cannot be told apart.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
+from normswap.calibration import population
+from normswap.diagnosis.drift import measured
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
 
+# The eps of torch, and that of TensorFlow and Ultralytics.
+_USUAL_EPS = (1e-5, 1e-3)
+# Another eps is named if statistics are at least so far off with this one, and so many times nearer with the other.
+_FAR, _CLEARLY = 0.1, 2.0
 # Momentum is the share of the new batch; one above this is Keras', the share of the old.
 _LARGEST = 0.5
+_SET_ALL = "set norm.eps = {:g} for every norm in model.modules()"
 
 
 def unlike_builder(case: Case) -> Iterator[Finding]:
@@ -33,8 +42,40 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
         cost = f"channels with a variance near {max(eps, right):g} are scaled wrongly"
         mend = "; ".join(f"model.get_submodule({site.path!r}).eps = {right:g}" for site in sites[:4])
         if len(sites) == len(case.sites):
-            mend = f"set norm.eps = {right:g} for every norm in model.modules()"
+            mend = _SET_ALL.format(right)
         yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
+
+
+def unfit_eps(case: Case) -> Iterator[Finding]:
+    """Another usual eps, with which what reaches the norms fits their statistics clearly better."""
+    present = {site.eps for site in case.sites}
+    distance = _mean_distance(case)
+    if case.images is None or len(present) != 1 or distance < _FAR:
+        return
+    (present_eps,) = present
+    distances = {eps: _mean_distance(_with_eps(case, eps)) for eps in _USUAL_EPS if eps != present_eps}
+    best = min(distances, key=lambda eps: distances[eps])
+    if distances[best] * _CLEARLY > distance:
+        return
+    evidence = (
+        f"eps is {present_eps:g}; with {best:g} what reaches the norms is {distances[best]:.2g} from their statistics, "
+        f"not {distance:.2g} (deviations and logarithms of variances, {case.images.count} images)"
+    )
+    cost = f"channels with a variance near {max(present_eps, best):g} are scaled wrongly"
+    yield Finding("eps", paths_of(case.sites), evidence, Certainty.LIKELY, cost, _SET_ALL.format(best))
+
+
+def _with_eps(case: Case, eps: float) -> Case:
+    model = copy.deepcopy(case.model)
+    for norm in population.norms_of(model).values():
+        norm.eps = eps
+    return replace(case, network=case.network.after(model))
+
+
+def _mean_distance(case: Case) -> float:
+    """How far a norm's statistics are from those of images, the mean over norms; 0 where that cannot be measured."""
+    drifts = measured(case)
+    return sum(drift.mean + drift.log_var for drift in drifts) / max(len(drifts), 1)
 
 
 def momentum(case: Case) -> Iterator[Finding]:
