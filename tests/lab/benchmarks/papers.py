@@ -82,7 +82,7 @@ DE_SMITH = Table(
 )
 KIM = Table(
     "Kim et al.'s Table 2, at small scale: the demo's network on CIFAR-10",
-    "model.weights=pretrained data.samples=2560 optim.weight_decay=0.05 schedule.warmup=0.5 train.epochs=3 "
+    "model.weights=pretrained data.samples=2560 optim.weight_decay=0.1 schedule.warmup=0.5 train.epochs=2 "
     "train.precision=no",
     "paper: ResNet-18 on Pets | ResNet-50",
     (

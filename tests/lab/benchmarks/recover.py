@@ -3,21 +3,27 @@
     nice python tests/lab/benchmarks/recover.py --data cifar10 --work DIR -o tests/lab/benchmarks/recover.md
     python tests/lab/benchmarks/recover.py --device cuda --data cifar10 --work DIR -o recover-cuda.md \\
         train.epochs=10 train.precision=bf16       # longer
+    python tests/lab/benchmarks/recover.py --kinds --work DIR -o tests/lab/benchmarks/recover_kinds.md train.epochs=1
 
 Runs the shipped recipes `cifar10_recover_*` in folders of DIR, one per network, row and seed; a run that is there is
 not repeated, one that was interrupted is continued. KEY=VALUE overrides go to every recipe alike, BatchNorm's too. The
 table is written anew after every run, of all runs that are there, and says what is missing. Two commands with other
-`--rows` or `--seeds` can fill one DIR at the same time; `--table` then writes what both made.
+`--rows` or `--seeds` can fill one DIR at the same time; `--table` then writes what both made. `--kinds`: networks of
+tests/data/zoo that are no ResNets.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from statistics import mean, stdev
 
 import circumstances
+import schemes_table  # noqa: F401  It puts tests/ on the path.
 import trained
+import zoo_networks
+from torch import nn
 from trained import Rows
 
 from normswap.errors import NormswapError
@@ -34,6 +40,14 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
     "nf, means fitted": ("cifar10_recover_nf", ()),
 }
+KIND_ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    BN: ("cifar10_recover_bn", ()),
+    "groupnorm": ("cifar10_recover_groupnorm", ()),
+    "groupnorm --relative-eps 3": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=3",)),
+    "groupnorm --relative-eps 1": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=1",)),
+    "nf": ("cifar10_recover_nf", ()),
+}
+KINDS = ("depthwise", "dense", "plain", "plain_norm_after")
 Known = dict[tuple[str, str], dict[int, Rows]]  # by network and row, then by seed
 MARGIN = 0.3  # points below BatchNorm that are allowed
 HOW = (
@@ -98,10 +112,10 @@ def end(rows: Rows) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", type=Path, default=NETWORKS)
+    parser.add_argument("--kinds", action="store_true")
     parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=[*ROWS, *KIND_ROWS], help="to make [default: all]")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the runs to make")
     parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
     parser.add_argument("--device", default="cpu")
@@ -110,26 +124,29 @@ def main() -> None:
     wrong = [word for word in overrides if "=" not in word or word.startswith("-")]
     if wrong:
         parser.error(f"{wrong[0]} is no KEY=VALUE")
-    rows = [(network, name) for network in given.networks for name in ROWS]
-    command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(overrides)}".strip()
+    networks: dict[str, Path | nn.Module] = {path.name: path for path in NETWORKS}
+    recipes = KIND_ROWS if given.kinds else ROWS
+    if given.kinds:
+        networks = {kind: zoo_networks.trained(kind) for kind in KINDS}
+    words = ["--kinds"] * given.kinds + overrides
+    command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(words)}".strip()
     summary = (__doc__ or "").splitlines()[0]
     head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
 
     def write() -> None:
-        known = {(network.name, name): made(given.work / network.name / trained.called(name)) for network, name in rows}
+        rows = itertools.product(networks, recipes)
+        known = {(network, name): made(given.work / network / trained.called(name)) for network, name in rows}
         given.output.write_text("\n".join([*head, *table(known)]) + "\n")
 
-    for seed in () if given.table else given.seeds:
-        for network, name in rows:
-            if name in given.rows:
-                options = [f"data.root={given.data}", f"train.seed={seed}", *overrides]
-                place = given.work / network.name / trained.called(name) / f"seed-{seed}"
-                recipe, own = ROWS[name]
-                try:
-                    trained.run(network, recipe_files.load_recipe(recipe, [*own, *options]), place, given.device)
-                except NormswapError as error:
-                    print(f"{place}: {error}")
-                write()
+    for seed, network, name in () if given.table else itertools.product(given.seeds, networks, given.rows or recipes):
+        recipe, own = recipes[name]
+        options = [*own, f"data.root={given.data}", f"train.seed={seed}", *overrides]
+        place = given.work / network / trained.called(name) / f"seed-{seed}"
+        try:
+            trained.run(networks[network], recipe_files.load_recipe(recipe, options), place, given.device)
+        except NormswapError as error:
+            print(f"{place}: {error}")
+        write()
     write()
 
 
