@@ -155,6 +155,7 @@ def main() -> None:
         f"loss, in the last epoch, and rates within a deviation of the best. At chance: below {CHANCE:.1f} %."
     )
     rows = [row(kept, line) for line in table.lines]
+    kept.rows = {run: end for run, end in kept.rows.items() if run[0] in [line.name for line in table.lines]}
     lines = ["", said, "", heads, "|---" * (heads.count("|") - 1) + "|", *rows]
     kept.write(given.output, table.title, [*lines, f"\n## {below}".rstrip()] if below else lines)
 
