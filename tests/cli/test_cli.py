@@ -308,14 +308,6 @@ def test_random_weights_cannot_be_verified_against(here: Path, capfd: Capture) -
     refused(("verify", "out"), ("random weights", "--against MODEL"), here, capfd)
 
 
-def test_a_full_disk_leaves_nothing(here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    refused((*DEMO, "folded", "-o", "out", "--plan", "p.json"), ("cannot write", "No space"), here, capfd)
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -375,6 +367,12 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
     assert main(["schemes"]) == 0
     assert capfd.readouterr() == ("", "")
     assert logging.root.manager.disable == 0
+
+
+def test_half_precision_that_becomes_float32_is_said(here: Path, capfd: Capture) -> None:
+    torch.save(checkpoint.open_model("demo").half().state_dict(), "half.pth")
+    assert main(["inspect", MODEL, "--weights", "half.pth"]) == 0
+    assert "note: half.pth is in float16, and becomes float32" in capfd.readouterr().err
 
 
 def test_module_runs_as_the_command(here: Path) -> None:
