@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from lived import lived_in, swapped
 from matplotlib.figure import Figure
 from timm.layers import ScaledStdConv2d
-from tiny import Net
+from tiny import Net, conv
 from torch import Tensor, nn
 
 from normswap import shipped
@@ -28,7 +28,6 @@ from normswap.analysis import plots
 from normswap.analysis.block_signals import Point, awake, signal_propagation
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
-from normswap.graph.inspection import Anatomy
 from normswap.surgery.network import Network
 
 shipped.register_networks()
@@ -44,19 +43,10 @@ def fresh(name: str, seed: int = 0, **kwargs: object) -> nn.Module:
     return awake(timm.create_model(name, **kwargs))
 
 
-class TwoFactors(nn.Module):
-    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(self.conv1(x).relu()) * 3.0 * 0.5
-
-
 def test_one_constant_factor_is_taken_off_the_branch() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), TwoFactors(), nn.ReLU()).double().eval()
+    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
+    block = Net(lambda m, x: x + m.conv2(m.conv1(x).relu()) * 3.0 * 0.5, conv1=conv(), conv2=conv())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), block, nn.ReLU()).double().eval()
     x = noise(seed=1).double()
     seen: list[Tensor] = []
     model.get_submodule("1.conv2").register_forward_hook(lambda m, a, y: seen.append(y.clone()))
@@ -88,18 +78,6 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
     assert 0.3 < one.branch_variance < 3  # f was divided by its own deviation
 
 
-def expected_nf(seen: Anatomy, alpha: float) -> list[float]:
-    """The variance after each block if all branches have 1 (the code of the ICLR 2022 blog post, "Multi-layer SPPs").
-
-    1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block.
-    """
-    variances: list[float] = []
-    for block in seen.blocks:
-        before = 1.0 if block.skip == "projection" else variances[-1]
-        variances.append(before + alpha**2)
-    return variances
-
-
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:
     """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's filters are scaled
     by ReLU's gamma though no ReLU comes before them, and the shortcuts average 2x2 pixels, which takes variance
@@ -116,7 +94,11 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
     seen = inspection.inspect(model)
-    wanted = expected_nf(seen, alpha=0.2)
+    # 1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block:
+    # the code of the ICLR 2022 blog post, "Multi-layer SPPs".
+    wanted: list[float] = []
+    for block in seen.blocks:
+        wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
     points = signal_propagation(Network(model), noise(8, 128))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)

@@ -93,7 +93,6 @@ KIM = Table(
         of_gammas("gamma_other", "84.60 | 83.51"),
     ),
 )
-TABLES = {"de_smith": DE_SMITH, "kim": KIM}
 TESTED = 1000
 # Three standard deviations above guessing one of ten classes.
 CHANCE = 10 + 300 * math.sqrt(0.09 / TESTED)
@@ -143,7 +142,7 @@ def row(kept: Kept, line: Line) -> str:
 
 def main() -> None:
     given = arguments(__doc__).parse_args()
-    table = TABLES[given.output.stem]
+    table = {"de_smith": DE_SMITH, "kim": KIM}[given.output.stem]
     kept = Kept(ROOT / "runs" / "papers.jsonl", fresh=given.fresh)
     for seed, line in product(range(3), table.lines):
         for power in line.powers if seed < line.seeds else ():

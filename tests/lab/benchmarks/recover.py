@@ -69,7 +69,7 @@ def table(known: Known) -> list[str]:
         if not runs:
             out.append(f"| `{network}` | {name} | not run yet | | | | | | |")
             continue
-        first, one, last = (mean([top(rows, at) for rows in runs.values()]) for at in (0, 1, -1))
+        first, one, last = (mean([rows[at]["top1"] or 0.0 for rows in runs.values()]) for at in (0, 1, -1))
         ends = [end(rows) for rows in runs.values()]
         averaged = f"{mean(ends):.2f}" + (f" ± {stdev(ends):.2f}" if len(ends) > 1 else "")
         speed = mean([rows[-1]["images_per_s"] or 0.0 for rows in runs.values()])
@@ -86,11 +86,6 @@ def against(runs: dict[int, Rows], rival: dict[int, Rows]) -> str:
         return "BN not run"
     gap = round(mean(gaps), 2)  # as it is shown: top-1 has steps of a hundredth
     return f"{gap:+.2f}" + (" (misses)" if gap < -MARGIN else "")
-
-
-def top(rows: Rows, epoch: int) -> float:
-    """Top-1 of the network itself."""
-    return rows[epoch]["top1"] or 0.0
 
 
 def made(place: Path) -> dict[int, Rows]:
@@ -130,8 +125,8 @@ def main() -> None:
         networks = {kind: zoo_networks.trained(kind) for kind in KINDS}
     words = ["--kinds"] * given.kinds + overrides
     command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(words)}".strip()
-    summary = (__doc__ or "").splitlines()[0]
-    head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
+    head = ["# Recovery, measured", "", (__doc__ or "").splitlines()[0], "", *HOW]
+    head += circumstances.lines(command, given.device)
 
     def write() -> None:
         rows = itertools.product(networks, recipes)

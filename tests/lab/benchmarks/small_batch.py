@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    places = {(batch, name): given.work / f"{trained.called(name)}-{batch}"
-              for batch in BATCHES for name in ROWS}  # fmt: skip
+    cells = [(batch, name) for batch in BATCHES for name in ROWS]
+    places = {(batch, name): given.work / f"{trained.called(name)}-{batch}" for batch, name in cells}
     command = f"python tests/lab/benchmarks/small_batch.py --device {given.device} --updates {given.updates}"
     how = (f"`{NETWORK.name}`, {given.updates} updates at lr {LR:g} (the same images twice), top-1 on "
            f"{TESTED} test images, mean training loss of the first and the second pass.")  # fmt: skip
