@@ -49,6 +49,11 @@ class ExportedFile:
             raise SourceError(f"{file} is no readable {form.name} file", first_line(error)) from None
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
+    @property
+    def precision(self) -> str:
+        """The precision of its weights, as far as the file says it."""
+        return self.metadata.get("dtype", "fp32")
+
     def described(self) -> Body:
         """The file as plain records, read without running it."""
         form, nodes = self.form, self.form.functions.nodes(self.file)
@@ -93,7 +98,7 @@ class ExportedFile:
 
         Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
-        dtype, inputs = self.metadata.get("dtype", "fp32"), self.body.get("inputs")
+        dtype, inputs = self.precision, self.body.get("inputs")
         if inputs and "normalize" not in self.body:
             stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}
             settings = FileSettings(self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None)

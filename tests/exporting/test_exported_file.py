@@ -67,7 +67,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
     assert result.loss == pytest.approx(of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4)
     exported = ExportedFile.find(str(file))
     assert exported is not None
-    assert (exported.form.name, exported.metadata["source"], exported.metadata["dtype"]) == (
+    assert (exported.form.name, exported.metadata["source"], exported.precision) == (
         done.format,
         "demo",
         done.dtype,

@@ -95,9 +95,7 @@ def _contenders(
             raise OptionError(
                 f"{name} takes images of {size(file.shape[1])}", f"{model} is timed on {size(image_size)}"
             )
-        contender = Contender(
-            file.file.name, file.form.name, file.network(), precision=file.metadata.get("dtype", "fp32")
-        )
+        contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
         if network is not None:
             request = file.request(network)
             contender.prepare = request.raw
