@@ -48,6 +48,10 @@ def features(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str) -> None:
     model, x = small(name)
+    _, builder = step(model, "rmsnorm")
+    outcomes = [builder.outcomes[path] for path in kinds(model, nn.LayerNorm)]
+    assert all(outcome.counted == "became RMSNorm" and outcome.reason for outcome in outcomes)
+    assert bool(builder.notes) is ("averaged" in name)
     result: Any = converted(model)
     assert type(result) is type(model)
     assert kinds(result, nn.LayerNorm) == []
