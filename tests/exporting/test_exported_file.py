@@ -67,11 +67,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
     assert result.loss == pytest.approx(of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4)
     exported = ExportedFile.find(str(file))
     assert exported is not None
-    assert (exported.form.name, exported.metadata["source"], exported.precision) == (
-        done.format,
-        "demo",
-        done.dtype,
-    )
+    assert (exported.form.name, exported.metadata["source"], exported.precision) == (done.format, "demo", done.dtype)
     assert exported.described()["nodes"] == done.nodes
     figures = exported_file.verify(exported, demo(), make_loader(demo(), "demo", samples=8, workers=0))
     assert (figures.passed, figures.agreement, figures.count) == (True, 1, 8)
