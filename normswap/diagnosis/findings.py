@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
@@ -24,6 +24,7 @@ from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
+from normswap.plan import Arch
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels says nothing.
@@ -176,19 +177,33 @@ class Case:
         return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
 
     @cached_property
-    def bare(self) -> nn.Module | None:
-        """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
+    def arch(self) -> Arch | None:
+        """How its library builds it, whatever eps and momentum it has, fused or not; None where nobody knows."""
+        here = dict(self.model.named_modules())
 
         def set_alike(bare: nn.Module) -> nn.Module:
-            set_here = dict(self.model.named_modules())
-            for path, norm in bare.named_modules():
-                if affine.is_batchnorm(norm) and path in set_here:
-                    vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
+            for path, module in [*bare.named_modules()]:
+                if affine.is_batchnorm(module) and isinstance(here.get(path), nn.Identity):
+                    bare.set_submodule(path, nn.Identity())
+                elif affine.is_batchnorm(module) and path in here:
+                    vars(module).update({name: vars(here[path]).get(name) for name in ("eps", "momentum")})
+                elif getattr(module, "bias", 0) is None:
+                    module.bias = getattr(here.get(path), "bias", None)
             return bare
 
         try:
-            arch = provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
-            return None if arch is None else zoo.skeleton(arch)
+            return provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
+        except NormswapError:
+            return None
+
+    @cached_property
+    def bare(self) -> nn.Module | None:
+        """The network as its library builds it, with its norms; None where nobody knows."""
+        if self.arch is None:
+            return None
+        kwargs = {name: value for name, value in self.arch.kwargs.items() if name != "fused"}
+        try:
+            return zoo.skeleton(replace(self.arch, kwargs=kwargs))
         except NormswapError:
             return None
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import fx
+from torch import fx, nn
 
+from normswap import provenance
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
+from normswap.models import kinds
 
 # Momentum is the share of the new batch; one above this is Keras', the share of the old.
 _LARGEST = 0.5
@@ -35,6 +37,24 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
         if len(sites) == len(case.sites):
             mend = f"set norm.eps = {right:g} for every norm in model.modules()"
         yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
+
+
+def fused(case: Case) -> Iterator[Finding]:
+    """Norms of the architecture that its convolutions have absorbed, which normswap did not do."""
+    if case.arch is None or case.bare is None or provenance.of(case.model).plan.steps:
+        return
+    here, biases = dict(case.model.named_modules()), 0
+    gone = []
+    for path, built in case.bare.named_modules():
+        module = here.get(path, nn.Identity())
+        if affine.is_batchnorm(built) and isinstance(module, nn.Identity):
+            gone.append(path)
+        biases += getattr(built, "bias", 0) is None and getattr(module, "bias", None) is not None
+    if gone and biases:
+        evidence = f"{len(gone)} BatchNorms of {case.arch.name} are gone, {biases} layers have a bias instead"
+        cost = "it is trained without norms, and its tensors load into no network that has them"
+        mend = f"normswap convert {case.name} --to batchnorm --like {kinds.named(case.arch)} --calibrate {case.data}"
+        yield Finding("fused", tuple(gone), evidence, Certainty.CERTAIN, cost, mend)
 
 
 def momentum(case: Case) -> Iterator[Finding]:

@@ -62,16 +62,20 @@ class Kind:
 
 TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
 FACTORY = Kind("factory", "factories", foreign=True)
+ULTRALYTICS = Kind("ultralytics", "ultralytics_models", prefix="ultralytics", package="ultralytics")
 KINDS = (
     TIMM,
     Kind("torchvision", "torchvision_models", prefix="torchvision"),
     Kind("transformers", "transformers_models", prefix="hf", package="transformers"),
+    ULTRALYTICS,
     FACTORY,
 )
 
 
 def of(name: str) -> Kind:
-    """Find the kind of source that a MODEL names: by its prefix; else a factory, if it is written so, else timm's."""
+    """Find the kind of source that a MODEL names: by prefix or ending; else a factory, if written so, else timm's."""
+    if name.endswith(".yaml"):
+        return ULTRALYTICS
     prefix = name.partition(":")[0]
     matches = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
     return next(matches, FACTORY if _FACTORY.fullmatch(name) else TIMM)
@@ -112,7 +116,7 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
     if exported(file):
         remedy = "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was exported from"
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
-    named_so = (colon and prefix in prefixes()) or file.is_dir()
+    named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
     if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
         if not file.is_file():
             raise SourceError(f"{file} does not exist")

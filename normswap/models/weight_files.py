@@ -21,6 +21,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, first_line, quiet
+from normswap.models import pickled_networks
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
@@ -78,24 +79,32 @@ def read_wrapped(file: Path) -> Wrapped:
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
-            what = f"{file} is a pickle of Python objects, and normswap never executes those"
-            remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-            if any(name.startswith("ultralytics.") for name in names):
-                remedy = f"If you trust it: torch.save(ultralytics.YOLO('{file}').model.float().state_dict(), FILE)"
-            raise SourceError(what, f"it needs {some(names)}", remedy) from None
-        remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
-        raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
+        content = _whole_network(file)
+        if content is None:
+            raise _unreadable(file, error) from None
     wrapped = _unwrapped(content, file)
     check_plain(wrapped.state, str(file))
     check_finite(wrapped.state, str(file))
     return wrapped
 
 
-def _foreign_names(file: Path) -> list[str]:
+def _whole_network(file: Path) -> State | None:
+    """Return the tensors of a pickled network, whose code is not run; None where the file is none that is read so."""
     with suppress(Exception):
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    return []
+        return pickled_networks.read(file).state
+    return None
+
+
+def _unreadable(file: Path, error: Exception) -> SourceError:
+    names = re.findall(r"GLOBAL (\S+)", str(error))
+    with suppress(Exception):
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file))) or names
+    if names:
+        what = f"{file} is a pickle of Python objects, and normswap never executes those"
+        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+        return SourceError(what, f"it needs {some(names)}", remedy)
+    remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
+    return SourceError(f"{file} is not a readable weights file", first_line(error), remedy)
 
 
 def _unwrapped(content: object, file: Path) -> Wrapped:

@@ -50,6 +50,8 @@ def create(arch: Arch) -> nn.Module:
 
 def skeleton(arch: Arch) -> nn.Module:
     """Build the bare network with zeros for random values: it is then filled, strictly."""
+    # A library that is imported while the meta device is the default would keep its constants there.
+    kinds.by_builder(arch.builder).load()
     return _undrawn(lambda: create(arch), lambda model: model)
 
 
@@ -121,9 +123,10 @@ def open_source(
     check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
     request = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
+    builder = kind.load()
     if file is not None:
-        return _filled(lambda: kind.load().build(name, request), file)
-    built: Built = kind.load().build(name, request)
+        return _filled(lambda: builder.build(name, request), file)
+    built: Built = builder.build(name, request)
     if not trained:
         return _carry(built, built.model, built.source, None)
     model = built.pretrained()

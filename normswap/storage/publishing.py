@@ -21,6 +21,7 @@ from normswap import provenance
 from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet, spelled
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
+from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card
 from normswap.storage.header_record import read_header
 from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
@@ -75,8 +76,7 @@ def push(
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)
     record = provenance.of(model)
-    # Random weights are nobody's.
-    license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
+    license = license or _license(record)
     if license is None:
         remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
@@ -111,6 +111,17 @@ def push(
             remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
     return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
+
+
+def _license(record: Provenance) -> str | None:
+    """The license of the source, by its own record or by the card of its repository; None where neither states it."""
+    # Random weights are nobody's.
+    stated: object = record.pretrained_cfg.get("license") if record.sha256 else None
+    repo = model_card.base_model(record)
+    if not stated and repo is not None:
+        with suppress(Exception):
+            stated = client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
+    return str(stated) if stated else None
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:

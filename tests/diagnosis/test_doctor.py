@@ -13,6 +13,7 @@ import torch
 import zoo_networks
 from commands import MODEL, Capture, run_json
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from trained_networks import NETWORKS
 
 import normswap
@@ -151,6 +152,17 @@ def mixed_up(model: nn.Module) -> None:
     norm.running_var.copy_(mean)
 
 
+def fused(model: nn.Module) -> None:
+    """Each norm is absorbed by the convolution before it, by torch's own function."""
+    before = ""
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, nn.Conv2d):
+            before = path
+        elif isinstance(module, nn.BatchNorm2d):
+            model.set_submodule(before, fuse_conv_bn_eval(model.get_submodule(before), module))  # type: ignore[type-var]
+            model.set_submodule(path, nn.Identity())
+
+
 FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "NaN in a variance": (fill("running_var", float("nan"), part=slice(0, 1)), "not-finite"),
     "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
@@ -176,6 +188,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "no running statistics": (untracked, "no-statistics"),
     "one norm in training mode": (awake, "training-mode"),
     "a frozen norm thawed": (thawed, "thawed"),
+    "norms that were fused away": (fused, "fused"),
 }
 
 
@@ -371,6 +384,21 @@ def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None
     """Its convolutions have absorbed the norms: what stands in the bias tells nothing of statistics."""
     folded = normswap.convert(opened("demo"), "folded")
     assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
+
+
+@pytest.mark.parametrize("name", ["vgg11", "nf_regnet_b0", "convnext_atto"])
+def test_a_network_without_batchnorm_was_not_fused(name: str) -> None:
+    assert diagnosed(timm.create_model(name).eval()).faults == ()
+    assert diagnosed(normswap.convert(opened("demo"), "skipinit").model).faults == ()
+
+
+def test_a_network_that_nobody_opened_by_name_was_fused() -> None:
+    model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
+    count = len(norms(model))
+    fused(model)
+    (fault,) = diagnosed(model).faults
+    assert (fault.name, len(fault.paths)) == ("fused", count)
+    assert fault.mend == "normswap convert MODEL --to batchnorm --like resnet18 --calibrate IMAGES"
 
 
 def test_an_untrained_network_was_not_loaded() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +16,9 @@ import timm
 import torch
 from commands import as_documented
 from hub_server import hub_server, use_hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from lived import lived_in
+from small import write_folder
 from torch import nn
 
 import normswap
@@ -148,6 +152,28 @@ def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Pat
 
 def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
     assert publishing._arguments(nn.Linear(2, 2), None) is None
+
+
+def test_license_and_base_model_are_those_of_the_repository_and_timm_alone_loads_what_is_pushed(
+    source: nn.Module, hub: dict[str, Path], tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "base", source.state_dict(), num_classes=4, model_args={"channels": ARGS["channels"]})
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    hub["some/base"] = tmp_path / "base"
+    assert main(["convert", "hf-hub:some/base", "--to", "folded", "-o", "out"]) == 0
+    assert main(["push", "out", "me/folded"]) == 0
+    card = ModelCard.load("me/folded")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
+    (result,) = card.data.eval_results
+    assert 0 < result.metric_value < 1e-5
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    block = "import sys\nsys.modules['normswap'] = None\n"
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    torch.save(x, "x.pt")
+    run = f"{block}{code}\nimport torch\ntorch.save(model(torch.load('x.pt')), 'y.pt')\n"
+    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "fresh")}
+    subprocess.run([sys.executable, "-I", "-c", run], env=environment, check=True)
+    torch.testing.assert_close(torch.load("y.pt"), outputs(source), rtol=1e-4, atol=1e-4)
 
 
 BASES = {
