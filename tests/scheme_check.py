@@ -42,17 +42,22 @@ def check_scheme(request: pytest.FixtureRequest) -> Callable[..., None]:
 def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     """Convert a network to the scheme, and the result to every target and back by `unfold`.
 
+    Two laws: the scheme keeps what it claims, and every target takes its result. What is raised names the law.
+
     Args:
         create: makes the network; `options`: those of the scheme.
 
     Raises:
         VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is no refusal passes.
     """
-    conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
+    try:
+        conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
+    except VerificationError as error:
+        raise VerificationError(f"{scheme} does not keep what it claims", str(error)) from error
     for target in [*schemes.names(), "unfold"]:
         try:
             convert(Network(conversion.model, size=_SIZE), target)
-        except VerificationError:
-            raise
+        except VerificationError as error:
+            raise VerificationError(f"{target} does not take a result of {scheme}", str(error)) from error
         except NormswapError:
             continue

@@ -1,9 +1,9 @@
 """Which target to choose: three rules, and the first target that the network admits.
 
-1. For inference `folded`. 2. Private training admits no statistics of the batch: `skipinit`, which keeps the function,
-then `groupnorm`. 3. BatchNorm is kept from 16 images a batch on: below that its statistics are too noisy to train with
-(Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with 16, 24.8 % with 8, 27.3 %
-with 4, 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
+1. For inference `folded`. 2. Private training allows no statistics of the batch: `skipinit`, which keeps the function,
+then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer its statistics are too noisy (Wu & He
+2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with 16, 24.8 % with 8, 27.3 % with 4,
+34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ class Advice:
 def advise(
     network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
 ) -> tuple[list[Advice], dict[str, str]]:
-    """Find targets for a network, the best first, and why others that would come first are not possible.
+    """Find the possible targets for a network, the best first, and why others are not possible.
 
     Args:
-        name: how the commands shall call the network.
-        batch_size: images whose statistics a norm would see together: per device, per client.
+        name: the network's name in the commands.
+        batch_size: the images that would share statistics: those of a device, or of a client.
 
-    Raises:
-        OptionError: no batch size, or purposes that exclude each other.
-        RefusedError: nothing is possible.
+    Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
     """
     if batch_size < 1:
         raise OptionError(spelled("batch_size", batch_size), "a batch has at least one image")

@@ -6,9 +6,9 @@ long live normalization!" defines and codes them. For an activation (N, C, H, W)
 - average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
 - average channel variance: the variance over N, H and W, averaged over C (shows explosion and attenuation).
 
-Both are taken after the sum of every residual block, before the activation that may follow it. The third curve is the
-average channel variance at the end of the residual branch; here it is that of f in y = skip + alpha f(x), before a
-scalar (SkipInit's, NF's alpha), as it tells whether f keeps the variance. `added_variance` is that of alpha f(x).
+Both are taken after the sum of every residual block, before an activation that follows it. The third curve is the
+average channel variance at the end of the residual branch: here that of f in y = skip + alpha f(x), before a scalar
+(SkipInit's, NF's alpha), which shows whether f keeps the variance. `added_variance` is that of alpha f(x).
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def signal_propagation(
     sums = {node.name: _SignalSums() for of_block in nodes for node in of_block}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
-        model = _with_batch_statistics(model)
+        model = copy.deepcopy(model)
+        for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
+            # Without running statistics it takes those of the batch.
+            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
     with torch.no_grad(), undisturbed(model):
         for example in examples:
             # A record of a network that takes a list of images is one of a single image.
@@ -96,7 +99,7 @@ def signal_propagation(
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters whose zero would put what follows to sleep."""
+    """Return the names of the parameters that zero the output where they are 0."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
     if affine.is_norm(module):
@@ -105,9 +108,9 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Return a copy whose branches are alive: where a last gamma, gain or scalar is 0 throughout, it becomes 1.
+    """Return a copy in which gammas, gains and scalars that are 0 throughout are 1.
 
-    timm zeroes the last gamma, gain or `skipinit_gain` of every fresh branch; SkipInit may start from alpha = 0.
+    timm starts each branch with a last gamma, gain or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
@@ -155,7 +158,7 @@ def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channel
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
-    """Return the end of the branch, with drop path, learnable scalars and one constant factor peeled off."""
+    """Return the end of the branch before drop path, learnable scalars and one constant factor."""
     node, constants = block.branch, 1
     while True:
         module, sources = anatomy.traced.module(node), inputs(node)
@@ -170,12 +173,3 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
             # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
             return node
         node = tensors[0]
-
-
-def _with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy whose BatchNorms have no running statistics, so that they take those of the batch."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if isinstance(module, _BatchNorm):
-            module.track_running_stats, module.running_mean, module.running_var = False, None, None
-    return twin

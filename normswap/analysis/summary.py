@@ -125,11 +125,11 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 def of_report(report: Report) -> Body:
     """Describe a report and judge each measurement (`within`); what approximate results answer on noise is left out."""
-    body = report.to_dict()
+    body = dataclasses.asdict(report)
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
     for error in body["logits"]:
         if not report.exact:
-            error["agreement"] = None
+            error |= {"agreement": None, "answer": ""}
         error["within"] = bool(error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf))
     return body

@@ -1,7 +1,6 @@
-"""Mean and variance per channel of what reaches some layers, streamed over batches of images of any size.
+"""Mean and variance per channel of layers' inputs, streamed over batches of images of any size.
 
-Sums are merged batch by batch in float64 (Chan, Golub & LeVeque 1979): the variance does not cancel where a mean is
-large.
+Batches are merged in float64 (Chan, Golub & LeVeque 1979), so that large means do not cancel the variance.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ class ChannelMoments:
     square: Tensor
 
     @classmethod
-    def none(cls, channels: int) -> ChannelMoments:
-        """Of no values yet, on the CPU."""
-        return cls(0, *torch.zeros(2, channels, dtype=torch.float64))
+    def none(cls, channels: int, device: torch.device | None = None) -> ChannelMoments:
+        """The moments of no values."""
+        return cls(0, *torch.zeros(2, channels, dtype=torch.float64, device=device))
 
     @property
     def variance(self) -> Tensor:
@@ -74,10 +74,18 @@ class ChannelLine:
 
 @dataclass(frozen=True)
 class Measured:
-    """The moments of each layer's input by its path, and how many images they were measured on."""
+    """The moments of each layer's input by its path, and the number of images."""
 
     moments: dict[str, ChannelMoments]
     images: int
+
+    def store(self, norms: Mapping[str, Any]) -> None:
+        """Set the running statistics of norms, in place; raises VerificationError: a variance overflows its dtype."""
+        for path, moments in self.moments.items():
+            norms[path].running_mean.copy_(moments.mean)
+            norms[path].running_var.copy_(moments.variance)
+            if not bool(torch.isfinite(norms[path].running_var).all()):
+                raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
 
 
 @torch.no_grad()
@@ -90,9 +98,7 @@ def measure(
         batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
         progress: called after each batch with the batches done and their total (0 when unknown).
 
-    Raises:
-        SourceError: unusable images, or none.
-        VerificationError: what reaches a layer is not finite.
+    Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not finite.
     """
     moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
@@ -117,7 +123,6 @@ def measure(
 def _adding(moments: dict[str, ChannelMoments], path: str) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         values = args[0].detach().double().transpose(0, 1).flatten(1)
-        zeros = torch.zeros_like(values[:, 0])
-        moments.setdefault(path, ChannelMoments(0, zeros, zeros.clone())).add(values)
+        moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)
 
     return hook

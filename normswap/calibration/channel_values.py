@@ -1,4 +1,4 @@
-"""What reaches layers, on images of the user's or on images of dead leaves (`natural_noise.leaves`)."""
+"""Values that reach layers, on the user's images or on dead leaves (`natural_noise.leaves`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and variance of what reaches a norm; of a layer without statistics, behind a whitened layer, 0 and 1."""
+    """The running mean and variance of a norm; 0 and 1 for a layer without statistics, whose input is whitened."""
     if affine.holds_statistics(layer):
         return affine.statistics(layer)
     weight = anchor(layer).detach().double()
@@ -65,7 +65,7 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
     """Batches of dead leaves as calls like `example`; none where the network takes no such images.
 
-    The images get the standard deviation with which the first of the norms sees its running variance.
+    Their standard deviation gives the first norm its running variance.
     """
     like = anchor(model)
     for size in _sizes(model, example.size):
@@ -81,9 +81,9 @@ def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Modul
 
 
 def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
-    """Sizes to try, none of what are no images, signals or clips: small ones cost less."""
+    """Sizes to try, small ones first; none of inputs that are no images, signals or clips."""
     made_for = network_input.candidates(model)[0]
-    # At the size of a record, networks for photographs have few places left for each channel at their end.
+    # At the recorded size the last layers of networks for photographs have few positions.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
     return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []

@@ -10,13 +10,13 @@ from torch import nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
-# Numbers in the images of a part. The values that networks compute from them fit memory that was used before; new
-# memory costs a CPU more than the products.
+# The most numbers in the images of a part. Then a network's values fit into memory that was used before, and a CPU
+# spends more time on new memory than on products.
 NUMBERS = 2**20
 
 
 def parts(batch: Example, device: torch.device) -> list[Example]:
-    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS`; itself where it cannot be parted."""
+    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS` numbers, if the batch can be split."""
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
@@ -26,10 +26,7 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
-    """The calls of `model` that the batches are; labels beside them are dropped.
-
-    Args:
-        batches: calls, or anything that `Example.read` knows.
+    """The batches (`Example.read`) as calls of `model`, without labels.
 
     Raises SourceError: no images, images of another size, or NaN or infinite values.
     """
@@ -67,7 +64,7 @@ def _check_images(example: Example, index: int) -> None:
 
 
 def run(model: nn.Module, example: Example, what: str = "the calibration images do not fit the network") -> object:
-    """What the network answers; a SourceError where it does not run."""
+    """The network's output; a SourceError where it does not run."""
     try:
         return example.call(model)
     except Exception as error:
@@ -75,7 +72,7 @@ def run(model: nn.Module, example: Example, what: str = "the calibration images 
 
 
 def misfit(error: Exception, what: str) -> NormswapError:
-    """The error for whatever a network raises on a batch: errors of ours as they are."""
+    """The error for what a network raises on a batch; an error of normswap's stays as it is."""
     if isinstance(error, NormswapError):
         return error
     return SourceError(what, first_line(error))

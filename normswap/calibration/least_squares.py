@@ -1,8 +1,8 @@
-"""Streamed least squares: from the moments of a layer's input patches and of its targets to its best weights.
+"""Streamed least squares: the best weights of a layer from moments of its input patches and of its targets.
 
-Of the data only a covariance per layer is stored. Products are summed in the rows' own precision over a block of them,
-about a point near their mean, and in float64 over the blocks. The images go in turn to two folds: the ridge is chosen
-by the error on one of weights that were fitted on the other.
+Only a covariance is stored. A block of rows is summed about a point near its mean, in the rows' precision; blocks are
+summed in float64. Images go in turn to two folds. Weights fitted on one fold choose the ridge by their error on the
+other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from normswap.errors import SourceError
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# Rows of a block; of many narrow groups a block has fewer rows, and at most so many numbers.
+# The largest block has so many rows, and so many numbers.
 _BLOCK, _NUMBERS = 4096, 2**22
-# From so many numbers in a patch on, computing one half of a symmetric product is worth a call of NumPy.
+# For patches of at least so many numbers, NumPy's symmetric product is faster than torch's.
 _WIDE = 128
-# The ridge is chosen by so many targets at most.
+# At most so many targets choose the ridge.
 _JUDGED = 128
 
 
@@ -35,8 +35,8 @@ class Moments:
         x, y: sums, (G, f) and (G, o).
         xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
         x0, y0: the point; the first batch's means.
-        waiting: rows about the point that are not in the sums yet.
-        biased: whether the map that is sought has a bias; without one it passes through zero.
+        waiting: rows that are not summed yet, less the point.
+        biased: whether the fitted map has a bias.
     """
 
     count: int
@@ -52,7 +52,7 @@ class Moments:
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
-        """Empty moments about the means of a first batch, as `add` takes it."""
+        """Empty moments about the means of a first batch (`add`)."""
         x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
         (groups, fan), out = x0.shape, y0.shape[1]
         shapes = ((groups, fan), (groups, out), (groups, fan, fan), (groups, out, fan), (groups, out))
@@ -60,14 +60,13 @@ class Moments:
         return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p, o)."""
+        """Add a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p, o)."""
         self.waiting.append((_about(x, self.x0), _about(y, self.y0)))
         self.count += self.waiting[-1][0].shape[1]
         if sum(rows.shape[1] for rows, _ in self.waiting) >= min(_BLOCK, _NUMBERS // max(self.x.numel(), 1)):
             self.flush()
 
     def flush(self) -> None:
-        """Sum up what is waiting."""
         if self.waiting:
             x, y = (torch.cat(rows, 1) for rows in zip(*self.waiting, strict=True))
             self.waiting = []
@@ -89,7 +88,7 @@ class Moments:
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
     def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
-        """C of x (G, f, f), B of y with x (G, o, f), and the variances of y (G, o); about zero without a bias."""
+        """Covariances C of x (G, f, f), B of y with x (G, o, f), variances of y (G, o); about zero without a bias."""
         self.flush()
         x, y = self.x / self.count, self.y / self.count
         covariance = self.xx / self.count - x[:, :, None] * x[:, None, :]
@@ -107,24 +106,24 @@ def _about(rows: Tensor, point: Tensor) -> Tensor:
 
 
 def _squared(x: Tensor) -> Tensor:
-    """x' x of each group, (G, f, f). Of an array with itself NumPy lets BLAS compute one half only."""
+    """x' x of each group, (G, f, f); for an array times itself NumPy's BLAS computes only half of the products."""
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x
-    # `Kernel.of` says what is not finite.
+    # `Kernel.of` raises where the product is not finite.
     with np.errstate(over="ignore", invalid="ignore"):
         return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
 
 
 @dataclass
 class Folds:
-    """Moments of the even and of the odd ones of so many images; `biased`: see `Moments`."""
+    """Moments of the even and of the odd images; `biased` as in `Moments`."""
 
     halves: list[Moments] = field(default_factory=list)
     biased: bool = True
     images: int = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Rows x (N, G, p, f) and y (N, G, p, o) of N images in turn."""
+        """Add rows x (N, G, p, f) and y (N, G, p, o) of N images."""
         if not self.halves:
             self.halves = [Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased) for _ in range(2)]
         for i, half in enumerate(self.halves):
@@ -139,17 +138,17 @@ class Folds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A regression's part that depends on the inputs alone: Cholesky's factor of K (G, f, f), ridge m (G, 1, 1)."""
+    """What a regression computes from its inputs alone: the Cholesky factor of K (G, f, f), ridge m (G, 1, 1)."""
 
     factor: Tensor
     damp: Tensor
 
     @classmethod
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
-        """Of a covariance (G, f, f) and a ridge.
+        """Factor a covariance (G, f, f) plus a ridge; raises LinAlgError: it is not finite.
 
-        Where sums in float32 left it further below zero than the ridge lifts it (wide patches that go together), the
-        group's ridge is ten times as large, and again. A number that is not finite is a LinAlgError.
+        Float32 sums of wide, correlated patches may have negative eigenvalues. Such a group's ridge grows tenfold until
+        the factorization succeeds.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
@@ -167,7 +166,7 @@ class Kernel:
         weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
-            # The second projection removes what rounding left of the first.
+            # The second projection removes the rounding error of the first.
             for direction in (torch.cholesky_solve(u, self.factor), u):
                 weight = weight - (weight @ u) / (direction.mT @ u) * direction.mT
         return weight
@@ -175,7 +174,7 @@ class Kernel:
 
 @contextmanager
 def naming(path: str, action: str) -> Iterator[None]:
-    """Say in a SourceError which layer it was that cannot be, say, fitted."""
+    """Turn a LinAlgError into a SourceError that names the layer."""
     try:
         yield
     except torch.linalg.LinAlgError as error:
@@ -186,7 +185,7 @@ def naming(path: str, action: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The weights V (G, o, f) and biases (G, o) that were found, and the ridge they were found with."""
+    """The fitted weights V (G, o, f), biases (G, o) and the ridge."""
 
     weight: Tensor
     bias: Tensor
@@ -194,15 +193,14 @@ class Fit:
 
 
 def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> Fit:
-    """The V nearest to y = V x + b in the least-squares sense, drawn towards `prior` where the data say little.
+    """The ridge regression of y on x, which shrinks V towards `prior`.
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
-
         V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum u:  V -= (V u) / (u' K^-1 u) (K^-1 u)'
 
     Args:
         prior: (G, o, f).
-        zero_sum: u (G, f) that V u = 0 for: ones where filters sum to zero (weight standardization, arXiv:1903.10520).
+        zero_sum: u (G, f), so that V u = 0; ones where filters sum to zero (weight standardization, arXiv:1903.10520).
     """
     prior = prior.detach().double()
     ridge = _best_ridge(folds.halves, prior, zero_sum)
@@ -213,7 +211,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """The smallest of `RIDGES` after which the error rises: fitted on the first half of the images, on the second."""
+    """The first of `RIDGES` after which the error on the second half rises, of weights fitted on the first half."""
     fitted, other = halves
     if min(fitted.count, other.count) < 2:
         return RIDGES[0]
@@ -233,7 +231,7 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
 
 
 def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
-    """The bias (G, o) with which the weights give the mean of the targets on average; 0 where there is to be none."""
+    """The bias (G, o) with which the mean output is the mean target; 0 where the map has no bias."""
     bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
     if moments.biased:
         return bias

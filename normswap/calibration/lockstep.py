@@ -1,6 +1,6 @@
 """Several networks run over the same images, in lockstep, from one layer to the next.
 
-Where they stop, the values that later nodes still read are stored batch by batch, and the next stop goes on from there.
+At each stop the values that later nodes read are stored, batch by batch. The next stop continues from them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
 Values: TypeAlias = dict[str, Any]
-# The name, among values, of the record that the images follow.
+# Under this name the values hold the key of the record that the images follow.
 SIZE = ""
-# Tensors of so many bytes lie in files.
+# Tensors of at least so many bytes are stored in mapped files.
 LARGE = 2**20
 
 
@@ -33,8 +33,7 @@ class Interpreter:
     """One network, run node by node, with a record for each size of its input, or each input where values decide."""
 
     def __init__(self, model: nn.Module, example: Example) -> None:
-        """`example`: a first batch of what it will be run on."""
-        # The number of images in a list decides which operations run.
+        # The number of images in a list decides which operations run, so a list is not shortened.
         self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
@@ -44,21 +43,20 @@ class Interpreter:
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
     def start(self, example: Example) -> Values:
-        """The values before the first node: what it takes in the place of its inputs, and which record it follows."""
+        """The values before the first node: the inputs, and the key of the record."""
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
-            if [(node.name, str(node.target)) for node in record.nodes] != [
-                (n.name, str(n.target)) for n in self.nodes
-            ]:
-                why = "the way depends on how many there are, too" if example.listed else ""
+            ways = [[(node.name, str(node.target)) for node in nodes] for nodes in (record.nodes, self.nodes)]
+            if ways[0] != ways[1]:
+                why = "the way depends on how many there are, too" * example.listed
                 raise SourceError(f"images of size {example} take another way through the network", why)
             self.records[key] = record
         entries = (node.name for node in self.nodes if node.op == "placeholder")
         return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
-        """`values` after the nodes from `begin` up to, but not including, `end`; what nobody reads any more is gone."""
+        """`values` after the nodes from `begin` up to, but not including, `end`, without those that no node reads."""
         record = self.records[values[SIZE]]
         for i in range(begin, end):
             node = record.nodes[i]
@@ -74,34 +72,20 @@ class Interpreter:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-        args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
-        return apply(record, node, args, kwargs)
 
+        def value(source: fx.Node) -> Any:
+            return values[source.name]
 
-def _filled(value: object, values: Values) -> Any:
-    if isinstance(value, fx.Node):
-        return values[value.name]
-    if isinstance(value, dict):
-        return {key: _filled(entry, values) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_filled(entry, values) for entry in value]
-    if isinstance(value, slice):
-        return slice(*(_filled(entry, values) for entry in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple):
-        entries = [_filled(entry, values) for entry in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*entries)
-        return tuple(entries)
-    return value
+        return apply(record, node, fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value))
 
 
 class Lockstep:
-    """Networks, recorded on the first batch, and the values of each batch in each of them, as far as they have come.
+    """Networks, recorded on the first batch, and the values of each batch at the latest stop.
 
     Args:
         models: the networks, in eval mode.
         batches: what they take (`Example.read`); read once.
-        mirrored: so many images, the first ones, are followed by their mirror images.
+        mirrored: the first `mirrored` images are followed by their mirror images.
 
     Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
     """
@@ -141,11 +125,9 @@ class Lockstep:
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Go on to the given node of each network, which is not run yet; gives each batch's values there.
+        """Run up to the given node of each network, which is not run itself; yields each batch's values there.
 
-        Who computes the value of such a node may leave it among them.
-
-        Raises VerificationError: after the last batch: a value of any of them is not finite.
+        The caller may add the value of such a node. Raises VerificationError after the last batch: NaN or infinity.
         """
         ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
@@ -173,7 +155,7 @@ class Lockstep:
 
 
 def _stored(values: Values, before: Values) -> Values:
-    # Views of one memory stay there together, as a network may write into one and read the other.
+    # Views of one memory stay in it: a network may write into one and read the other.
     sharing = Counter(value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor))
     stored: Values = {}
     for name, value in values.items():
@@ -185,7 +167,7 @@ def _stored(values: Values, before: Values) -> Values:
 
 
 def _mapped(value: Tensor) -> Tensor:
-    """A copy in a temporary file that is mapped to memory: the system may write it out where memory is short."""
+    """A copy in a mapped temporary file, which the system can write to disk where memory is short."""
     # On a full disk, writing to a mapped file ends the process.
     if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
         return value
@@ -203,7 +185,7 @@ def _loaded(values: Values, device: torch.device) -> Values:
 
 
 def _finite(values: Iterable[object]) -> Iterator[Tensor]:
-    """Of each tensor of numbers whether all of them are finite, as a bool () on its device."""
+    """For each floating-point tensor, whether all its values are finite, as a bool () on its device."""
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             least, most = value.aminmax()

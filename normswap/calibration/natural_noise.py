@@ -1,6 +1,6 @@
-"""Images made of chance: noise with the spectrum of natural images, and dead leaves, which have edges as well.
+"""Random images: noise with the spectrum of natural images, and dead leaves, which have edges as well.
 
-The noise's amplitude falls as 1/f (Field 1987), and its colours go together. Dead leaves are shapes that hide one
+The noise's amplitude falls as 1/f (Field 1987), and its colours are correlated. Dead leaves are shapes that hide one
 another, of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def coloured(noise: Tensor) -> Tensor:
-    """White noise (N, C, H, W), or of signals or clips, as natural images, up to a factor; differentiable."""
+    """White noise (N, C, H, W), or (N, C, ...), with the spectrum of natural images, up to a factor; differentiable."""
     sides = noise.shape[2:]
     places = tuple(range(2, noise.ndim))
     along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
@@ -35,7 +35,7 @@ LEAVES, SMALLEST, LARGEST = 40, 0.03, 0.6
 
 
 def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Dead leaves with a grain of noise, of unit variance: each image with a contrast, colours and grain of its own."""
+    """Dead leaves of unit variance; contrast, colours and a grain of noise are drawn for each image."""
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size
     per = (count, *(1,) * (len(sides) + 1))

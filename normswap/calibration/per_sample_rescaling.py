@@ -1,11 +1,10 @@
-"""The sign and scale of each channel before a norm with statistics per sample, chosen so that these cost least.
+"""Each channel's sign and scale before a per-sample norm, chosen so that the sample's own statistics cost least.
 
-Such a norm subtracts each sample's group mean and divides by its group deviation. Sign and scale of a channel are free
-before the norm, as gamma and beta behind it make up for them. Channels that rise together cancel in the group's mean
-where their signs differ. Where channels are independent and a_c is what one deviation of channel c does to the output,
-scales that give it the deviation sqrt(a_c) cost least: sum(phi^2) sum(a^2 / phi^2) has phi^4 = a^2 at its minimum. From
-there, with the signs of `least_sum`, `NormInputs.loss` is brought down by gradient descent. How the channels' means go
-together is seen on dead leaves, and on the user's images beside them.
+Such a norm subtracts each sample's group mean and divides by its group deviation; gamma and beta compensate the sign
+and scale of a channel. Correlated channels cancel in the group's mean where their signs differ. For independent
+channels, where one deviation of channel c moves the output by a_c, the best deviations are sqrt(a_c): sum(phi^2)
+sum(a^2 / phi^2) has its minimum at phi^4 = a^2. From there, with the signs of `least_sum`, gradient descent lowers
+`NormInputs.loss`. Means and mean squares come from dead leaves and from the user's images.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from normswap.layers.per_sample import before, group_moments, last, move, moved
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
 
-# So many of the user's images are looked at.
+# At most so many of the user's images are used.
 MOST = 256
-# Random signs that the search for the best starts from.
+# The search for signs starts from so many random ones.
 STARTS = 8
-# Steps and learning rate of the descent, and how far a scale's logarithm may go from where it started.
+# Steps and learning rate of the descent, and the largest change of a scale's logarithm.
 STEPS, RATE, FARTHEST = 24, 0.12, 1.5
-# The share of what the channels' means have in common that is taken for chance.
+# This share of the channels' own variances of means is added, as their correlations may be chance.
 CHANCE = 0.2
-# The least that a channel's cost, and its variance, is taken for, in units of its group's mean.
+# Lower bounds of a channel's cost and variance, in units of its group's mean.
 LEAST_COST, LEAST_VARIANCE = 0.03, 1e-4
 
 Numbers = npt.NDArray[np.float64]
@@ -49,10 +48,7 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Rescale target and result before each norm, in place; the function of the target stays.
-
-    The target is the source with its BatchNorms and the rescaling of the step (`groupnorm.fitting_target`).
-    """
+    """Rescale both networks before each norm, in place; the target keeps its function (`groupnorm.fitting_target`)."""
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: last(target.get_submodule(path)) for path in args}
@@ -86,7 +82,7 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
 
 
 def _match(norm: Any, like: Any, groups: int) -> None:
-    """Gamma and beta of a per-sample norm that on an average sample computes what the BatchNorm does."""
+    """Set gamma and beta of a per-sample norm so that on an average sample it computes what the BatchNorm does."""
     scale, offset = affine.read(like)
     mean, var = group_moments(like.running_mean.double(), like.running_var.double(), groups)
     mean, var = (value.repeat_interleave(scale.numel() // groups) for value in (mean, var))
@@ -96,12 +92,12 @@ def _match(norm: Any, like: Any, groups: int) -> None:
 
 @dataclass(frozen=True)
 class NormInputs:
-    """The values that reach a norm with G groups of c channels, and the cost of errors there.
+    """The inputs of a norm with G groups of c channels, and the cost of errors there.
 
     Args:
-        means, squares: each image's, per channel, about the mean of all images, (G, N, c).
-        var: of each channel, (G, c), as the network knows it.
-        effect: what the square of an error in a channel costs, (G, c).
+        means, squares: each image's mean and mean square per channel, about the mean of all images, (G, N, c).
+        var: the running variance of each channel, (G, c).
+        effect: the cost of a squared error in a channel, (G, c).
         eps: the norm's, (G, 1), in units of a group of mean variance.
     """
 
@@ -113,16 +109,16 @@ class NormInputs:
 
     @classmethod
     def of(cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float) -> NormInputs:
-        """Of each image's means and mean squares (N, C); an error costs the square of gamma / deviation.
+        """Inputs with each image's means and mean squares (N, C); a squared error costs (gamma / deviation)^2.
 
-        Every channel is scaled to its running variance: leaves are not what the network was trained on, and a channel
-        that these images do not show would dominate its group on others.
+        Every channel is scaled to its running variance: the network was not trained on dead leaves, and a channel that
+        is nearly constant on them would dominate its group on other images.
         """
         effect = affine.read(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
-        # A constant channel has less variance than that, by rounding, and its mean would outweigh all others.
+        # Rounding can give a constant channel less than this, and its mean would outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
@@ -130,7 +126,7 @@ class NormInputs:
         x, e = x * ratio, e * ratio.square()
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(affine.epsilon(norm))
-        # A group whose channels are all constant has nothing to weigh: its variance is taken for 1.
+        # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
         x, e = torch.where(constant[:, None], 0.0, x), torch.where(constant[:, None], 1.0, e)
         var = torch.where(constant, 1.0, var)
@@ -138,17 +134,16 @@ class NormInputs:
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
-        """The groups of all of them; each has as many images, and channels to a group."""
+        """The groups of all inputs, which have as many images, and channels to a group."""
         tensors = zip(*((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs), strict=True)
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
-        """The same norm with the images of both."""
         means, squares = torch.cat([self.means, other.means], 1), torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
-        """Scales (C,), signed, that cost little; within a group they keep the mean variance."""
+        """Signed scales (C,) with a low loss, which keep each group's mean variance."""
         scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
@@ -156,18 +151,16 @@ class NormInputs:
             return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
     def _by_cost(self) -> Tensor:
-        """Scales that give each channel the deviation of the fourth root of what it costs."""
+        """Scales (G, c) that give each channel the deviation sqrt(a) of the module's docstring."""
         cost = (self.effect * self.var) ** 0.25
         cost = cost.clamp_min(1e-30).maximum(LEAST_COST * cost.mean(1, keepdim=True))
         return cost / self.var.maximum(LEAST_VARIANCE * self.var.mean(1, keepdim=True)).sqrt()
 
     def _with_mean_variance(self, scale: Tensor) -> Tensor:
-        """Scales with which the group's mean variance is what it was."""
         variance = (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
-        """Scales (G, c) nearby that cost less."""
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
@@ -198,11 +191,11 @@ class NormInputs:
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of a few descents that flip one sign at a time."""
+    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of some descents that flip one sign at a time."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
     diagonal = quadratic.diagonal()
-    # Less is rounding, which could turn signs for ever.
+    # Smaller gains are rounding, and could flip signs forever.
     least = -1e-12 * diagonal.sum() / 2
     best: Numbers = starts[0]
     lowest = float("inf")

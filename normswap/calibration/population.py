@@ -24,13 +24,13 @@ from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating, hooked
 
 _FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
-# By so many of its deviations a channel's mean may be unsure, in the median channel of the worst norm. Beyond that, 2
-# to 8 images cost four trained networks 2 to 20 points of top-1; below it 0 to 4.
+# The largest standard error of a channel's mean, in its deviations, in the median channel of the worst norm. Above it,
+# four trained networks lost 2 to 20 points of top-1 by 2 to 8 images; below it 0 to 4.
 MOST_ERROR = 0.3
 _MISFIT = "the network does not run on these images as in training"
 
-# By path: each batch's mean, unbiased variance, and mean square of its images' means, summed, and the number of
-# batches; float64 (3, C).
+# By path: the sums (3, C), float64, over batches of mean, unbiased variance and mean square of the images' means; and
+# the number of batches.
 _Sums = dict[str, tuple[Tensor, int]]
 
 
@@ -60,16 +60,13 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
 def estimate_population(
     model: nn.Module, batches: Iterable[object], progress: Progress | None = None, *, most_error: float = float("inf")
 ) -> str:
-    """Set running mean and variance of every BatchNorm of `model`, in place, from batches of images.
+    """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the images.
 
     Args:
-        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Those
-            that are smaller than the first are left out.
+        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Batches of
+            another size than the first are left out.
         progress: called after each batch with the batches done and their total (0 when unknown).
-        most_error: by so many deviations a mean may be unsure.
-
-    Returns:
-        A note: how many norms, images and batches.
+        most_error: the largest standard error of a mean, in deviations (`MOST_ERROR`).
 
     Raises:
         RefusedError: see `norms_of`.
@@ -107,7 +104,7 @@ def estimate_population(
 
 
 def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None:
-    """Refuse images whose own means differ by so much that the mean of all is unsure: sqrt(Var[image mean] / N)."""
+    """Raise SourceError where the standard error of the mean, sqrt(Var[image mean] / N), exceeds `most` deviations."""
     mean, var, square = moments
     error = float(((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median())
     if error > most:
@@ -121,7 +118,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterator[_Sums]:
-    """The norms, and nothing else, in training mode; what reaches each is summed up. All is put back afterwards."""
+    """Put the norms alone into training mode, and sum the moments of their inputs; restores all afterwards."""
     sums: _Sums = {}
     before = {buffer: buffer.clone() for norm in norms.values() for buffer in norm.buffers(recurse=False)}
     handles = (norm.register_forward_pre_hook(_adding(sums, path)) for path, norm in norms.items())

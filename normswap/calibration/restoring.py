@@ -1,11 +1,11 @@
-"""Mean and variance per channel of each layer's output, brought back to a reference's by bias and weights.
+"""Restore a reference's mean and variance per channel of each layer's output, by weights and bias.
 
 With m and d the mean and deviation of a channel on the images, and m', d' those of the reference:
 
     r = d' / d,      W <- r W,      b <- r (b - m) + m'
 
-Layer after layer, each on what the corrected ones before it give; of several references the moments are averaged
-(Jordan et al. 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+Each layer reads what the corrected layers before it give. Moments of several references are averaged (Jordan et al.
+2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 
-# The same operations one by one differ by far less than this share of the outputs.
+# Run node by node, a network differs from itself by far less than this relative L2.
 _ROUNDING = 1e-3
-# A channel that varies by less than this share of the wanted variance, or should by less than this share of its mean,
-# is left as wide as it is.
+# A channel's variance is left alone where it is less than the first share of the reference's, or the reference's
+# deviation is less than the second share of its mean.
 _CONSTANT, _EQUAL = 1e-10, 1e-12
 
 
@@ -52,21 +52,17 @@ def restore(
     means_only: bool = False,
     progress: Progress | None = None,
 ) -> tuple[str, ...]:
-    """Bring the outputs of `model`'s convolutions and linear maps, in place, to the references' moments per channel.
+    """Set weights and biases of `model`, in place, so that its layers' outputs have the references' moments.
 
     Args:
         references: networks with the same layers at the same paths; of several the moments are averaged.
         batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
-        means_only: leave the variances, and with them the weights; the biases alone change.
+        means_only: change the biases alone.
         progress: called after each layer with the layers done and their total.
 
-    Returns:
-        What the user should know.
-
-    Raises:
-        RefusedError: no layer is in all networks, a weight is made of other tensors, or the network computes what its
-            modules do not (fake quantizers that another library hooks in).
-        SourceError: unusable or too few images.
+    Returns what the user should know. Raises SourceError: unusable or too few images; RefusedError: the networks share
+    no layer, a weight is made of other tensors, or the network computes what its modules do not (another library's
+    hooks).
     """
     with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
@@ -114,7 +110,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Check that node by node the network computes what it computes as a whole."""
+    """Raise RefusedError where the network, run node by node, computes something else than as a whole."""
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]

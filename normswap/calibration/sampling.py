@@ -23,15 +23,13 @@ def fits(module: nn.Module) -> bool:
 
 
 def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """At most `count` places, the same for all images: what the layer reads there, and the target.
+    """Input patches (N, G, p, f) and targets (N, G, p, o) at p <= `count` places, the same for all images.
+
+    G counts the layer's groups; f runs as in its weight.
 
     Args:
-        layer: a convolution or Linear.
-        x: its input, (N, C, ...) or (N, ..., f).
+        x: input of a convolution or Linear, (N, C, ...) or (N, ..., f).
         y: the target, of the shape of its output.
-
-    Returns:
-        (N, G, p, f) and (N, G, p, o), G the layer's groups; f runs as in its weight.
     """
     if isinstance(layer, nn.Linear):
         x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])

@@ -1,9 +1,9 @@
-"""Sequential regression: layer by layer, the converted network learns the source's values on its own inputs.
+"""Sequential regression: each layer of the converted network is fitted to the source's values, on its own inputs.
 
-For each convolution, linear map and per-sample norm of the converted network, in topological order, the target is what
-the source has at the same place, and the input what the converted network, as far as it is fitted, makes of the same
-images. Where the layer's output goes straight into a sum, the target is the source's sum less the converted network's
-other arm, which repairs the residual stream as well. Closed form, no gradient, no labels.
+Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the source's output of the
+same layer. The input is what the layers fitted so far make of the same images. Where a layer's output goes straight
+into a sum, the target is the source's sum less the converted network's other arm: this corrects the residual stream,
+too. Closed form, no gradient, no labels.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating, undisturbed
 
-# Places of an image at which a layer is looked at, at most.
+# At most so many positions of an image give rows.
 PLACES = 64
-# Rows that all images together give. The numbers in a patch over the rows are the share by which the fit's squared
-# error exceeds the least there is: a wide patch needs rows, and a narrow one has enough early.
+# Rows from all images together. A fit to n rows of f numbers has about f / n more squared error than the best weights,
+# so wide patches need more rows.
 LEAST_ROWS, MOST_ROWS = 2**11, 2**15
-# A filter is fitted to at least, and needs no more than, so many values for each number in a patch.
+# Rows per number in a patch: the least, and as many as are worth their time.
 LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128
-# So many images are shown in a mirror as well: that counts most where there are few.
+# The first images are mirrored, too, which helps most where there are few.
 MIRRORED = 100
 
 
@@ -54,18 +54,18 @@ def refit(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Fit the values of `result`, in place, to those of `source`; the modules of both go by the same paths.
+    """Fit the layers of `result`, in place, to those of `source` at the same paths.
 
     Args:
-        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Where
-            they hold some out (`HeldOut`), as much of the fit is kept as those say (`keep_share`).
-        zero_sum: where filters must sum to zero, the factors (I,) that the channels they read were scaled by: ridges
-            count as in the units before. Without a fit such filters are of no use: all of it is kept.
+        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. If some
+            are held out (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
+        zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the ridge applies to the
+            weights before that scaling. Such filters are useless without the fit, so all of it is kept.
         only: which layers to fit, by path.
-        mirrored: how many images are shown in a mirror as well, `MIRRORED` by default.
+        mirrored: how many images are mirrored, too; `MIRRORED` by default.
         progress: called after each layer with the layers done and their total.
 
-    Raises SourceError: unusable or too few images, or weights that make numbers whose squares overflow.
+    Raises SourceError: unusable or too few images, or values whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
@@ -89,9 +89,9 @@ def refit(
 
 
 def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
-    """Every layer that can be fitted: its node in the source, in the result, its path and the module, in order.
+    """Every layer that can be fitted, in order: its node in the source, in the result, its path and the module.
 
-    Those behind a detector's choice of boxes are left: each network chooses its own, and their rows are not alike.
+    Layers behind a detector's choice of boxes are left out: each network chooses its own, so their rows do not match.
     """
     boxes = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
@@ -114,7 +114,7 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:
-    """The nodes whose rows are of boxes that non-maximum suppression kept, so that values decide what they are."""
+    """The nodes that depend on non-maximum suppression: values decide which boxes their rows stand for."""
     boxes: set[fx.Node] = set()
     for node in record.nodes:
         if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
@@ -124,14 +124,14 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms`, of source and result."""
+    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms` (source's, result's)."""
 
     scale: Tensor
     arms: tuple[fx.Node, ...]
 
     @classmethod
     def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
-        """As far as both networks go the same way, and the other arm of the result is known at that time."""
+        """Follow both networks; there are arms only where both end in a sum, whose other arms are computed before."""
         nodes = (theirs, ours)
         ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
         arms = tuple(arm for end in ends for arm in end.arms)
@@ -143,11 +143,11 @@ class End:
 
     @functools.cached_property
     def alive(self) -> bool:
-        """Whether the layer's output says something of what comes of it; read from the device once."""
+        """Whether no channel's scale is 0, so that the target can be divided by it; read from the device once."""
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """The target for a source value (N, C, ...): what the result's other arm lacks is added."""
+        """The target for a source value (N, C, ...): the difference between the other arms is added."""
         if not self.arms:
             return source_value
         their_arm, our_arm = self.arms
@@ -181,7 +181,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
 
 @dataclass(frozen=True)
 class Place:
-    """A layer that is fitted: its nodes in the source and in the result, and where its output goes."""
+    """A layer to fit: its nodes in the source and in the result, and where its output goes."""
 
     lockstep: Lockstep
     theirs: fx.Node
@@ -191,7 +191,7 @@ class Place:
 
     @property
     def input_names(self) -> tuple[str, str]:
-        """The names, among the values of source and result, of what the layer reads."""
+        """The names of the layer's input among the values of source and result."""
         return inputs(self.theirs)[0].name, inputs(self.ours)[0].name
 
 
@@ -220,13 +220,13 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
 
 
 def rows_needed(fan: int) -> int:
-    """How many rows of all images together a layer is fitted to, by the numbers in its patch."""
+    """How many rows, from all images together, a layer with `fan` numbers in its patch is fitted to."""
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
 def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """gamma and beta per channel: the least-squares affine map from the normalized input to the source's output."""
+    """Set gamma and beta per channel by the least-squares line from the normalized input to the source's output."""
     s, t = affine.read(source)
     generator = torch.Generator().manual_seed(place.seed)
     line = ChannelLine(len(s), s.device)
@@ -246,11 +246,7 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
 
 
 def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """The BatchNorm that computes most nearly what a norm with statistics per sample does.
-
-    Its mean and variance are those of what reaches it, its gamma and beta those of the line from there to the source's
-    output.
-    """
+    """Set a BatchNorm to what a per-sample norm does on average: statistics of its input, gamma and beta by a line."""
     plain = copy.deepcopy(source).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):

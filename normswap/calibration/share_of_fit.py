@@ -1,8 +1,7 @@
-"""How much of a fit is kept: as much as makes the answers to images that it has not seen better.
+"""How much of a fit is kept: the share that gives the best answers to held-out images.
 
-A layer's fit errs less on its few images, and may err more on others; and least squares draw every layer towards the
-mean. On the line from the weights without the fit (a share of 0) to those that it gave (1), the place is taken where
-the answers to held-out images are nearest to the source's.
+A fit to few images may err more on others, and least squares shrinks every layer towards the mean. A share of 0 has the
+weights without the fit, 1 those of the fit; between them tensors are interpolated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import evaluating, undisturbed
 
-# Of several that are as good, the first is taken.
+# The first of equally good shares is taken.
 SHARES = (1.0, 0.5, 0.25, 0.0)
 
 Values = dict[str, Tensor]
@@ -37,13 +36,9 @@ def values_of(model: nn.Module) -> Values:
 
 @torch.no_grad()
 def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]) -> float:
-    """Set `result`, in place, to the share of its fit with which its answers to `held` are nearest to the source's.
+    """Set `result`, in place, to the share of its fit whose answers to `held` are nearest to the source's.
 
-    Args:
-        before: its values without the fit.
-
-    Returns:
-        The share; 1 where there are no images to choose on.
+    `before` has its values without the fit. Returns the share; 1 where no images are held out.
     """
     if not held:
         return 1.0
@@ -63,7 +58,7 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
     for name, tensor in model.state_dict().items():
         value = fitted[name] if share else before[name]
         if 0 < share < 1 and tensor.is_floating_point():
-            # Between two infinities there is nothing.
+            # Interpolating between equal infinities gives NaN.
             value = torch.where(before[name] == value, value, torch.lerp(before[name], value, share))
         tensor.copy_(value)
 

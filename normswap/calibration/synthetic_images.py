@@ -1,6 +1,6 @@
-"""Images made from the statistics that a network's BatchNorms keep, for where there are none to calibrate on.
+"""Calibration images made from a network's BatchNorm statistics, where the user has none.
 
-Noise with the spectrum of natural images is changed by gradient descent until each BatchNorm sees its running mean and
+Gradient descent changes noise with the spectrum of natural images until each BatchNorm sees its running mean and
 variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
 """
 
@@ -43,16 +43,15 @@ class SyntheticImages:
 def make(
     model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
 ) -> list[Tensor]:
-    """Batches (N, C, H, W), or of signals or clips, on the network's device and in its dtype; the network stays.
+    """Batches (N, C, H, W), or of signals or clips, on the network's device and in its dtype.
 
     Args:
         form: how the network is called.
         size: of one image, (C, H, W).
         progress: called with the steps done, and their total.
 
-    Raises:
-        OptionError: no norm of the network keeps statistics, or it takes more than images.
-        SourceError: it has no gradients, or its numbers overflow.
+    Raises OptionError: no norm keeps statistics, or the network takes more than images; SourceError: it has no
+    gradients, or its numbers overflow.
     """
     remedy = f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
     norms = [m for m in nn.Module.modules(model) if affine.is_batchnorm(m) and affine.refusal(m) is None]
@@ -88,7 +87,7 @@ def make(
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Each norm adds, in a run, the mean squared errors of its input's mean and deviation, in kept deviations."""
+    """In a run each norm appends the mean squared errors of its input's mean and deviation, in running deviations."""
     distances: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Factors that bring channels with long tails down before a tanh, so that it bends none more than it bends N(0, 1).
+"""Factors for channels with long tails before a tanh, so that each loses no more than N(0, 1) does.
 
-What is bent is lost: of a channel x, the share of its variance that no line through tanh(alpha x) gives back. A factor
-before the tanh is free, as gamma makes up for it; each channel gets the largest, at most 1, that loses no more.
+The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. gamma compensates a
+factor before the tanh, so every channel gets the largest factor, at most 1, with a small enough loss.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from normswap.layers.per_sample import before, last, move
 from normswap.models.calling import Example
 from normswap.plan import Step
 
-# Images of the user's that are looked at, and values of each image and channel, at most.
+# At most so many of the user's images are used, with so many values of each channel.
 MOST, PLACES = 512, 16
-# Values of a channel, from which on the user's images count.
+# With fewer values of a channel, dead leaves are used.
 ENOUGH = 256
 # Factors go down in quarters of an octave, at most so many octaves.
 STEPS, OCTAVES = 4, 5
@@ -32,10 +32,9 @@ NORMAL = 2**14
 def choose_factors(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Set the largest factors with which no channel is bent too much, in place; the target's function stays.
+    """Set each channel's factor, in place, in both networks; the target keeps its function (`dyt.fitting_target`).
 
-    The target has straight layers for the result's tanhs (`dyt.fitting_target`). Images of dead leaves are used where
-    the user's give too few values.
+    The target has no tanh. Images of dead leaves are used where the user's give too few values.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
@@ -43,7 +42,6 @@ def choose_factors(
     generator = torch.Generator().manual_seed(0)
 
     def some_values(_: nn.Module, x: Tensor) -> Tensor:
-        """Values (C, n) of each channel at places that are drawn."""
         places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
         return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
 
@@ -54,7 +52,7 @@ def choose_factors(
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
         for path in parts.keys() - values.keys():
             x = torch.cat(parts[path], 1)
-            # Their deviation says nothing: the network was not trained on dead leaves.
+            # The network was not trained on dead leaves, so their deviation is not its images'.
             values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
     for path, x in values.items():
         alpha, straight, bent = alphas[path], layers[path], last(result.get_submodule(path))
@@ -78,7 +76,7 @@ def factors(x: Tensor, alpha: float) -> Tensor:
 
 
 def lost(x: Tensor, alpha: Tensor) -> Tensor:
-    """Of the variance of tanh(alpha x), x (C, n), the share that no line through x gives, and the other way round."""
+    """The share of the variance of tanh(alpha x), x (C, n), that is not linear in x."""
     x = x - x.mean(1, keepdim=True)
     bent = torch.tanh(alpha[:, None] * x)
     bent = bent - bent.mean(1, keepdim=True)

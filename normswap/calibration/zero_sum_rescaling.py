@@ -1,14 +1,12 @@
-"""Fits of filters that must sum to zero: channels are rescaled first, so that the filters' sums tell little.
+"""Fits of filters that must sum to zero: channels are rescaled first, so that removing the sums costs little.
 
-A filter w loses its sum s. Of all corrections d with sum -s, that which moves the output least costs s^2 / (1' C^-1 1),
-C the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`);
-with u = 1 / f, S the filters' sums by channel and C the covariance of the channels' sums under the kernel, a layer of k
-places loses
+A filter loses its sum s. Of all corrections with sum -s, the best one costs s^2 / (1' C^-1 1), C the covariance of what
+the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`). With u = 1 / f, S the
+filters' sums by channel and C the covariance of the channels' sums under the kernel, a layer of k taps loses
 
-    sum over filters of (S u / k)^2 / (u' C^-1 u),
+    sum over filters of (S u / k)^2 / (u' C^-1 u).
 
-which is small where u is large for channels that tell little that the others do not. All factors together are found by
-gradient descent on the sum of the losses, each as a share of its layer's variance.
+Gradient descent finds all factors together; each layer's loss counts as a share of its variance.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from normswap.layers.standardized import STANDARDIZED, computed
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
 
-# Images: fewer do nothing, more are not looked at. Places of each image, at most.
+# The least and the most images, and the most positions of each.
 ENOUGH, MOST, PLACES = 16, 64, 32
 STEPS, RATE = 120, 0.05
-# The cost of the mean square of the factors' logarithms, in shares of variance.
+# The weight of the mean square of the factors' logarithms in the loss.
 STIFF = 0.03
-# A factor's logarithm is no farther from 0.
+# The bound of a factor's logarithm.
 FARTHEST = 2.0
 # Whether a layer may be changed, by its path; whether one must have filters that sum to zero.
 Part: TypeAlias = Callable[[str], bool]
@@ -47,9 +45,9 @@ Which: TypeAlias = Callable[[str, nn.Module], bool]
 def fit_zero_sum(
     target: nn.Module, result: nn.Module, batches: Iterable[object], only: Part, *, seed: int, progress: Progress | None
 ) -> None:
-    """Rescale channels, then fit the filters of the result, in place, by regression on its own inputs.
+    """Rescale channels of both networks, then fit the result's filters, in place (`refit`).
 
-    The target has every filter's mean: it computes what the source does, in the result's units.
+    The target keeps every filter's mean, so it computes what the source does in the result's units.
     """
     factors = rescale(target, result, batches, _sums_to_zero, only)
 
@@ -68,9 +66,9 @@ def _sums_to_zero(path: str, module: nn.Module) -> bool:
 def rescale(
     target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Which, only: Part = lambda path: True
 ) -> dict[str, Tensor]:
-    """Scale channels of target and result, in place, for layers `zero_sum`; the target's function stays.
+    """Scale channels of both networks, in place, for layers `zero_sum`; the target keeps its function.
 
-    Returns the factors of the channels that each layer reads (I,), by path.
+    Returns the factors (I,) of each layer's input channels, by path.
     """
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
@@ -109,7 +107,7 @@ class Loss:
 
 
 def _quadratic(table: Tensor, u: Tensor) -> Tensor:
-    """u' table u by group, and its gradient, with one product instead of three: the tables are large."""
+    """u' table u by group; its gradient takes one product with the large table, not two."""
     fixed = u.detach()
     along = torch.einsum("gij,gj->gi", table, fixed)
     return ((2 * u - fixed) * along).sum(1)
@@ -143,7 +141,7 @@ def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> l
 
 
 class _Moments:
-    """Moments of what a layer reads and gives, by group of the convolution, about the first batch's mean."""
+    """Moments of a convolution's inputs and outputs, by group, about the first batch's mean."""
 
     def __init__(self) -> None:
         self.count, self.generator = 0, torch.Generator().manual_seed(0)
@@ -166,7 +164,7 @@ class _Moments:
         mean, width = self.x / self.count, self.x.shape[1]
         spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
         level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
-        # The fewer places were seen, the more of what they have in common is taken for chance.
+        # The fewer rows, the more of their correlation may be chance.
         spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
         sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()

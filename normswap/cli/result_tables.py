@@ -78,6 +78,9 @@ def proof(body: Body) -> None:
         rows.append(row)
     title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
+    # A row of scores of classes needs no word.
+    answers = dict.fromkeys(error["answer"] for error in body["logits"])
+    listing("agreement", (f"by {answer}" for answer in answers if answer and not answer.endswith("axis 1")))
     listing("warning", body["vacuous"], most=5)
 
 

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -106,11 +105,12 @@ def next_step(*words: object) -> None:
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
     """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for all paths with it."""
     listed: list[str] = []
-    # A line without a path is a group by itself.
-    for _, group in groupby(lines, lambda line: line.partition(": ")[2] or line):
-        first, *others = group
-        path, colon, said = first.partition(": ")
-        paths = [path, *(other.partition(": ")[0] for other in others)]
+    groups: dict[str, list[tuple[str, str, str]]] = {}
+    for line in lines:
+        # A line without a path is a group by itself.
+        groups.setdefault(line.partition(": ")[2] or line, []).append(line.partition(": "))
+    for group in groups.values():
+        paths, (_, colon, said) = [path for path, _, _ in group], group[0]
         if len(paths) > _FEW:
             paths = [*paths[:3], f"{len(paths) - 3} more"]
         listed.append(f"{', '.join(paths)}{colon}{said}")

@@ -37,9 +37,9 @@ CHECKS: tuple[Check, ...] = (
     contradiction.contradicted,
 )
 
-ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, drifted)
+ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)
 # What only images show.
-_NOT_LOOKED_AT = "whether images are prepared as in training, and whether statistics fit them, was not looked at"
+_NOT_LOOKED_AT = "whether images are prepared as in training, and eps and statistics fit them, was not looked at"
 
 
 def diagnose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
@@ -24,7 +24,6 @@ from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
-from normswap.plan import Arch
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels says nothing.
@@ -177,33 +176,19 @@ class Case:
         return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
 
     @cached_property
-    def arch(self) -> Arch | None:
-        """How its library builds it, whatever eps and momentum it has, fused or not; None where nobody knows."""
-        here = dict(self.model.named_modules())
+    def bare(self) -> nn.Module | None:
+        """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
 
         def set_alike(bare: nn.Module) -> nn.Module:
-            for path, module in [*bare.named_modules()]:
-                if affine.is_batchnorm(module) and isinstance(here.get(path), nn.Identity):
-                    bare.set_submodule(path, nn.Identity())
-                elif affine.is_batchnorm(module) and path in here:
-                    vars(module).update({name: vars(here[path]).get(name) for name in ("eps", "momentum")})
-                elif getattr(module, "bias", 0) is None:
-                    module.bias = getattr(here.get(path), "bias", None)
+            set_here = dict(self.model.named_modules())
+            for path, norm in bare.named_modules():
+                if affine.is_batchnorm(norm) and path in set_here:
+                    vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
             return bare
 
         try:
-            return provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
-        except NormswapError:
-            return None
-
-    @cached_property
-    def bare(self) -> nn.Module | None:
-        """The network as its library builds it, with its norms; None where nobody knows."""
-        if self.arch is None:
-            return None
-        kwargs = {name: value for name, value in self.arch.kwargs.items() if name != "fused"}
-        try:
-            return zoo.skeleton(replace(self.arch, kwargs=kwargs))
+            arch = provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
+            return None if arch is None else zoo.skeleton(arch)
         except NormswapError:
             return None
 
@@ -215,7 +200,10 @@ class Case:
     @property
     def recalibrate_and_measure(self) -> str:
         """The same where the network may have been trained with the statistics that it keeps."""
-        return f"{self.recalibrate}; measure before and after: a training with frozen statistics is undone by it"
+        return (
+            f"{self.recalibrate}, and measure before and after: if the training ended with frozen statistics, they are "
+            f"right as they are, and this undoes it"
+        )
 
 
 # Yields faults, and as text what cannot be told apart.

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx, nn
 
 from normswap import provenance
+from normswap.calibration import population
+from normswap.diagnosis.drift import measured
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
-from normswap.models import kinds
+from normswap.models import kinds, zoo
 
+# The eps of torch, and that of TensorFlow and Ultralytics.
+_USUAL_EPS = (1e-5, 1e-3)
+# Another eps is named if statistics are at least so far off with this one, and so many times nearer with the other.
+_FAR, _CLEARLY = 0.1, 2.0
 # Momentum is the share of the new batch; one above this is Keras', the share of the old.
 _LARGEST = 0.5
+_SET_ALL = "set norm.eps = {:g} for every norm in model.modules()"
 
 
 def unlike_builder(case: Case) -> Iterator[Finding]:
@@ -35,26 +44,59 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
         cost = f"channels with a variance near {max(eps, right):g} are scaled wrongly"
         mend = "; ".join(f"model.get_submodule({site.path!r}).eps = {right:g}" for site in sites[:4])
         if len(sites) == len(case.sites):
-            mend = f"set norm.eps = {right:g} for every norm in model.modules()"
+            mend = _SET_ALL.format(right)
         yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 
 
 def fused(case: Case) -> Iterator[Finding]:
     """Norms of the architecture that its convolutions have absorbed, which normswap did not do."""
-    if case.arch is None or case.bare is None or provenance.of(case.model).plan.steps:
+    record = provenance.of(case.model)
+    if record.arch is None or case.bare is None or record.plan.steps:
         return
-    here, biases = dict(case.model.named_modules()), 0
-    gone = []
-    for path, built in case.bare.named_modules():
-        module = here.get(path, nn.Identity())
-        if affine.is_batchnorm(built) and isinstance(module, nn.Identity):
-            gone.append(path)
-        biases += getattr(built, "bias", 0) is None and getattr(module, "bias", None) is not None
-    if gone and biases:
-        evidence = f"{len(gone)} BatchNorms of {case.arch.name} are gone, {biases} layers have a bias instead"
+    kwargs = {name: value for name, value in record.arch.kwargs.items() if name != "fused"}
+    built = zoo.skeleton(replace(record.arch, kwargs=kwargs)) if kwargs != record.arch.kwargs else case.bare
+    modules = dict(case.model.named_modules())
+    pairs = {path: (module, modules.get(path, nn.Identity())) for path, module in built.named_modules()}
+    gone = [path for path, (norm, now) in pairs.items() if affine.is_batchnorm(norm) and isinstance(now, nn.Identity)]
+    biased = [layer for layer, now in pairs.values() if getattr(layer, "bias", 0) is None and now.bias is not None]
+    if gone and biased:
+        evidence = f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(biased)} layers have a bias instead"
         cost = "it is trained without norms, and its tensors load into no network that has them"
-        mend = f"normswap convert {case.name} --to batchnorm --like {kinds.named(case.arch)} --calibrate {case.data}"
+        like = f"--like {kinds.named(record.arch)} --calibrate {case.data}"
+        mend = f"normswap convert {case.name} --to batchnorm {like}"
         yield Finding("fused", tuple(gone), evidence, Certainty.CERTAIN, cost, mend)
+
+
+def unfit_eps(case: Case) -> Iterator[Finding]:
+    """Another usual eps, with which what reaches the norms fits their statistics clearly better."""
+    present = {site.eps for site in case.sites}
+    distance = _mean_distance(case)
+    if case.images is None or len(present) != 1 or distance < _FAR:
+        return
+    (present_eps,) = present
+    distances = {eps: _mean_distance(_with_eps(case, eps)) for eps in _USUAL_EPS if eps != present_eps}
+    best = min(distances, key=lambda eps: distances[eps])
+    if distances[best] * _CLEARLY > distance:
+        return
+    evidence = (
+        f"eps is {present_eps:g}; with {best:g} what reaches the norms is {distances[best]:.2g} from their statistics, "
+        f"not {distance:.2g} (deviations and logarithms of variances, {case.images.count} images)"
+    )
+    cost = f"channels with a variance near {max(present_eps, best):g} are scaled wrongly"
+    yield Finding("eps", paths_of(case.sites), evidence, Certainty.LIKELY, cost, _SET_ALL.format(best))
+
+
+def _with_eps(case: Case, eps: float) -> Case:
+    model = copy.deepcopy(case.model)
+    for norm in population.norms_of(model).values():
+        norm.eps = eps
+    return replace(case, network=case.network.after(model))
+
+
+def _mean_distance(case: Case) -> float:
+    """How far a norm's statistics are from those of images, the mean over norms; 0 where that cannot be measured."""
+    drifts = measured(case)
+    return sum(drift.mean + drift.log_var for drift in drifts) / max(len(drifts), 1)
 
 
 def momentum(case: Case) -> Iterator[Finding]:

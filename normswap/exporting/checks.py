@@ -1,9 +1,9 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
 
-As in `comparison`, a float32 file may be off by 1e-5. Where the source in float32 is further than that from its own
-float64 values, four times that distance is allowed: in random networks rounding errors grow from block to block. That
-is measured only if 1e-5 is exceeded. A file in half precision may be off by a few times what rounding its numbers to
-that precision costs the network in PyTorch, on the same inputs.
+As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the source in float32 and
+in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors grow from block to block). A file
+in half precision may be off by a few times what rounding to that precision costs the network in PyTorch, on the same
+inputs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from normswap.errors import OptionError, VerificationError, first_line
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
+from normswap.graph.anatomy import Anatomy
 from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
@@ -39,14 +40,13 @@ class Figures:
 
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
-        agreement: fraction of images, or of places in maps, with the same argmax, where there is one answer.
-        count: images that both were run on.
-        tolerance: what relative_l2 may be.
+        agreement: fraction of images, or of positions in maps, with the same argmax, where there is one answer.
+        count: number of images.
+        tolerance: the largest relative_l2 allowed.
         inputs: what both were run on.
-        answers: the number of answers that `agreement` is a fraction of.
-        unit: what each of them is about: images, pixels, voxels ...
+        answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
-        output: of several outputs the one that differs most, which the errors are of.
+        output: of several outputs the one that differs most, to which the errors belong.
     """
 
     relative_l2: float
@@ -81,11 +81,10 @@ class Reference:
 
     Args:
         source: the network, in float32.
-        signature: what goes in and comes out.
-        softmax: the file answers with probabilities, the softmax of the source's scores.
+        softmax: the file gives probabilities, the softmax of the source's scores.
         raw: from images as `source` takes them to images as the file does.
         rounded: the network with its numbers rounded to the file's precision, called as the file is.
-        scores: whether the answers are scores of classes; an encoder's features are not.
+        anatomy: of the source, which tells scores of classes from waves and features; None where it cannot be had.
     """
 
     source: nn.Module
@@ -93,7 +92,7 @@ class Reference:
     softmax: bool = False
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
-    scores: bool = True
+    anatomy: Anatomy | None = None
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
@@ -113,15 +112,15 @@ def check(
     """Run a file and its network on the same images, and hold the file to the network.
 
     Args:
-        batches: images (N, C, H, W), preprocessed for the source, or all that goes in, and their labels.
+        batches: images (N, C, H, W), preprocessed for the source, or all inputs, and their labels.
         dtype: the precision of the file.
-        described: what reports call the images; what: what an error calls the file.
-        refuse: whether it is an error, and not only a figure, if the file computes something else.
+        described: the name of the images in reports; what: the file's in errors.
+        refuse: raise if the file computes something else.
 
     Raises VerificationError: the file computes something else, does not run, or gives another number of tensors.
     """
     signature = reference.signature
-    every = {name: _AnswerSums(scores=reference.scores) for name in signature.outputs}
+    every = {name: _AnswerSums() for name in signature.outputs}
     first: Example | None = None
     for batch, labels in batches:
         x = together(batch)
@@ -140,9 +139,10 @@ def check(
             raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
         rounded = reference.answers(reference.rounded, x) if measures and reference.rounded else [None] * len(outputs)
+        axes = comparison.class_axes(answers, reference.anatomy)
         for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
-            every[name].add(example.count, logits, expected, values, labels)
+            every[name].add(example.count, logits, expected, values, labels, axes.get(name))
             if lossy is not None:
                 every[name].rounding.add(expected, lossy)
         first = first or example
@@ -195,7 +195,7 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
     """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
     signature = reference.signature
-    outputs = running.outputs_double(reference.source, running.double(first))
+    outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
     wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
     assert sums.first is not None
     own = Distance()
@@ -204,7 +204,7 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
 
 
 class Distance:
-    """The relative L2 of some values to others, over the batches; of labels, masks and counts relative to chance."""
+    """The relative L2 between values, over the batches; of labels, masks and counts relative to chance."""
 
     def __init__(self) -> None:
         self.off = self.sum = self.squares = 0.0
@@ -229,10 +229,9 @@ class Distance:
 
 
 class _AnswerSums:
-    """Sums over the batches; without `scores` nothing is said of classes."""
+    """Sums over the batches."""
 
-    def __init__(self, *, scores: bool = True) -> None:
-        self.scores = scores
+    def __init__(self) -> None:
         self.distance, self.rounding = Distance(), Distance()
         self.peak = 0.0
         self.count = self.argued = self.same = self.compared = 0
@@ -241,24 +240,20 @@ class _AnswerSums:
         self.right = {"source": 0, "file": 0}
         self.labelled = 0
 
-    def add(self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None) -> None:
+    def add(
+        self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None, axis: int | None
+    ) -> None:
+        """Add a batch of so many images; `axis`: of the classes, where the answers are scores of some."""
         if self.first is None:
             self.first = logits
         self.distance.add(expected, actual)
         self.count += count
         if logits.numel():
             self.peak = max(self.peak, float(logits.double().abs().max()))
-        if (
-            not self.scores
-            or not math.isfinite(self.distance.off)
-            or not logits.is_floating_point()
-            or expected.ndim < 2
-            or expected.shape[1] < 2
-            or len(expected) != count
-        ):
+        if axis is None or not math.isfinite(self.distance.off) or len(expected) != count:
             return
         self.compared += count
-        same = expected.argmax(1) == actual.argmax(1)
+        same = expected.argmax(axis) == actual.argmax(axis)
         self.argued, self.same, self.unit = self.argued + same.numel(), self.same + int(same.sum()), unit(expected)
         if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
             self.labelled += count
@@ -280,7 +275,7 @@ class _AnswerSums:
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
-    """The same images: one at a time, or as they come, but of more than one size (the first one by itself)."""
+    """The same images, one at a time or in their batches; then the first image is a batch, so that sizes differ."""
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)
         sizes = [len(images)]

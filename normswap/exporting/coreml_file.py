@@ -1,6 +1,6 @@
-"""Core ML: a package for Apple's devices, FILE.mlpackage, which coremltools makes of a traced network, an ML program.
+"""Core ML: the directory FILE.mlpackage, an ML program for Apple's devices, made from a traced network by coremltools.
 
-It is a directory. coremltools writes it on every system; what runs it is macOS's.
+coremltools writes it on every system; macOS runs it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from coremltools.proto.Model_pb2 import Model
 
 _ENDING = ".mlpackage"
-# What coremltools says begins so when it cannot write.
+# coremltools' message begins so when it cannot write.
 _DISK = "[MIL FileWriter]"
-# Names of what coremltools notes by itself, the date among it.
+# The prefix of coremltools' own metadata, such as the date.
 _TOOL = "com.github.apple.coremltools."
 
 
@@ -47,7 +47,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """A network in float32, that of the contents or what was made of it, as coremltools writes it, in a directory."""
+    """A float32 network, that of the contents or a simpler one, as coremltools converts it."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():
@@ -70,7 +70,7 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Refuse a file in which a tensor has another name: one that comes out under two names gets one of them twice."""
+    """Refuse a file in which a tensor has another name: coremltools may give two outputs one name."""
     described = spec.description
     names = [feature.name for side in (described.input, described.output) for feature in side]
     expected = [*signature.inputs, *signature.outputs]

@@ -1,6 +1,6 @@
 """ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable kernels the rest.
 
-The metadata are what the method `normswap` returns. int8 is its own PT2E quantizer for XNNPACK. Weights have 8 bits:
+The method `normswap` returns the metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights have 8 bits:
 XNNPACK adds products of bytes in 32 bits on every CPU.
 """
 
@@ -31,7 +31,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _traced(contents: FileContents) -> ExportedProgram:
-    """The network as torch.export records it; a file would compute at each run what depends on no input."""
+    """The network as torch.export records it, with constants, which a file would compute at each run."""
     return pt2.traced(contents, simpler_graph.with_constants(contents))
 
 

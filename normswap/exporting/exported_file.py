@@ -27,7 +27,7 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime, with the metadata inside it and its sidecar; that is empty for others' files."""
+    """A file for another runtime, with its metadata and its sidecar, which is empty for others' files."""
 
     file: Path
     form: Format
@@ -61,11 +61,9 @@ class ExportedFile:
         return {"source": str(self.file), **figures, "metadata": dict(self.metadata), "sidecar": self.body}
 
     def network(self) -> nn.Module:
-        """The file as a network, that carries how images are prepared for it and what its answers mean.
+        """The file as a network, with the preprocessing of its images and the meaning of its answers.
 
-        Raises:
-            SourceError: it does not say so, or takes more than images.
-            OptionError: this system has no such runtime; VerificationError: it does not take the file.
+        Raises SourceError: it does not state these, or takes more than images; otherwise as `opened`.
         """
         self._require_images()
         image_input, normalization = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
@@ -125,14 +123,10 @@ class ExportedFile:
 
 
 def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = None) -> Figures:
-    """Run a file and a network on the same images; `Figures.passed` says whether it is the network's file.
+    """Compare a file with a network on the same images, as in `export`; `Figures.passed`: it is the network's file.
 
-    Args:
-        images: as in `export`.
-
-    Raises:
-        SourceError: the file does not say how it was made.
-        OptionError, VerificationError: the network or the file does not run on the images, or the file not here.
+    Raises SourceError: the file does not say how it was made; OptionError, VerificationError: the network or the file
+    does not run on the images, or the file not on this system.
     """
     runs = exported.opened()
     request, _ = exported.request(model).answered()
@@ -145,7 +139,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
 
 
 class FileNetwork(nn.Module):
-    """Images (N, C, H, W) to the file's answer (scores for probabilities), at most `batch` images at a time."""
+    """From images (N, C, H, W) to the file's answer (log-probabilities as scores), at most `batch` images at a time."""
 
     def __init__(self, runs: Runs, batch: int | None, *, probabilities: bool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The network as it goes into a file: folded, with normalization before it and a softmax after it where asked for.
+"""The network inside a file: folded, perhaps with normalization before it and a softmax after it.
 
-Images come in and answers go out in float32, whatever the dtype of the weights.
+Images and answers are in float32, whatever the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from normswap.models.modes import hooked
 
 
 class Shipped(nn.Module):
-    """The signature's inputs and outputs in float32, through `network` in its own dtype.
-
-    Images (N, C, H, W) and answers (N, classes), where it says nothing else.
+    """A network with the signature's inputs and outputs in float32: by default images (N, C, H, W) to (N, classes).
 
     Args:
         network: a folded network, in float32.
-        signature: what goes in and comes out.
         normalization: mean and std, (C, 1, 1) each, where it takes pixels in 0..1 and normalizes them itself.
-        softmax: answer with probabilities.
+        softmax: give probabilities.
 
     Attributes:
-        dtype: what it computes in; stored: what its weights are to be stored in, which hold them exactly.
+        dtype: of its arithmetic; stored: of its weights in the file, which holds them exactly.
     """
 
     mean: Tensor | None
@@ -59,7 +56,7 @@ class Shipped(nn.Module):
         return Shipped(network, self.signature, normalization=self.normalization, softmax=self.softmax)
 
     def in_half(self, dtype: torch.dtype) -> Shipped:
-        """The same network in half precision: float16, or bfloat16 for weights alone, with arithmetic in float32."""
+        """Change to float16, or to bfloat16 for weights alone, with arithmetic in float32; returns itself."""
         self.stored = dtype
         if dtype == torch.float16:
             self.network.half()
@@ -72,7 +69,7 @@ class Shipped(nn.Module):
 
     @torch.no_grad()
     def rounded(self, dtype: torch.dtype) -> Shipped:
-        """A copy that computes in float32 with numbers rounded to `dtype`, of float16 its layers' outputs, too."""
+        """A copy that computes in float32 with weights, and for float16 layers' outputs, rounded to `dtype`."""
         twin = copy.deepcopy(self.network)
         for tensor in twin.parameters():
             tensor.copy_(tensor.to(dtype))
@@ -93,7 +90,7 @@ class Shipped(nn.Module):
         return answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        # A cast to the same dtype would still be a node of the graph.
+        # Even a cast to the same dtype would be a node of the graph.
         if self.dtype == torch.float32:
             return values
         return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
@@ -130,7 +127,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
-    """The weight as a quantizer stores it: a step for each output channel, each number to the nearest multiple."""
+    """The weight as a quantizer rounds it: to multiples of a step for each output channel."""
     weight = layer.get_parameter("weight")
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
     step = (weight.abs().amax(others, keepdim=True) / levels).clamp_min(torch.finfo(weight.dtype).tiny)
@@ -148,9 +145,8 @@ class FileContents:
     """The input of a format's writer.
 
     Args:
-        example: what the network is traced on: images (N, C, H, W), or all that it takes.
+        example: the inputs for tracing: images (N, C, H, W), or all that it takes.
         dynamic: for any number of samples at a time.
-        metadata: what is noted in the file.
     """
 
     network: Shipped
@@ -167,7 +163,7 @@ class FileContents:
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:
-        """For torch.export: the first dimension of every input is the same, and free; None where it is not."""
+        """For torch.export: one free first dimension of all inputs; None where the number of samples is fixed."""
         if not self.dynamic:
             return None
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}

@@ -175,28 +175,22 @@ def export(
 
 
 def folded(request: ExportRequest) -> Shipped:
-    """Fold the network, and put what the user wants before and after it, in float32."""
+    """Fold the network, with normalization and softmax as requested, in float32."""
     settings = request.settings
-    network = fold_for_export(request.source, request.size, list(request.inputs) or None)
+    network = fold_for_export(request.network)
     normalization = request.normalization if settings.normalize else None
     return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax)
 
 
-def fold_for_export(model: nn.Module, size: tuple[int, ...], inputs: Inputs = None) -> nn.Module:
-    """A folded copy, verified against `model` as every conversion is; just a copy where there is nothing to fold.
+def fold_for_export(network: Network) -> nn.Module:
+    """A folded copy of its module, verified as every conversion is; a plain copy where there is nothing to fold.
 
-    `convert --to folded` keeps the features that the classifier reads; an export need not, so here the last norm's
-    scale moves into the classifier.
+    Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the last norm's scale
+    moves into the classifier.
 
-    Args:
-        size: (C, H, W) of the inputs to verify on.
-        inputs: as in `convert`, instead of noise of that size.
-
-    Raises:
-        TraceError, RefusedError: there is something to fold, and it cannot be.
-        VerificationError: it was folded and computes something else.
+    Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes something else.
     """
-    network = Network(model, inputs, size)
+    model = network.module
     try:
         anatomy = replace(network.anatomy, classifier=None)
     except TraceError:

@@ -61,11 +61,11 @@ class Format:
         module: in this package, with its functions.
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
-        needs: packages; extra: of normswap, which brings them.
+        needs: packages; extra: normswap's extra that installs them.
         dtypes: those that it can be written in.
         notes: what a user should know of a dtype in it.
-        any_count: any number of images may go in at a time.
-        any_input: other tensors than float32 may go in.
+        any_count: it takes any number of images at a time.
+        any_input: it takes other tensors than float32.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
@@ -97,7 +97,6 @@ class Format:
 
     @property
     def functions(self) -> ModuleType:
-        """The module with its functions."""
         return importlib.import_module(f"normswap.exporting.{self.module}")
 
     def files(self, file: Path) -> tuple[Path, ...]:
@@ -112,12 +111,9 @@ class Format:
         return sum(each.stat().st_size for each in inside)
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
-        """Write the file, and its part beside it.
+        """Write the file, and its part beside it, in int8 if `how` is given.
 
-        Args:
-            how: it is quantized, for int8.
-
-        Raises RefusedError: the format cannot hold it; says what.
+        Raises RefusedError: the format cannot express the network; says why.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
@@ -288,11 +284,10 @@ def _name_of(file: Path, name: str | None) -> str:
 
 
 def check(file: Path, settings: FileSettings) -> Format:
-    """The format of `file`, checked before torch is imported: it exists, and the file may be written.
+    """The format of `file`, after checks that need no torch.
 
-    Raises:
-        OptionError: the format or dtype is not known, they do not go together, or a package is not installed.
-        OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
+    Raises OptionError: the format or dtype is not known, they do not go together, or a package is not installed;
+    OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
     """
     if settings.dtype not in DTYPES:
         raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}")
@@ -323,13 +318,13 @@ def check(file: Path, settings: FileSettings) -> Format:
 
 
 def sidecar_of(file: Path) -> Path:
-    """Where the record beside `file` is, that says what is to be done with an image first."""
+    """The path of the record beside `file` that says how to prepare an image."""
     return file.with_name(f"{file.name}.preprocess.json")
 
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Say in a line that a tool, whatever it raises, cannot do it; keep its own words off the terminal."""
+    """Turn whatever a tool raises into a RefusedError of one line; keep its output off the terminal."""
     try:
         with quietly():
             yield
@@ -343,7 +338,7 @@ def refusing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep the words of torch and other libraries off the terminal, and compute no gradients."""
+    """Keep the output of torch and other libraries off the terminal, and compute no gradients."""
     import torch
 
     with quiet(), torch.no_grad():
@@ -352,7 +347,7 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep off the terminal also what is printed in Python, and what C++ writes to the error stream."""
+    """As `quietly`, and keep what is printed in Python, or by C++ on stderr, off the terminal, too."""
     error_stream, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

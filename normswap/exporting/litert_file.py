@@ -1,7 +1,7 @@
-"""LiteRT: a .tflite file for phones and boards, which litert-torch makes of a network, once called TensorFlow Lite.
+"""LiteRT, once TensorFlow Lite: a .tflite file for phones and boards, made by litert-torch.
 
-The metadata are one entry of the file's own, called `normswap`. ai-edge-quantizer makes fp16 and int8 of the file in
-fp32. Weights of int8 have 8 bits: LiteRT multiplies bytes exactly on every CPU.
+The metadata are the file's entry `normswap`. ai-edge-quantizer converts the file in fp32 to fp16 and int8. Weights of
+int8 have 8 bits: LiteRT multiplies bytes exactly on every CPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
-    """The smallest and largest number of each tensor over all images; the tool itself would average them."""
+    """The smallest and largest number of each tensor over all images, which the tool would average."""
     total: Extremes = {}
     for x in images:
         for name, values in tool.calibrate({"serving_default": [{"args_0": x.numpy()}]}).items():

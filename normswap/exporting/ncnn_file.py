@@ -1,7 +1,7 @@
-"""ncnn: FILE.param with FILE.bin beside it, which pnnx makes of a traced network, for phones and boards.
+"""ncnn: FILE.param with FILE.bin beside it, made from a traced network by pnnx, for phones and boards.
 
-A network of ncnn has no dimension for the number of images: one goes in at a time. Its reader stops after the last
-layer of FILE.param; the metadata stand below.
+ncnn has no dimension for the number of images, and takes one at a time. Its reader stops after the last layer of
+FILE.param; the metadata follow there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""ONNX: the graph that torch.export sees, in torch's current opset, for ONNX Runtime and whatever else reads it.
+"""ONNX: the graph of torch.export, in torch's current opset, for ONNX Runtime and other readers.
 
-int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime
-multiplies such pairs by an instruction that saturates at 16 bits; weights of 7 bits cannot reach that, and are the same
-on every CPU; those of 8 bits are finer.
+int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime adds
+pairs of such products with saturation at 16 bits, which weights of 7 bits cannot reach: they give the same on every
+CPU. Weights of 8 bits are finer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every matrix in bfloat16 that this holds exactly, with a cast in the graph, which runtimes do once."""
+    """Store every matrix that bfloat16 holds exactly in bfloat16, with a cast, which runtimes do once."""
     import onnx
 
     casts = []
@@ -112,10 +112,10 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def pool_means(graph: onnx.GraphProto) -> None:
-    """Let every mean over a whole map be GlobalAveragePool, in place.
+    """Replace every mean over a whole map by GlobalAveragePool, in place.
 
-    ONNX Runtime computes that on bytes; a ReduceMean costs a pass over floats on both sides of it, a fifth of the time
-    of networks with squeeze-and-excitation.
+    ONNX Runtime computes that on bytes. A ReduceMean needs floats, which costs networks with squeeze-and-excitation a
+    fifth of their time.
     """
     from onnx import helper, numpy_helper
 

@@ -1,8 +1,7 @@
 """OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network; in int8 by NNCF.
 
-Weights of 7 bits have those where a CPU without VNNI would saturate (`OverflowFix`; depthwise ones would not), so that
-the file computes the same on every CPU. NNCF's own bias correction is off: it makes the errors of some networks twice
-as large.
+With weights of 7 bits the file computes the same on every CPU; with 8, layers that are not depthwise may saturate on
+CPUs without VNNI (`OverflowFix`). NNCF's own bias correction is off: it doubles the errors of some networks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""pt2: a torch.export archive.
+"""pt2: a torch.export archive, which needs torch alone: `torch.export.load(file).module()(images)`.
 
-It needs torch alone: `torch.export.load(file).module()(images)`. int8 is torchao's PT2E, on the graph that
-torch.export makes in fp32. Activations are unsigned, weights signed. The file rounds both and multiplies in fp32, the
-same on every CPU. Compiled with torchao's passes it multiplies bytes, which saturates on x64 without VNNI; weights of 7
-bits cannot reach that.
+int8 is torchao's PT2E, on the graph of torch.export in fp32. Activations are unsigned, weights signed. The file rounds
+both and multiplies in fp32, the same on every CPU. Compiled with torchao's passes it multiplies bytes, which saturates
+on x64 without VNNI, but not with weights of 7 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from normswap.exporting.settings import Quantization
 from normswap.graph.node_reader import LINEAR
 
 _ATEN = torch.ops.aten
-# They hold the exporting machine's file names, and what torchao did.
+# Nodes' records of the exporting machine's file names, and of torchao's steps.
 _HISTORY = ("stack_trace", "from_node", "source_fn_stack")
 _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
@@ -106,10 +105,10 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """The quantizers' own settings, but for ranges of all images, and the weights' levels and steps.
+    """The quantizers' own settings, but with ranges over all images, and the weights' levels and least step.
 
-    Their least step, 2^-12, would leave nothing of a channel with small weights. `activations` are bytes with a sign or
-    without; `levels` of weights are on either side of 0.
+    The usual least step, 2^-12, would round a channel of small weights to 0. `activations`: signed or unsigned bytes;
+    `levels`: of weights, on either side of 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec

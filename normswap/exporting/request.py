@@ -1,17 +1,19 @@
-"""An export that can be carried out, with all that is to be known of it before any work."""
+"""The request to `export`: what it is to do, checked before any work."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from normswap.calibration.natural_noise import pink
-from normswap.errors import OptionError, spelled
+from normswap.errors import OptionError, TraceError, spelled
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format
 from normswap.exporting.settings import FileSettings, Quantization
@@ -19,6 +21,7 @@ from normswap.exporting.signature import NoAnswerError, Signature
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.surgery.carrying_out import Conversion
+from normswap.surgery.network import Network
 
 Batches = Iterable[object] | Tensor
 # Images at a time, at most, while a file is quantized.
@@ -33,8 +36,8 @@ class ExportRequest:
         source: a copy on the CPU, in float32 and eval mode.
         size: (C, H, W) of the images, or of the first of the inputs.
         config: the preprocessing of images.
-        inputs: calls that everything goes in and comes out of; none where images go in and one answer comes out.
-        imaged: these inputs are images, of which the network gives more than an answer.
+        inputs: calls with all inputs of a file that gives all outputs; none for images in and one answer out.
+        imaged: these inputs are images, for which the network gives more than one answer.
         drawn: the values of these inputs are random.
     """
 
@@ -53,7 +56,7 @@ class ExportRequest:
     def of(
         cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
     ) -> ExportRequest:
-        """The request that `export` got, if it can be carried out; raises OptionError: as `export`."""
+        """The request, checked; raises OptionError as `export` does."""
         network = network_input.require_module(model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
@@ -81,7 +84,7 @@ class ExportRequest:
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """The inputs while the file is made: torch.export takes a dimension of 1 for a constant."""
+        """The inputs for tracing: two samples for a free dimension, as torch.export takes 1 for a constant."""
         count = 1 + self.settings.dynamic_batch
         if not self.inputs:
             return (torch.zeros(count, *self.size),)
@@ -109,9 +112,9 @@ class ExportRequest:
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """The request and the network's outputs by name; where none is the answer, a request for all of them.
+        """This request, or one for all outputs where none is the answer; and the network's outputs by name.
 
-        Raises OptionError: the network does not run, or something asks for one answer.
+        Raises OptionError: the network does not run, or an option needs one answer.
         """
         settings = self.settings
         try:
@@ -132,10 +135,7 @@ class ExportRequest:
         return images * std + mean
 
     def quantization(self, calibrate: Batches | None, images: Batches | None) -> Quantization | None:
-        """What the runtime's quantizer is given; None where something else than int8 is wanted.
-
-        Args:
-            calibrate: batches of images as the source takes them; images: others, to measure on.
+        """The quantizer's input, for int8: from batches `calibrate`; `images` must be others, to measure on.
 
         Raises OptionError: something is missing, or does not go together.
         """
@@ -164,16 +164,23 @@ class ExportRequest:
         return Quantization(every.split(even if self.settings.dynamic_batch else 1), bits)
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
-        """The answers that the file must compute; `rounded`, the cost of its precision."""
-        scores = not _is_encoder(self.source)
-        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, scores)
+        """The answers that the file must compute; `rounded`: the network in the file's precision."""
+        anatomy = None
+        with suppress(TraceError):
+            anatomy = self.network.anatomy
+        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, anatomy)
+
+    @cached_property
+    def network(self) -> Network:
+        """The record of the source."""
+        return Network(self.source, list(self.inputs) or None, self.size)
 
     def on_noise(self, images: Batches | None) -> bool:
-        """Whether the file is checked on no images and no inputs of the user's, but on noise alone."""
+        """Whether the file is checked on noise alone, not on images or inputs of the user's."""
         return images is None and (not self.inputs or self.imaged or self.drawn)
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
-        """The inputs that the file is checked on, and their name in reports: images, or the inputs, or smooth noise."""
+        """The inputs to check the file on (images, the inputs, or smooth noise), and their name in reports."""
         described = "given images"
         if self.on_noise(images):
             described = "random inputs, seed 0" if self.drawn else "smooth noise, seed 0"
@@ -188,7 +195,7 @@ class ExportRequest:
         return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """The inputs of the file, call by call; a sample at a time where their number is not free."""
+        """The file's inputs, call by call; one sample each where their number is not free."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for call in [example] if self.settings.dynamic_batch else example.each():
@@ -214,7 +221,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Refuse options that are only for files that take images and give one answer (OptionError)."""
+    """Raise OptionError for options of files that take images and give one answer."""
     asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
     if settings.dtype == "int8":
         asked = ["int8"]

@@ -1,4 +1,4 @@
-"""The settings of an exported file, as records; no torch, so that the command's help need not wait for it."""
+"""The settings of an exported file, as records, without torch for the command's help."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class FileSettings:
     """How a file is to be written.
 
     Args:
-        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default the one that the file's ending says.
-        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32: in bf16 more than 1
-            answer in 1000 would change; int8, by the runtime's own quantizer.
+        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default that of the file's ending.
+        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32 (in bf16 more than 1
+            answer in 1000 would change); int8, by the runtime's own quantizer.
         dynamic_batch: any number of images at a time, else one.
-        input_size: (C, H, W); by default the size the network was made for.
+        input_size: (C, H, W); by default the network's own size.
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
-        softmax: the file answers with probabilities.
-        weight_bits: of int8: 7, the same on every CPU, or 8, for those that add products of bytes in 32 bits (x64 with
+        softmax: the file gives probabilities.
+        weight_bits: of int8: 7, the same on every CPU, or 8, for CPUs that add products of bytes in 32 bits (x64 with
             VNNI, ARM with dot products); by default the fewest that the format has.
         force: replace a file that exists.
     """
@@ -42,7 +42,7 @@ class FileSettings:
 
 
 class FileOptions(TypedDict, total=False):
-    """The same as keywords."""
+    """`FileSettings` as keywords."""
 
     format: str | None
     dtype: str
@@ -56,12 +56,12 @@ class FileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a runtime's quantizer is given: batches (N, C, H, W) that set the ranges, 7 or 8 bits for weights."""
+    """The quantizer's input: batches (N, C, H, W) that set the ranges, and 7 or 8 bits for weights."""
 
     images: Sequence[Tensor]
     weight_bits: int = SAFE_BITS
 
     @property
     def levels(self) -> int:
-        """How many steps from 0 the largest weight is."""
+        """The largest weight in quantization steps."""
         return {SAFE_BITS: 64, WHOLE_BITS: 127}[self.weight_bits]

@@ -1,6 +1,6 @@
-"""The sidecar of an exported file: FILE.preprocess.json beside it, and the same inside where the format allows.
+"""The sidecar of an exported file, FILE.preprocess.json, and the same in the file's metadata.
 
-The whole name of the file is kept in the name, as exports of one folder may differ in what they leave to do.
+Its name has the whole name of the file, as exports in one folder may need different preprocessing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
 
     Args:
         size: (C, H, W) that the file takes.
-        output: what it answers with.
-        normalize: the file subtracts the mean and divides by std itself; dynamic: it takes any number of images.
+        output: the name of its output.
+        normalize: the file normalizes images itself; dynamic: it takes any number of images.
     """
     stated = config(model)
     labels = provenance.of(model).pretrained_cfg.get("label_names")
@@ -66,7 +66,7 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """The inputs (`tensors`) and outputs (`answers`) of a file that takes more than images."""
+    """The sidecar's inputs (`tensors`) and outputs (`answers`) of a file that takes more than images."""
 
     def said(name: str, tensor: Tensor) -> Body:
         shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
@@ -93,12 +93,12 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
 
 
 def write(file: Path, body: Body) -> None:
-    """Put it beside `file`."""
+    """Write the sidecar beside `file`."""
     sidecar_of(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
-    """The sidecar beside an exported file, or the same from its metadata; empty where neither is there."""
+    """The sidecar of an exported file, or its copy in the metadata; empty where there is neither."""
     try:
         text = sidecar_of(file).read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a file, by name: images and an answer, or all that a network takes and gives."""
+"""The inputs and outputs of a file, by name: images and an answer, or all of the network's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Signature:
     Args:
         form: how the network inside is called.
         inputs, outputs: names, in order.
-        whole: every tensor goes in by itself, and every one that the network gives comes out; else images go in, and
-            the answer comes out.
+        whole: all of the network's tensors go in and come out one by one; else images go in and the answer comes out.
     """
 
     form: Example
@@ -73,9 +72,9 @@ class Signature:
         return tuple(value for _, value in named_tensors(output))
 
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The same by name, without gradients, floating-point values in float32.
+        """The network's outputs by name, without gradients, floating-point values in float32.
 
-        Raises OptionError: it does not run on that; NoAnswerError: it does not give one tensor with a row per image.
+        Raises OptionError: it does not run; NoAnswerError: it does not give one tensor with a row per image.
         """
         try:
             with torch.no_grad():
@@ -97,7 +96,7 @@ class Signature:
 
 
 def _named(value: object, alone: str) -> dict[str, Tensor]:
-    """Every tensor by the keys on the way to it; a tensor without any, and numbered ones, are called `alone`."""
+    """Every tensor by the keys on the way to it; names without a word begin with `alone`."""
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")

@@ -1,7 +1,7 @@
-"""The same network in operators that more tools have, for one that refuses it as it is, or computes what it need not.
+"""The same network in operators that more tools have, for tools that refuse it, or compute constants at each run.
 
-All that depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. What a
-transformer cuts out of (N, L, 3 h d) by way of five dimensions is cut out of the last of three. Neither changes a sum.
+What depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. What a
+transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the last dimension. Values stay.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """Convert the network; where the tool refuses, the simpler one instead.
+    """Convert the network; the simpler one where `convert` raises RefusedError.
 
-    Args:
-        convert: raises `RefusedError` where the tool cannot read a network.
-
-    Raises RefusedError: it can read neither; says what it said of the network as it is.
+    Raises RefusedError: the tool reads neither; with its reason for the network itself.
     """
     try:
         return convert(copy.deepcopy(contents.network))
@@ -59,7 +56,7 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 
 
 def with_constants(contents: FileContents) -> fx.GraphModule:
-    """The network as torch.export records it, with the values of all that depends on no input.
+    """The network as torch.export records it, with constants in place of what depends on no input.
 
     A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot express it.
     """
@@ -88,7 +85,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
 @torch.no_grad()
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """The values of the nodes that depend on no input; none where one of them is overwritten."""
+    """The values of the nodes that depend on no input; none of them where one is overwritten."""
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(module), Tensor):
@@ -120,10 +117,7 @@ def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Replace what takes apart the first of the dimensions into which the last of another tensor was split.
-
-    That is: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h, L, d).
-    """
+    """Replace, by slices: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h, L, d)."""
     picked = _picked(node)
     if not picked:
         return

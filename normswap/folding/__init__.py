@@ -1,5 +1,4 @@
-"""SAY: an affine map moved through the graph. A builder of edits, an outcome for every norm, and the reasons.
+"""SAY: how affine maps move through the graph, as edits, an outcome for every norm, and reasons.
 
-Enters: rules of what can pass what, and which layer absorbs which. No module is touched. Imports: `graph` and what is
-above.
+Enters: rules of what can pass what, and which layer absorbs which. No module is touched. Imports: `graph` and below.
 """

@@ -1,8 +1,8 @@
-"""Parallel branches that are summed: which of them one convolution can compute, and what that convolution is.
+"""Parallel branches that are summed: which of them one convolution can compute.
 
-y = conv(x) + conv'(x) + s x + t, as RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3), MobileOne, RepViT,
-FastViT and their kin are trained, is one convolution: kernels of one centre, stride and groups are added, and a scale
-per channel is a kernel of one tap. All is read from the graph; no class is known by name.
+y = conv(x) + conv'(x) + s x + t, the form in which RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3), MobileOne,
+RepViT and FastViT are trained, is one convolution: kernels of one centre, stride and groups are added, and a scale per
+channel is a kernel of one tap. All is read from the graph; no class is known by name.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Branches:
 
     Args:
         main: the path of the convolution that stays, whose kernel has room for the others.
-        others: paths of the convolutions, and of scales and shifts, that it absorbs.
-        skips: how often the sum has the branches' input itself as a term, too.
-        after: the path of a scale and shift of the sum, which `main` absorbs as well.
+        others: paths of the convolutions, scales and shifts that it absorbs.
+        skips: how often the branches' input is itself a term of the sum.
+        after: the path of a scale and shift of the sum, which `main` absorbs, too.
     """
 
     main: str
@@ -45,7 +45,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class _Arm:
-    """A term of a sum: the module that makes it (none: the source itself), what that reads, what it passes through."""
+    """A term of a sum: the path of its module (None: the source itself), what that reads, what it passes through."""
 
     path: str | None
     source: fx.Node
@@ -53,7 +53,7 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All sums of which at least two terms become one convolution; norms count as the scales that they become."""
+    """All sums with two or more terms that become one convolution; a norm counts as the scale that it becomes."""
     traced = builder.anatomy.traced
     inner: set[fx.Node] = set()
     merges: list[Branches] = []
@@ -75,7 +75,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _adds_nothing(node: fx.Node) -> bool:
-    """Whether it adds the number 0, which stands where a branch was."""
+    """Whether it adds the number 0 of a removed branch."""
     numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
     adds = getattr(node.target, "__name__", str(node.target)).strip("_") in ("add", "iadd", "radd")
     return adds and len(inputs(node)) == 1 and len(node.args) == 2 and numbers == [0]
@@ -102,7 +102,7 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
-    """The term that ends in a node: a convolution, with norms after it, or a scale and shift; else it is the source."""
+    """The term that ends in a node: a convolution with norms after it, a scale and shift, or the source itself."""
     traced = builder.anatomy.traced
     node, scale = end, None
     while len(traced.users[node]) == 1:
@@ -174,7 +174,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
-    """Whether a convolution, a scale per channel, or (None) the input itself has its place in the kernel of `main`."""
+    """Whether the kernel of `main` can hold a convolution, a scale per channel, or (None) the input itself."""
     taps = offsets(main)
     if isinstance(other, _ConvNd):
         alike = all(getattr(main, name) == getattr(other, name) for name in _SAME)
@@ -187,7 +187,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
-    """The path of a scale and shift of the whole sum: x itself, as a term, is then scaled by the convolution, too."""
+    """The path of a scale and shift of the whole sum, if there is one."""
     traced = builder.anatomy.traced
     while len(traced.users[node]) == 1:
         (node,) = traced.users[node]

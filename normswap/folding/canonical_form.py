@@ -1,9 +1,9 @@
 """Fold: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain weights.
 
-Each of them is y = act(s * x + t). In this order: fold it back into the convolutions before it; or forward into the
-unpadded convolutions after it; or, before a ReLU, move |s| through the ReLU into the next convolutions' inputs and
-keep a shift (`ChannelBias`); or keep it as a `ChannelAffine`, which is always exact. The algebra is in
-`layers.Folded` and `affine.split`; this file only decides, from the graph, which layer absorbs which, and says why not.
+Each of them is y = act(s * x + t). The first possible way is taken: fold it back into the convolutions before it;
+forward into the unpadded convolutions after it; before a ReLU, move |s| through the ReLU into the next convolutions'
+inputs and keep a shift (`ChannelBias`); keep it as a `ChannelAffine`, which is always exact. The algebra is in
+`layers.Folded` and `affine.split`. This file decides from the graph which layer absorbs which, and says why not.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
-# The norm's channels from the first number up to the second; None: all of them.
+# A range of the norm's channels; None: all of them.
 Part = tuple[int, int] | None
 
 
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
-    """Decide what happens to every affine module of the network, but those at the paths in `leave` or outside its part.
+    """Plan what happens to every affine module that takes part, but those at the paths in `leave`.
 
-    Modules that cannot be read (no running statistics, unknown subclasses, untraceable surroundings) are in
-    `refusals`; norms with per-sample statistics are left alone.
+    `refusals` has those that cannot be read (no running statistics, unknown subclasses, untraceable surroundings).
     """
     builder = PlanBuilder(anatomy)
     _bake(builder)
@@ -58,7 +57,7 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
 
 
 def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
-    """Say why nothing happens to a norm that forward does not call."""
+    """Record why nothing happens to a norm that forward does not call."""
     traced = builder.anatomy.traced
     outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
     read = traced.read_directly(traced.modules[path])
@@ -71,7 +70,7 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
 
 
 def _bake(builder: PlanBuilder) -> None:
-    """Make every layer plain whose weight is computed from parameters at each step, whatever else it absorbs."""
+    """Make every layer plain whose weight is computed at each step."""
     traced = builder.anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     for path in distinct(traced.modules, list(dict.fromkeys(paths))):
@@ -107,7 +106,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold into the convolutions before: exact if everything that they compute goes through this module."""
+    """Fold into the convolutions before, which is exact if all that they compute goes through this module."""
     parts = producers(builder, module)
     for linear, channels in parts.items():
         builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
@@ -116,7 +115,7 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold into the convolutions after, where nothing lies between and they do not pad."""
+    """Fold into the convolutions right after, if they do not pad."""
     if affine.activation(module) is not None:
         raise NotFoldable("an activation follows")
     convs = consumers(builder, module, builder.is_identity)
@@ -165,12 +164,12 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
-    """Paths of the linear layers whose outputs go through this norm alone, each with its part of the channels.
+    """Paths of the linear layers whose outputs go through this norm alone, each with its range of the channels.
 
-    Between them and the norm there may be identities of eval mode, steps that treat all channels alike (reshapes,
-    average pooling; `channel_axes` says where the channels are), and a concatenation of convolutions.
+    Between them and the norm there may be identities, steps that treat all channels alike (reshapes, average pooling;
+    `channel_axes` follows the channels), and a concatenation of convolutions.
 
-    Raises NotFoldable: there are none, or they also make something else.
+    Raises NotFoldable: there are none, or their outputs go elsewhere, too.
     """
     traced = builder.anatomy.traced
     parts: dict[fx.Node, Part] = {}
@@ -221,7 +220,7 @@ def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
 
 
 def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
-    """See that the norm's channels are the outputs of the linear layer that `node` calls, whatever was done to them."""
+    """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node` calls."""
     axis = builder.axes().get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.anatomy.traced.module(node)).__name__
@@ -231,7 +230,7 @@ def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
 
 
 def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
-    """The convolutions whose maps are joined, with the part of the channels that each of them is."""
+    """The convolutions whose maps are concatenated, each with its range of the channels."""
     traced = builder.anatomy.traced
     joined = listed(cat)
     _only_user(builder, cat)

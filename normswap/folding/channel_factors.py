@@ -1,10 +1,10 @@
 """Rescaling channel by channel: which channels of a folded network must share one positive factor, and which are free.
 
-Each channel that a convolution or linear layer writes may be multiplied by a factor of its own, if what reads it
-divides by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Here the channels travel through the
-graph: what is homogeneous, pools or is the identity hands them on; a sum makes its two arms share factors, a
-concatenation joins them, a gate x g(x) hands on those of x. Everything else holds its channels: their factor is 1. A
-depthwise convolution's inputs and outputs have factors of their own, as those of any convolution do.
+A channel that a convolution or linear layer writes may be multiplied by a factor if its readers divide by it (Nagel et
+al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Channels are followed through the graph: homogeneous
+functions, pooling and identities pass them on; the two arms of a sum share factors; a concatenation joins channels; a
+gate x g(x) passes on those of x. The factor of channels that anything else reads is 1. A convolution's inputs and
+outputs have separate factors, a depthwise one's, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIXED = 0
 
 @dataclass(frozen=True)
 class Reach:
-    """A layer whose weights follow the factors, with the group of each channel that it writes and that it reads."""
+    """A layer whose weights depend on the factors, with the group of each channel that it writes and reads."""
 
     path: str
     writes: Tensor
@@ -50,8 +50,8 @@ class Channels:
         builder: of the network, as it is.
 
     Attributes:
-        layers: those whose weights follow; shifts: those that hand channels on, and whose biases follow.
-        count: how many groups there are; group 0 holds what cannot be scaled.
+        layers: those whose weights depend on factors; shifts: those that pass channels on, and whose biases do.
+        count: the number of groups; group 0 has the channels that cannot be scaled.
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
@@ -69,7 +69,7 @@ class Channels:
             (self.shifts if _shifts(self.traced.module(node)) else self.layers).append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
-        """Follow the channels through a node; those it reads, where its parameters depend on their factors."""
+        """Follow the channels through a node; returns those it reads, where its parameters depend on their factors."""
         sources = inputs(node)
         arms = [self.of.get(source) for source in sources]
         module = self.traced.module(node)
@@ -89,7 +89,7 @@ class Channels:
         return passed if _shifts(module) else None
 
     def _passed(self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]) -> list[int] | None:
-        """The channels of what the node computes, if it hands factors on."""
+        """The channels of the node's value, if it passes factors on."""
         if not any(arms):
             return None
         if node.target is torch.cat and all(arms) and argument(node, 1, "dim", "axis", default=0) == 1:
@@ -169,7 +169,7 @@ class Channels:
 
 
 def _shifts(module: nn.Module | None) -> bool:
-    """Whether a layer hands channels on, and its bias (C,) follows their factors."""
+    """Whether a layer passes channels on, and its bias (C,) depends on their factors."""
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
@@ -182,7 +182,7 @@ def columns(weight: Tensor, groups: int) -> Tensor:
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply each channel, in place, by its group's factor (groups,), the first of which is 1; the function stays."""
+    """Multiply each channel, in place, by its group's factor; of `factors` (groups,) the first is 1. Exact."""
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))

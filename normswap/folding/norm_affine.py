@@ -1,10 +1,10 @@
-"""The gamma and beta of a LayerNorm or RMSNorm, and LayerScale's gamma: into the linear layers beside them.
+"""Fold gamma and beta of LayerNorms and RMSNorms, and LayerScale's gamma, into the linear layers beside them.
 
-W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be whatever treats all
-channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; zeros that are padded stop the
+W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be steps that treat
+all channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; padding with zeros stops the
 beta. LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section 2), goes into
-the linear layer before it: W' = gamma W, b' = gamma b. A gamma that a block keeps as a parameter of its own (ConvNeXt,
-CaiT, BEiT) is no module.
+the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own parameter (ConvNeXt, CaiT, BEiT)
+is no module, and stays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 
 def move(builder: PlanBuilder) -> None:
-    """Give the gamma and beta of every norm that has some to the linear layers after it, where that is exact."""
+    """Move gamma and beta of every norm to the linear layers after it, where that is exact."""
     norms = {
         path: norm for path, norm in foldable_norms(builder.anatomy).items() if any(True for _ in norm.parameters())
     }
@@ -58,7 +58,7 @@ def move(builder: PlanBuilder) -> None:
 
 
 def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
-    """Paths of the linear layers that read the norm's output, channel by channel, where nothing else does.
+    """Paths of the linear layers that alone read the norm's output, channel by channel.
 
     Raises NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
     """
@@ -81,7 +81,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
 
 
 def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
-    """See that the inputs of a linear layer are the norm's channels, and that it pads none with zeros."""
+    """Raise NotFoldable unless a linear layer's inputs are the norm's channels, without padded zeros."""
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")
     if not axis.pure:
@@ -97,7 +97,7 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
 
 
 def move_layer_scales(builder: PlanBuilder) -> None:
-    """Give the gamma of every LayerScale to the linear layer before it, where that is exact."""
+    """Move the gamma of every LayerScale to the linear layer before it, where that is exact."""
     traced = builder.anatomy.traced
     for call, *_ in traced.calls.values():
         module, path = traced.module(call), str(call.target)
@@ -116,7 +116,7 @@ def move_layer_scales(builder: PlanBuilder) -> None:
 
 
 def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
-    """The path of the linear layer whose output this LayerScale, and nothing else, reads, at each of their calls.
+    """The path of the linear layer whose output this LayerScale alone reads.
 
     Raises NotFoldable: there is none, or it cannot absorb a scale of its output.
     """

@@ -1,10 +1,9 @@
 """Fold timm's normalizer-free networks: their scalars move into the convolutions around them.
 
 A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names). beta, and the gamma of
-an activation, are factors of what the next convolutions read; alpha, the attention's gain and SkipInit's gain are
-factors of the branch, and go back through its gate into its last convolution. The standardized weights are baked
-(`reparametrized`). The rest stays: it is a number in the block, and exact where it is. The last activation
-keeps its gamma, since the features that the network returns would change.
+an activation, scale the inputs of the next convolutions; alpha, the attention's gain and SkipInit's gain scale the
+branch, and move through its gate into its last convolution. The standardized weights are baked (`reparametrized`).
+Factors that cannot move stay numbers in the block. The last activation keeps its gamma: features would change.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
 
 
 def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """A factor of what the next convolutions read; the classifier's features are left alone."""
+    """Move a factor into the next convolutions, but not into the classifier."""
     for reader in scalar_readers(builder, node, set()):
         if reader == builder.anatomy.classifier:
             raise NotFoldable("the features of the network would change")
@@ -78,7 +77,7 @@ def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> N
 
 
 def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """A factor of what was computed: through gates into the last convolution."""
+    """Move a factor through gates into the last convolution before it."""
     (above,) = inputs(node)
     # SkipInit's gain stands between the attention and alpha.
     while _is_in_place(above):

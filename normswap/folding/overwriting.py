@@ -1,4 +1,4 @@
-"""Values that are overwritten in place, which nothing may pass on uncopied."""
+"""Values that are overwritten in place: layers that pass them on must copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detac
 
 
 def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
-    """A later node that writes into the value that `call` reads, which must then not be passed on uncopied."""
+    """A node after `call` that writes into the value that `call` reads; None where there is none."""
     traced = builder.anatomy.traced
     late = traced.index(call)
     (value,) = inputs(call)
@@ -39,7 +39,7 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Why layers that pass on the memory they read must stay: it is written to by one name and read by another."""
+    """Why layers that pass on their input's memory must stay: it is written to under one name and read by another."""
     traced, conflicts = builder.anatomy.traced, {}
     for node in traced.nodes:
         if node.meta.get("old_name") and _copies(builder, str(node.target)):
@@ -55,7 +55,7 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """The nodes that the value's memory has gone through in eval mode, the latest first."""
+    """The nodes that have passed on the value's memory in eval mode, the latest first."""
     passed = []
     while inputs(value) and (shares(traced, value) or is_identity(traced.module(value))):
         passed.append(value)

@@ -55,7 +55,7 @@ class LinearBuilder:
     extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: AbsorbMode, part: tuple[int, int] | None = None) -> None:
-        """Absorb the module at `path`, or, of its channels, those of a part."""
+        """Absorb the module at `path`, or a range of its channels."""
         self.reads.append((path, Absorption(way, part)))
 
     def edit(self, path: str) -> Edit:
@@ -103,18 +103,17 @@ class PlanBuilder:
         return isinstance(module, Vacant)
 
     def settle(self, path: str, outcome: Outcome) -> None:
-        """Say what becomes of the norm at `path`."""
         self.outcomes[path] = outcome
 
     def axes(self) -> Axes:
-        """Where the channels are in each value, found once, when it is first needed."""
+        """The axis of channels of each value; computed once."""
         if self._axes is None:
             self._axes = channel_axes.read(self.anatomy.traced, self.is_identity)
         return self._axes
 
     def edits(self) -> tuple[Edit, ...]:
         then = {path: (scalar,) for path, scalar in self.scalars.items()}
-        # What follows a layer that stays follows what the layer becomes.
+        # A layer that stays, with a follower, may absorb a norm: then the follower follows the changed layer.
         followers = {path: edit for path, edit in self.replacements.items() if edit.keep and path in self.linears}
         then |= {path: (Then(edit.layer, edit.args),) for path, edit in followers.items()}
         replacements = (edit for path, edit in self.replacements.items() if path not in followers)

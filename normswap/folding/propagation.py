@@ -32,7 +32,7 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 
 
 def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]) -> list[str]:
-    """Paths of the convolutions that read this module; raises NotFoldable: something else reads it, too."""
+    """Paths of the convolutions that read this module; raises NotFoldable: something else reads it."""
     traced = builder.anatomy.traced
     calls = traced.calls[id(module)]
     paths = absorbing(builder, [reader for call in calls for _, reader in readers(builder, call, propagates)])
@@ -56,9 +56,9 @@ def readers(
 
 
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
-    """Paths of the linear layers that the nodes call, which can absorb a scale and shift of their input.
+    """Paths of the linear layers that the nodes call.
 
-    Raises NotFoldable: a node calls something else, or one of the layers is called elsewhere, or cannot.
+    Raises NotFoldable: a node calls something else, or a layer is called elsewhere or cannot absorb a scale and shift.
     """
     traced = builder.anatomy.traced
     for node in nodes:
@@ -84,7 +84,7 @@ def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) 
 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether f(c x) = c f(x) for a positive scale c per channel (once the plan is carried out)."""
+    """Whether f(c x) = c f(x) for a positive scale c per channel, after the plan."""
     module = builder.anatomy.traced.module(node)
     if module is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
@@ -116,7 +116,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
 
 def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
-    """Check that a linear layer can absorb its neighbours, and, with `once`, that it is called once."""
+    """Raise NotFoldable where a linear layer cannot absorb its neighbours, or, with `once`, is called repeatedly."""
     made_anew = reparametrized.is_reparametrized(conv)
     forward_was_read = type(conv).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(conv)
     if not made_anew and not forward_was_read and not own_forwards.computes(conv):
@@ -150,12 +150,12 @@ def name(node: fx.Node) -> str:
 
 
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
-    """The convolution whose output, but for positively homogeneous steps, is that of `node`; and what else reads it.
+    """The convolution from which a scale can reach `node`, and the linear maps that must be divided by it.
 
-    A gate x * g(x) propagates a scale c if the first linear map of g is divided by c; those maps are the second result.
+    A gate x * g(x) passes a scale c if the first linear map of g is divided by c.
 
     Args:
-        before: the node that reads `node`, and from which on nothing changes.
+        before: the node that reads `node`, from which on nothing changes.
 
     Raises NotFoldable: a scale cannot pass.
     """

@@ -25,12 +25,8 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
 
     A negative factor passes linear maps alone. A factor of 0 is possible where every way to the output passes `by`.
 
-    Returns:
-        Paths of the linear layers that absorb the factor.
-
-    Raises:
-        NotFoldable: something on the way is not homogeneous, or another reader cannot be compensated; nothing is to be
-            kept of the builder then (see `attempt`).
+    Returns the paths of the linear layers that absorb the factor. Raises NotFoldable: a step is not homogeneous, or
+    another reader cannot be compensated; the builder's changes must then be undone (`attempt`).
     """
     traced = builder.anatomy.traced
     if any(user not in by for user in traced.users[node]):
@@ -57,7 +53,7 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
 
 
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
-    """Whether what the module at `path` computes reaches the model's output by a way that avoids `ends`."""
+    """Whether the output of the module at `path` reaches the model's output without passing `ends`."""
     traced = builder.anatomy.traced
     visited = set(traced.calls[id(traced.modules[path])])
     ahead = list(visited)

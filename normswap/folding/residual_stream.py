@@ -1,8 +1,8 @@
-"""A residual stream and all that writes to it and reads it, so that it can be given a mean of zero over its channels.
+"""A residual stream and its writers and readers, so that its mean over channels can be made zero.
 
-A LayerNorm takes the mean off what it reads: a mean in the stream is there for nobody, if nothing but LayerNorms reads
-it. Linear layers and embeddings that write can leave it out (W' = (I - 11'/C) W, b' = b - mean(b)), and then each
-LayerNorm is an RMSNorm. (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
+A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers and embeddings that
+write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and each LayerNorm becomes an RMSNorm.
+(SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Stream:
     """Values that are sums and rearrangements of one another.
 
     Args:
-        values: the nodes whose values they are.
+        values: their nodes.
         linears: paths of the linear layers that write to it.
-        tensors: paths of the parameters that do (position embeddings, class tokens), with their channels' dimension.
+        tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
         scales: paths of LayerScales between a linear layer and the stream, with the linear layer's.
     """
 
@@ -42,9 +42,9 @@ class Stream:
 
 
 def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
-    """The stream that the values of `starts` belong to, one for each way through the network, if it can be centred.
+    """The stream of the values of `starts`, one for each way through the network, if it can be centred.
 
-    Raises NotFoldable: something reads its mean, or something writes to it that cannot leave its mean out.
+    Raises NotFoldable: something reads its mean, or writes to it and cannot leave the mean out.
     """
     for start in starts:
         if axes.get(start) is None:
@@ -69,7 +69,7 @@ def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Strea
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
-    """Write down what has to be done so that the stream has no mean."""
+    """Plan that the stream's mean over channels is zero."""
     for scale, linear in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
         builder.remove(scale)
@@ -80,7 +80,7 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether no mean comes out of `node` if none goes in."""
+    """Whether the output of `node` has mean zero if its inputs do."""
     alike = builder.is_identity(node) or channel_axes.is_step(builder.anatomy.traced, node)
     return alike or is_add(node) or is_constant_mul(node)
 
@@ -110,7 +110,7 @@ def called(node: fx.Node) -> str:
 
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
-    """The values of the stream that `node` is made of; none if it is written here."""
+    """The stream's values from which `node` is computed; none where `node` writes to the stream."""
     traced = builder.anatomy.traced
     module = traced.module(node)
     path = str(node.target)

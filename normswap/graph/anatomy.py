@@ -20,9 +20,9 @@ class Norm:
     Args:
         kind: the name of its class.
         block: the path of the block that it belongs to.
-        statistics: where it takes them from in eval mode.
+        statistics: their source in eval mode.
         called: how often forward calls it.
-        averages: calibration images can tell which BatchNorm computes most nearly what it does.
+        averages: a BatchNorm that is fitted to images can replace it.
     """
 
     path: str
@@ -45,8 +45,8 @@ class AffineMap:
     """A called module that is y = act(s x + t) per channel in eval mode: a norm, or a layer of an earlier conversion.
 
     Args:
-        holds_statistics: it is a norm, or has a norm's statistics, so that it may become a plain scale and shift.
-        refusal: why s and t can be neither read nor moved; None where they can.
+        holds_statistics: it is a norm, or has a norm's statistics, and may become a plain scale and shift.
+        refusal: why s and t cannot be read and moved; None where they can.
     """
 
     path: str
@@ -64,8 +64,7 @@ class Block:
         stage: the path of the stage it belongs to.
         skip: `identity`, `projection` (has a convolution) or `other` (pooling, padding).
         order: `post` (an activation follows the sum), `pre` (the branch begins with norm or activation) or `linear`.
-        tail: path of the innermost module that returns the branch's value, where a scalar goes; None if a
-            function of the block itself does.
+        tail: path of the innermost module that returns the branch's value, where a scalar goes; None if no module does.
         norms: norms on the branch and on the skip, in order of the forward pass.
         last: the branch's last norm.
         gate: the module that multiplies the branch by a function of itself (squeeze-excite and the like).
@@ -98,8 +97,8 @@ class Anatomy:
         dropout: the place of the dropout before it: a module path, or that of a `drop_rate` attribute.
         traced: the graph that all this was read from.
         features: whether features come out, such as an encoder's, and no scores of classes.
-        widths: the numbers of channels of the linear layers that something comes out of, as scores do.
-        outside: paths of the modules that a conversion leaves as they are (see `selection`).
+        widths: the numbers of channels of the linear layers that give outputs.
+        outside: paths of the modules that a conversion leaves as they are (`selection`).
         provenance: where the network is from, what was done to it, and the norms it once had.
     """
 
@@ -127,13 +126,13 @@ class Anatomy:
         return next(block for block in self.blocks if block.path == path)
 
     def current_path(self, original: str) -> str:
-        """Where the place of a norm that is gone is now: whatever chained something after it called it `inner`."""
+        """The path that the place of a norm has now: a `Chain` calls its first layer `inner`."""
         while isinstance(self.traced.modules.get(original), Chain):
             original = f"{original}.inner"
         return original
 
     def original_path(self, path: str) -> str:
-        """The original at which the norm at `path` stands: it may be one part of a chain."""
+        """The path in the source of the norm at `path`, which may be one layer of a `Chain`."""
         parts = path.split(".")
         while parts and parts[-1] in ("inner", "then") and ".".join(parts) not in self.provenance.original_paths:
             parts.pop()

@@ -1,8 +1,8 @@
-"""SEE where the channels are: which axis of a value in the graph holds the outputs of the linear layer that made it.
+"""SEE where the channels are: which axis of a value in the graph holds the output channels of a linear layer.
 
-Windows, heads, tokens and patches are cut by reshapes and permutations, whose arguments depend on the input's size. So
-records of two sizes are read, where the network takes two, each with its own arguments. The channel numbers of what a
-linear layer writes are followed through every step that acts on all channels alike.
+Reshapes and permutations cut windows, heads, tokens and patches; their arguments depend on the input's size, so records
+of two sizes are read where the network takes two. The channel numbers of a linear layer's output are followed through
+every step that acts on all channels alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mu
 from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
-# Steps after which every element of the channels' values can still be told by its number.
+# Steps that move or average elements, so that channel numbers pass through them.
 _JOINS = (torch.cat, torch.stack, torch.unbind, torch.chunk, torch.split, torch.narrow, operator.getitem)
 _LAYOUTS = (torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose)
 _AVERAGES = (torch.mean, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d, F.interpolate)
@@ -52,7 +52,7 @@ class Axis:
     pure: bool
 
 
-# The channel axes of a traced network, by node; those are left out that have none, or not at every size.
+# The channel axes of a traced network, by node; nodes without one at every size are left out.
 Axes: TypeAlias = dict[fx.Node, Axis]
 
 
@@ -66,7 +66,7 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 @torch.no_grad()
 def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Follow the channels through every record; `is_identity` tells whether a node passes its input on unchanged."""
+    """Follow the channels through every record; `is_identity(node)`: the node passes its input on unchanged."""
     records = (traced, *traced.others)
     first, *resized = (_Reading(traced, record, traced.nodes, is_identity).axes() for record in records)
     axes = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
@@ -77,20 +77,20 @@ def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
 
 @dataclass(frozen=True)
 class _Label:
-    """In the flattened value, element i belongs to channel (i // stride) % size."""
+    """Element i of the flattened value belongs to channel (i // stride) % size."""
 
     size: int
     stride: int
     pure: bool = True
 
     def numbers(self, shape: torch.Size) -> Tensor:
-        """The channel's number, from 1, of every element."""
+        """Every element's channel number, from 1."""
         once = torch.arange(1.0, self.size + 1, dtype=torch.float64).repeat_interleave(self.stride)
         return once.repeat(math.prod(shape) // len(once)).view(shape)
 
 
 class _Reading:
-    """One record, read; `nodes`: the nodes that its own stand for, in the same order."""
+    """A reader of one record; `nodes`: the nodes of the first record that correspond to its own, in order."""
 
     def __init__(self, traced: Traced, record: Traced, nodes: list[fx.Node], is_identity: _IsIdentity) -> None:
         self.traced, self.record, self.is_identity = traced, record, is_identity
@@ -120,7 +120,7 @@ class _Reading:
         return None
 
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
-        """The label of what linear layers, LayerScales and norms write, and of parameters, whose channels come last."""
+        """The label of the output of linear layers, LayerScales and norms, and of parameters (channels last)."""
         if node.op == "get_attr":
             if len(shape) < 2 or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
@@ -147,7 +147,7 @@ class _Reading:
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> Any:
-        """The step's result on the channels' numbers in the values of `carriers`; other values count as 0."""
+        """The label after a step, which is run on the channel numbers of `carriers`, and on zeros for other inputs."""
 
         def number(source: fx.Node) -> Any:
             shape = source.meta["shape"]
@@ -177,7 +177,7 @@ class _Reading:
 
 
 def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
-    """The label that gives these numbers, where they are not 0."""
+    """The label whose numbers these are, except for zeros."""
     if not isinstance(numbers, Tensor) or not numbers.numel():
         return None
     flat = numbers.flatten()

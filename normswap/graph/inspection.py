@@ -2,7 +2,7 @@
 
 Roles follow Kim et al. 2022 (which gammas to decay): `stem` before the first block; `last`, the norm whose output (or
 whose following convolution) ends a residual branch; `down`, on a projection skip, or, in pre-activation networks, the
-first norm of a downsampling block, which feeds it; `head` after the last block; `other`.
+first norm of a downsampling block, which feeds the skip; `head` after the last block; `other`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _maps(traced: Traced) -> Iterator[AffineMap]:
 
 
 def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
-    """BatchNorms that are no modules: batch_norm, called by a forward on tensors of its own."""
+    """Calls of batch_norm, by a forward, on tensors of its own."""
     calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
     stays = [n for n in calls if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))]
     return [
@@ -80,7 +80,7 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
 
 
 class _GraphReader(NodeReader):
-    """The walks over the graph that tell blocks, arms, roles, and how the network ends."""
+    """Reads blocks, their arms, norms' roles and the network's outputs from the graph."""
 
     def blocks(self) -> list[Block]:
         sums: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class _GraphReader(NodeReader):
         return [block for block in blocks if block is not None]
 
     def _block(self, total: fx.Node, sums: Counter[str]) -> Block | None:
-        """The block that ends in a sum; `sums`: how many blocks each module has so far."""
+        """The residual block that ends in a sum, if one does; `sums` counts the blocks of each module."""
         first, second = inputs(total)
         common = self.traced.above(first) & self.traced.above(second)
         if not common:
@@ -133,7 +133,7 @@ class _GraphReader(NodeReader):
         )
 
     def _enlarged(self, branch: fx.Node, members: set[fx.Node]) -> bool:
-        """Whether the maps of the last convolution, or sum, on an arm are enlarged on their way to its end."""
+        """Whether maps are enlarged between the last convolution or sum on an arm and its end."""
         last = branch
         while not isinstance(self.traced.module(last), LINEAR):
             before = self.traced.main_input(last)
@@ -196,7 +196,7 @@ class _GraphReader(NodeReader):
         return None
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
-        """The norm that ends the branch, or whose linear layer does; none if there are two after it (ViT's MLP)."""
+        """The last norm of the branch, if at most one linear layer follows it (unlike in ViT's MLP)."""
         node: fx.Node | None = branch
         members = set(on_branch)
         linears = 0
@@ -259,10 +259,7 @@ class _GraphReader(NodeReader):
         return last if sources else None
 
     def ends(self) -> tuple[bool, frozenset[int]]:
-        """Whether all that comes out was last a norm's, or an activation's of anything but a linear layer: features.
-
-        And the numbers of channels of the linear layers that something comes out of.
-        """
+        """Whether the outputs are features (last made by norms or activations); widths of linear layers that end it."""
         left, visited, widths = [self.nodes[-1]], set[fx.Node](), set[int]()
         features, others = False, False
         while left:

@@ -1,11 +1,11 @@
 """SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
 
-The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation. A tensor
-that was computed from the input carries the node that made it. Shapes, branches and loops run as plain Python, and the
-graph has the operations that were done. Calls of modules are intercepted as torch.fx does it.
+The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation; calls of
+modules are intercepted as torch.fx does it. Each tensor that was computed from the input carries its node. Shapes,
+branches and loops run as plain Python, so the graph has the operations that were done.
 
-A value that is handed to Python (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing can pass. A
-tensor that was overwritten through a view is a value made of both. A tensor of unknown origin must be a constant.
+A value that Python reads (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing can pass. A tensor
+that was overwritten through a view becomes a value of both. A tensor of unknown origin must be a constant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The recorder's note on a tensor: the node that made it, or its collection, and its keys in there."""
+    """The recorder's note on a tensor: the node that made it, or a collection of tensors and the keys in it."""
 
     __slots__ = ("keys", "node", "run", "version", "written")
 
@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
-        """Mark the tensors that `node` wrote and returned; returns the result, as a tensor object of its own."""
+        """Mark the tensors that `node` wrote and returned; returns the result, as a new tensor object if needed."""
         # A layer that copies its input may be put there later.
         leaf = node.op == "call_module"
         for tensor in overwritten:
@@ -149,7 +149,7 @@ class Recorder(TorchFunctionMode):
                 mark.written = True
         if isinstance(result, Tensor):
             if any(result is t for t in tensors) and (leaf or not any(result is t for t in overwritten)):
-                # It is passed on as it is, so it gets another name for the same memory.
+                # A layer that returns its input gets a new tensor object on the same memory, for its own node.
                 result = torch.Tensor.detach(result)
             self._set(result, node)
             return result
@@ -275,7 +275,7 @@ class Recorder(TorchFunctionMode):
             positional, named = self._mapped(args), self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
             hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
-            # The user's hooks do not run on a recording. The network's own hooks run afterwards.
+            # The user's hooks do not run; the network's own run afterwards.
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
             overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]

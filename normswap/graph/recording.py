@@ -1,8 +1,8 @@
-"""SEE: a network's forward as a graph, recorded on an example; again on another size, where the size may matter.
+"""SEE: a network's forward as a graph, recorded on an example, and again on another size if the size may matter.
 
-A record holds for the path that forward took. A forward that asks for no size takes the same path at every size, so one
-record, of a small example, is enough. Where another size takes another path, its nodes are kept, too
-(`Traced.alternative_nodes`), and a change of a module must be right on both.
+A record has the path that forward took. A forward that asks for no size takes the same path at every size, so one
+record of a small example is enough. Nodes of another path are kept, too (`Traced.alternative_nodes`): a change of a
+module must be right on both.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from normswap.models.calling import Example
 from normswap.models.modes import show_heads, undisturbed
 from normswap.models.weight_files import some
 
-# Folders of torch and of this package; a model of the user's may lie in one of the same name.
+# Folders of torch and of this package, whole paths: a user's folder may have one of their names.
 _NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-# The second size of images to record is the first of these that the network takes; both are less work than its own.
+# The second size of images to record is the first of these that the network takes.
 _OTHERS = ((96, 128), (160, 224))
 
 
@@ -91,7 +91,7 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise TraceError where a hook or a forward holds a module of the network: a copy would still call that one."""
+    """Raise TraceError where a hook or a forward is a closure over a module of the network, which a copy would call."""
     modules = tree(model)
     own = {id(module) for module in modules.values()}
     for path, module in modules.items():
@@ -142,7 +142,7 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
-    """Record training mode, too, where it reaches BatchNorms that eval mode does not: auxiliary heads."""
+    """Record training mode, too, where it alone reaches some BatchNorms: those of auxiliary heads."""
     left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
     left = [key for key in left if key not in main.calls]
     if not left:
@@ -158,7 +158,7 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
 
 
 def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
-    """Add the records of the user's batches that take another way, by an argument or by their values."""
+    """Add records of the user's batches that take another way, because of an argument or of values."""
     if inputs is None:
         return
     batches = calling.batches(inputs)
@@ -177,15 +177,17 @@ def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None
 
 
 def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """Say which norms no forward called, where an argument that was left at its default may lead to them."""
+    """A remark on norms that no forward called, where a default argument or a value may be the reason."""
     norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
     defaults = calling.defaults(model, example)
     if norms and defaults:
         yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
+    elif norms and main.branches:
+        yield f"never called: {some(norms)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:
-    """The same at other sizes, where it holds maps or series; and as it is."""
+    """The example with its maps or series at other sizes, and itself."""
     for side in _OTHERS:
         yield example.map(partial(_other, side=side))
     yield example
@@ -209,7 +211,7 @@ def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
 
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
-    """Tensors that turned up from nowhere must be the same on another input of the same size."""
+    """Raise TraceError where a tensor of unknown origin differs on another input of the same size."""
     second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
     for name, path in first.untracked.items():
         a, b = first.constants[name], second.constants.get(name)
@@ -295,7 +297,7 @@ def record_once(
 
 
 def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
-    """Take copies and products with 1 out of the graph; a product that makes floats of whole numbers stays."""
+    """Remove copies and products with 1 from the graph, but those that change the dtype."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]

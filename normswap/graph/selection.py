@@ -1,7 +1,7 @@
-"""Which part of a network a conversion may touch: dotted paths, chosen by patterns.
+"""Which modules a conversion may change: dotted paths, chosen by patterns.
 
-A pattern is a dotted path in which `*`, `?` and `[...]` stand for anything, dots too (as in `fnmatch`); it takes in
-what it names and all beneath: `layer3`, `layer3.*.bn1`, `*.downsample`.
+A pattern is a dotted path in which `*`, `?` and `[...]` stand for anything, dots too (as in `fnmatch`). It names a
+module and all below it: `layer3`, `layer3.*.bn1`, `*.downsample`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from normswap.plan import Body
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
-    """The same anatomy, with all that is not chosen outside.
-
-    Args:
-        only: patterns; nothing but what they name takes part.
-        skip: patterns of what does not.
+    """The same anatomy, where only the modules named by `only`, without those named by `skip`, take part.
 
     Raises OptionError: a pattern names no norm, block or linear layer.
     """
@@ -49,7 +45,7 @@ def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
-    """The patterns among a scheme's options, one perhaps as a string, as a plan keeps them; or raises OptionError."""
+    """The patterns among a scheme's options as lists; raises OptionError: one is no string."""
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []
@@ -64,7 +60,7 @@ def patterns(options: Body) -> dict[str, list[str]]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the pattern names `path`, or something that it lies in."""
+    """Whether the pattern names `path`, or a module above it."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 

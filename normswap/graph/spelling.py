@@ -1,4 +1,4 @@
-"""How the recorder writes an operation down: as the symbolic trace of torch.fx would name it."""
+"""How the recorder names an operation: as torch.fx's symbolic trace does."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def after(x: Tensor, write: object) -> Tensor:
 
 
 def left(x: object, way: str) -> None:
-    """A reader of x where no graph can follow: in Python."""
+    """Python reads x, where no graph can follow."""
 
 
 def is_plain(func: Function) -> bool:
-    """Whether `func` asks for a shape, a dtype, or the like, and reads no value."""
+    """Whether `func` asks for a shape or a dtype, and reads no value."""
     name = _property(func)
     if name is None:
         return getattr(func, "__name__", "") in _PLAIN
@@ -86,7 +86,7 @@ def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple
 
 
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
-    """(kind, target, args, kwargs) of a node, as the symbolic trace of torch.fx would name them."""
+    """(kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them."""
     name, read = getattr(func, "__name__", ""), _property(func)
     if read is not None:
         return "call_function", getattr, (args[0], read), {}
@@ -111,7 +111,7 @@ def version(tensor: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> StorageWeakRef | None:
-    """A key for where the values are, if that can be said; not an address, which another tensor may have later."""
+    """A key of the tensor's storage, if it has one; not its address, which another tensor may have later."""
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):

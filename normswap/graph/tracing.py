@@ -28,25 +28,24 @@ class Traced:
     """A recorded model.
 
     Args:
-        graph: the fx graph; `node.meta["inside"]` holds the paths of the modules around a node, outermost first,
-            `node.meta["shape"]` the shape of its value (of each, where it is a tuple of tensors), `node.meta["dtype"]`
-            that of one tensor.
+        graph: the fx graph; `node.meta` has "inside", the paths of the modules around a node, outermost first, "shape",
+            the shape of its value (of each tensor of a tuple), and "dtype", that of one tensor.
         modules: the *original* modules by every path.
         calls: nodes that call a leaf, by id of the module.
         outputs: for each node, the paths of the modules that return it, innermost first.
         opaque: paths that could not be looked into, with the reason.
-        constants: tensors that forward makes itself and the graph refers to by name.
+        constants: tensors that forward makes itself, by their names in the graph.
         others: the same graph, node by node, recorded on other sizes.
         alternatives: records that took another way through the network, or reached auxiliary heads.
         alternative_nodes: their nodes.
         recorded: the sizes of the inputs, by record.
-        remarks: what the record does not say.
-        untracked: names of constants that no operation was seen to make, with the paths of the modules that use them.
-        branches: paths of the modules that look at values.
-        flexible: whether it takes more than one size, as far as is known.
-        heads: whether the alternative nodes are those of auxiliary heads, too, which only training runs.
+        remarks: what the user should know of the record.
+        untracked: names of constants of unknown origin, with the paths of the modules that use them.
+        branches: paths of the modules whose forward reads values.
+        flexible: whether it is known to take more than one size.
+        heads: whether alternative nodes include auxiliary heads, which only training runs.
         form: how the network is called, without values.
-        size_dependent: whether its way may depend on the size of the input: it asked for one.
+        size_dependent: whether it asked for a size, on which its way may depend.
     """
 
     graph: fx.Graph
@@ -78,7 +77,7 @@ class Traced:
 
     @functools.cached_property
     def owners(self) -> Counter[int]:
-        """How many modules hold a parameter, by its id."""
+        """The number of modules that hold a parameter, by its id."""
         distinct = {id(module): module for module in self.modules.values()}.values()
         return Counter(parameter for module in distinct for parameter in {id(p) for p in module._parameters.values()})
 
@@ -114,7 +113,7 @@ class Traced:
             self._above.append(mask)
 
     def add_alternative(self, other: Traced) -> None:
-        """Add the graph of a record that took another way: what is done to a module must be right there, too."""
+        """Add the graph of a record that took another way; a change of a module must be right there, too."""
         for node in other.nodes:
             if node.op == "call_module":
                 self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
@@ -125,7 +124,7 @@ class Traced:
         self.alternative_nodes += other.nodes
 
     def called(self, module: nn.Module) -> int:
-        """How often a leaf is called on the way through the network that calls it most often."""
+        """How often a leaf is called, on the way that calls it most often."""
         return max(Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0)
 
     def index(self, node: fx.Node) -> int:

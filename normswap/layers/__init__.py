@@ -1,6 +1,5 @@
 """Layers that a plan can put into a network, and what is known of other people's norms.
 
-Enters: every layer that a plan can name, each built from what it replaces (`replacing`), and what a norm, a
-reparametrized weight or an activation of torch, timm or torchvision computes in eval mode. Nothing here has seen a
-network. Imports: `errors`, `plan`, `plugins`, `provenance`.
+Enters: layers that are built from what they replace (`replacing`), and what norms, reparametrized weights and
+activations of torch, timm or torchvision compute in eval mode. Imports: `errors`, `plan`, `plugins`, `provenance`.
 """

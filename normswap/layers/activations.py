@@ -1,4 +1,4 @@
-"""Which modules and functions are activations, and which of them let a positive factor through: ReLU, LeakyReLU."""
+"""Which modules and functions are activations, and which of them a positive factor passes: ReLU, LeakyReLU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which modules are, in eval mode, an affine map per channel: y = act(s * x + t); and their s and t, in float64.
 
 Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta - gamma * mean /
-sqrt(var + eps)). A class counts when its `forward` is one that was read by a person, or computes the same as far as
-can be measured (`known_norms`): any other forward may compute anything, and is refused by path.
+sqrt(var + eps)). A person has read the `forward` of each known class; another forward must be measured to compute the
+same (`known_norms`), or is refused by path.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def is_affine_norm(module: nn.Module) -> bool:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether somebody registered how the map of `module` is read, so that it may be no BatchNorm in training."""
+    """Whether somebody registered how to read the map of `module`, which may be no BatchNorm in training."""
     return _registered_map(module) is not None
 
 
 def has_moments(module: nn.Module) -> bool:
-    """Whether `module` is a norm that keeps mean and variance of what it reads."""
+    """Whether `module` is a norm that keeps mean and variance of its input."""
     return is_batchnorm(module) and (_moments(module) is not None or getattr(module, "running_mean", None) is not None)
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether an affine module is a norm, or has a norm's statistics, so that it may become a plain scale and shift."""
+    """Whether an affine module is a norm, or has a norm's statistics, and may become a plain scale and shift."""
     return is_affine_norm(module) or getattr(_own(module), "HOLDS_STATISTICS", False)
 
 
@@ -110,7 +110,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def has_average(module: nn.Module) -> bool:
-    """Whether it is a norm with statistics per sample or position for which, on average, a BatchNorm can stand."""
+    """Whether it is a norm with statistics per sample or position that a BatchNorm can replace on average."""
     kind = known_norms.kind_of(module)
     if kind is None or kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION) or kind.dim != 1 or kind.single:
         return False
@@ -164,9 +164,9 @@ def epsilon(norm: nn.Module) -> float:
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """s * x + t = magnitude * (sign * x + shift) with magnitude > 0, for moving the magnitude through a ReLU.
+    """The (magnitude, sign, shift) of s * x + t = magnitude * (sign * x + shift), magnitude > 0, which passes a ReLU.
 
-    A channel with s = 0, or so small that t / s leaves the range of `dtype`, becomes a constant: sign 0, magnitude 1.
+    A channel with s = 0, or so small that t / s overflows `dtype`, becomes a constant: sign 0, magnitude 1.
     """
     scale, shift = read(module)
     limit = torch.finfo(dtype).max / 1024
@@ -191,7 +191,7 @@ def activation(module: nn.Module) -> nn.Module | None:
 
 
 def copied_activation(module: nn.Module) -> nn.Module | None:
-    """A copy of what `activation` gives."""
+    """A copy of the activation (`activation`)."""
     return copy.deepcopy(activation(module))
 
 
@@ -211,10 +211,7 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a record keeps of a norm that is replaced: its tensors, and the statistics that its class gives.
-
-    Eps and momentum too; a momentum of None is NaN. Nothing of what is no affine norm.
-    """
+    """Copies of an affine norm's tensors, eps and momentum (None as NaN), and registered statistics, for the record."""
     if not is_affine_norm(module):
         return {}
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
@@ -229,7 +226,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None:
-    """Set a norm's beta, in place, so that t is `shift` in a part of its channels; raises RefusedError: it has none."""
+    """Set a norm's beta, in place, so that t is `shift` in a slice of its channels; raises RefusedError: no beta."""
     beta = getattr(norm, "bias", None)
     if not isinstance(beta, Tensor):
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
@@ -238,7 +235,7 @@ def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None
 
 
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
-    """Set gamma and beta of a norm, in place, so that s and t are these; raises RefusedError: it has none such."""
+    """Set gamma and beta of a norm, in place, so that s and t are these; raises RefusedError: it lacks one."""
     gamma = getattr(norm, "weight", None)
     if not isinstance(gamma, Tensor):
         raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
@@ -249,6 +246,6 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
 
 
 def _check_read(norm: nn.Module, name: str, now: Tensor, expected: Tensor) -> None:
-    """See that a class which somebody registered has taken up a value as a BatchNorm does."""
+    """Raise RefusedError where gamma or beta of a registered class does not act as a BatchNorm's."""
     if _registered_map(norm) is not None and not torch.allclose(now, expected.to(now), rtol=1e-4, atol=1e-5):
         raise RefusedError("cannot unfold", f"the {name} of a {type(norm).__name__} does not set its map alone")

@@ -1,10 +1,10 @@
 """LayerNorm, RMSNorm and LayerScale: what is known of them, and what can replace them.
 
 y = gamma (x - mean) / sqrt(var + eps) + beta, Ba et al. 2016, arXiv:1607.06450; RMSNorm (Zhang & Sennrich 2019,
-arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps). On x of mean zero the two are one.
-LayerScale is y = gamma x, and nothing else (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's are known by
-their forward. Other libraries write their own (transformers' DINOv2 and its heirs): a module without children, whose
-only tensor is one number per channel, is one if it is measured to multiply by that.
+arXiv:1910.07467) leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps). For x of mean zero both are equal.
+LayerScale is y = gamma x (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's is known by its forward. Another
+library's (transformers' DINOv2) is a module without children whose only tensor has one number per channel, if it is
+measured to multiply by that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from normswap.layers.planned_layer import PlannedLayer
 
 
 class ShiftedRMSNorm(nn.RMSNorm):
-    """RMSNorm with a beta, where no linear layer can absorb that, over the last dimension or (dim=1) the second."""
+    """RMSNorm over the last dimension or (dim=1) the second, perhaps with a beta that no linear layer can absorb."""
 
     def __init__(self, channels: int, *, eps: float, scale: bool, shift: bool, dim: int) -> None:
         super().__init__(channels, eps=eps, elementwise_affine=scale)
@@ -61,7 +61,7 @@ def channel_dim(module: nn.Module) -> int | None:
         # The LayerNorms of ConvNeXt, SAM and others permute in forward.
         if not isinstance(module, nn.LayerNorm) or len(shape) != 1:
             return None
-        return measured_dim(module, shape[0], _layer_norm)
+        return measured_dim(module, shape[0], lambda twin, x: F.layer_norm(x, shape, twin.weight, twin.bias, twin.eps))
     if kind.activation or len(shape) != 1:
         return None
     return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
@@ -69,7 +69,7 @@ def channel_dim(module: nn.Module) -> int | None:
 
 @torch.no_grad()
 def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tensor], Tensor]) -> int | None:
-    """The dimension, -1 or 1, along which a module computes `expected(copy, (..., C))` in float64; None: neither."""
+    """The dimension, -1 or 1, along which a module computes `expected(copy, x)`, x (..., C) float64; None: neither."""
     if module not in _MEASURED:
         _MEASURED[module] = None
         # A module may refuse to be copied, or an input of this shape.
@@ -87,12 +87,8 @@ def measured_dim(module: nn.Module, channels: int, expected: Callable[[Any, Tens
     return _MEASURED[module]
 
 
-def _layer_norm(norm: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-
-
 def probe(channels: int, dim: int) -> Tensor:
-    """Noise with the channels in dimension 1 or -1 of four, and no other dimension of that size, in float64."""
+    """Noise (4-D, float64) with the channels in dimension 1 or -1, and no other dimension of that size."""
     rows, columns = [size for size in (3, 5, 7) if size != channels][:2]
     noise = torch.randn(1, rows, columns, channels, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return noise.movedim(-1, dim).contiguous()

@@ -1,4 +1,4 @@
-"""The rest of a norm per channel where no weights can absorb it: a shift, or a scale and a shift."""
+"""What remains of a norm where no weights can absorb it: a shift, or a scale and a shift, per channel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any) -> ChannelAffine:
-        """`mean`: where a norm is gone, a mean per channel; there stands a scale of 1 and a shift of 0."""
+        """`mean` (C,): a norm is gone, and a scale of 1 and a shift of 0 take its place."""
         if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
             ones = torch.ones(len(mean)).to(like)
             return cls(ones, torch.zeros_like(ones), affine.copied_activation(old))
@@ -52,7 +52,7 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
 
 class ChannelBias(PlannedLayer, OwnLayer):
-    """y = act(sign * x + bias) per channel: what stays of a pre-activation norm when its scale has moved on.
+    """y = act(sign * x + bias) per channel: a pre-activation norm without its scale.
 
     `sign` is a fixed buffer of -1, 0 or 1, present only where some gamma was not positive.
     """

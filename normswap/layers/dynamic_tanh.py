@@ -1,12 +1,12 @@
 """Dynamic Tanh in place of BatchNorms: y = gamma tanh(alpha x) + beta (Zhu et al. 2025, arXiv:2503.10622).
 
-One alpha for all channels asks for channels that are alike: the convolution before absorbs mean and deviation, and
+One alpha fits all channels if they are standardized: the convolution before absorbs mean and deviation, and
 
     x^ = (x - mean) / sqrt(var + eps),   y' = gamma' tanh(alpha x^) + beta,
     gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2]
 
-is the least-squares fit to the BatchNorm's output where x^ is N(0, 1), as u is. The smaller alpha, the straighter.
-A channel with long tails may be made smaller: f x^ in place of x^, with f alpha in place of alpha in gamma'.
+is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A channel with long tails may be scaled by
+f < 1: f x^ in place of x^, and f alpha in place of alpha in gamma'.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def gain(alpha: float) -> float:
 
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
-    """The gain of each channel, by the factor that it is multiplied by before the tanh."""
+    """The gain of each channel whose input is multiplied by a factor."""
     gains = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
     return torch.tensor([gains[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
 
 
 def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale and offset to x^, and gamma and beta, of a BatchNorm, (C,) float64."""
+    """Scale and offset from x to x^, gamma and beta of a BatchNorm, each (C,) float64."""
     slope, shift = affine.read(norm)
     mean, var = affine.statistics(norm)
     std = (var + affine.epsilon(norm)).sqrt()

@@ -34,8 +34,8 @@ def folded(
         reads: the modules that are absorbed.
         takes: how, for each of them (`plan.AbsorbMode`).
         gain: multiplies the output; `in_gain`: multiplies the input.
-        bake: first make `old` a plain layer (see `reparametrized`).
-        centred: in the end take the mean over the output channels off: W' = (I - 11'/C) W, b' = b - mean(b).
+        bake: first make `old` a plain layer (`reparametrized`).
+        centred: at the end subtract the mean over output channels: W' = (I - 11'/C) W, b' = b - mean(b).
     """
     if next(old.parameters(), None) is None:
         raise TypeError(f"a {type(old).__name__} has no weight to fold into")
@@ -54,7 +54,7 @@ def folded(
     if centred:
         weight -= weight.mean((0, 1), keepdim=True)
         bias = bias - bias.mean()
-    # A gate's first map is only rescaled, and gets no bias that it did not have.
+    # A gate's first linear map is only rescaled, so it gets no new bias.
     if not reads and gain == 1 and old.bias is None:
         return _with(old, restore(weight), None, dtype)
     return _with(old, restore(weight), bias * gain, dtype)
@@ -76,7 +76,7 @@ class Folded(PlannedLayer):
         after = [(norm, absorption.channels) for norm, absorption in absorbed if absorption.way is AbsorbMode.AFTER]
         if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
             raise RefusedError("cannot unfold", "it took in more than one norm")
-        # Folding weights of 1 gives the factor that W was multiplied with.
+        # Folding a weight of ones gives the factor of each weight.
         fresh = old.weight.clone()
         old.weight.fill_(1)
         factor = folded(copy.deepcopy(old).double(), reads, like=old.weight, **how).weight
@@ -112,7 +112,7 @@ def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorpt
 
 
 def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The weight as (groups, out / groups, in / groups, *kernel), and the way back to the layout it came in."""
+    """The weight as (groups, out / groups, in / groups, *kernel), and a function back to its own layout."""
     groups = getattr(old, "groups", 1)
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     # Transposed convolutions store (in, out / groups, *kernel).
@@ -123,7 +123,9 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
 
 def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linearity:
     grad = old.weight.requires_grad
-    parameter = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=grad)
+    # In the old one's memory format, such as channels_last.
+    values = torch.empty_like(old.weight, dtype=dtype).copy_(weight)
+    parameter = nn.Parameter(values, requires_grad=grad)
     memo: copying.Memo = {id(old.weight): parameter}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)

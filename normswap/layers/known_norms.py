@@ -1,14 +1,12 @@
-"""The known norms: one table, with a record for each class.
+"""The known norms: one table, with a record for each class. This file alone decides the kind of a norm.
 
-The kind of a norm is decided in this file alone. `normswap.register_norm` and the entry points `normswap.norms` add
-rows for other people's classes.
+`normswap.register_norm` and the entry points `normswap.norms` add rows for other people's classes. A subclass counts as
+its nearest class in the table; it is believed if its `forward` is that class's.
 
-A subclass counts as its nearest class in the table; what it computes is believed if its `forward` is that class's.
-
-Frozen BatchNorms are written anew in every library (torchvision, detectron2, DETR and its heirs), and forwards that
-only cast are common. A module without children that owns weight, bias, running_mean and running_var, each of one
-number per channel, is believed to be one if in eval mode, in float64, it is y = weight (x - mean) / sqrt(var + eps) +
-bias for an eps that it names, or one that is usual.
+Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a forward that only casts. A module
+without children that owns weight, bias, running_mean and running_var, each of one number per channel, is believed to be
+a BatchNorm if in eval mode, in float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or
+a usual one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from normswap.errors import OptionError
 from normswap.layers.own import OwnLayer
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-# It takes a module of the class that it is registered for.
+# A function of a module of the registered class.
 Read: TypeAlias = Callable[[Any], Pair]
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
@@ -58,16 +56,16 @@ class Statistics(Enum):
 
 @dataclass(frozen=True)
 class NormKind:
-    """The facts of a class of norms.
+    """What is known of a class of norms.
 
     Args:
-        statistics: where they are from.
+        statistics: their source in eval mode.
         dim: the dimension of its channels: 1, or -1; None where it is not known.
-        centres: it takes the mean off.
+        centres: it subtracts the mean.
         activation: it applies its `drop` and `act` to the result.
         single: it computes in float32 whatever the network's precision is.
         affine: s and t of y = s * x + t per channel in eval mode, each (C,); None: as its class says.
-        moments: mean and variance per channel, (C,), of what it reads; None: its running statistics.
+        moments: mean and variance per channel, (C,), of its input; None: its running statistics.
     """
 
     statistics: Statistics

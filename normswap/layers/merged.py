@@ -1,4 +1,4 @@
-"""A convolution that computes what several branches did, and what stands where they were."""
+"""A convolution that computes what several branches did, and the placeholders of those branches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from normswap.plan import AbsorbMode, Absorption
 
 
 def offsets(conv: _ConvNd) -> list[range]:
-    """By dimension, how far from the place that it writes each tap of a convolution reads (with stride 1)."""
+    """By dimension, each tap's offset from the position that the convolution writes (with stride 1)."""
     padding = cast("tuple[int, ...]", conv.padding)
     sides = zip(conv.kernel_size, conv.dilation, padding, strict=True)
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
@@ -34,9 +34,7 @@ class Merged(PlannedLayer):
     ) -> _ConvNd:
         """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
 
-        Args:
-            skips: how often the input itself is a term of the sum that an `AFTER` scales: what that leaves to do,
-                (s - 1) x each, is one more tap.
+        `skips`: how often the input itself is a term of the sum that an `AFTER` scales; each adds (s - 1) x by one tap.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
         bias = doubled(old.bias, weight.new_zeros(len(weight)))
@@ -76,13 +74,13 @@ def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
 
 
 def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
-    """Add `scale` times the input, from each channel to itself, at the tap of the place that is written."""
+    """Add a scale per channel to the kernel, at the tap of offset 0."""
     channel = torch.arange(len(weight), device=weight.device)
     _tap(weight, [side.index(0) for side in offsets(main)])[channel, channel % weight.shape[1]] += scale
 
 
 class Zero(PlannedLayer, OwnLayer):
-    """Where a branch of a sum stood that another computes now: the number 0."""
+    """In the place of a branch that another convolution computes now: the number 0."""
 
     OUTCOME = "gone"
 

@@ -61,11 +61,11 @@ def scales_branch(module: object) -> TypeGuard[BranchScale]:
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """(C,) in a shape and dtype that go with x (N, C, ...): float32 would make all float32 under autocast."""
+    """(C,) broadcastable to x (N, C, ...), in the dtype of x: under autocast, float32 would make the result float32."""
     return _shaped(value, x)
 
 
-# A symbolic trace does not know how many dimensions a value has. It looks this name up here.
+# A symbolic trace does not know the number of dimensions of a value, so it must not look inside.
 @fx.wrap
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
     return value.view(1, -1, *(1,) * (x.ndim - 2)).to(x.dtype)

@@ -1,9 +1,9 @@
-"""Linear layers with a forward that nobody has read: believed when they compute what their tensors say.
+"""Linear layers with a forward of their own: believed where they compute what their tensors say.
 
-Same padding is written anew in every library that follows TensorFlow: a subclass of `Conv2d` pads with zeros, by widths
-that it worked out when it was built or from the size of its input, and calls `F.conv2d` on its own weight. Such a layer
-is a convolution if, in float64 and with random weights, it gives what its weight, bias, stride, dilation and groups
-make of the input it pads. What it pads is seen in the call itself.
+Libraries that follow TensorFlow write their own same padding: a subclass of `Conv2d` pads with zeros, by widths from
+its constructor or from the input's size, and calls `F.conv2d` on its own weight. It is a convolution if, in float64
+with random weights, its weight, bias, stride, dilation and groups give its output for the padded input. The call itself
+shows the padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Reached(Exception):  # noqa: N818 - a signal, no error
 
 
 class _Watch(TorchFunctionMode):
-    """Stops the first convolution, and keeps what it was to read and how it pads."""
+    """Stops the first convolution, and records its input and padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class _Watch(TorchFunctionMode):
 
 
 def padded(layer: _ConvNd, x: Tensor) -> Tensor:
-    """The values that a convolution reads of x (N, I, ...), with the zeros that it pads."""
+    """The values that a convolution reads from x (N, I, ...), padded with zeros."""
     maps, ends = read(layer, x)
     return F.pad(maps, [width for side in reversed(ends) for width in side])
 
 
 def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """What a convolution reads of x (N, I, ...), and the zeros around each side; raises TypeError: it calls none."""
+    """A convolution's input for x (N, I, ...), and the widths of zeros by side; raises TypeError: it calls none."""
     watch = _Watch()
     try:
         with watch, torch.no_grad():
@@ -82,7 +82,7 @@ def is_own(layer: nn.Module) -> bool:
 
 
 def is_patched(layer: nn.Module) -> bool:
-    """Whether the instance has a forward of its own, or a convolution remakes its filter in `_conv_forward`."""
+    """Whether the instance has a forward of its own, or a convolution overrides `_conv_forward`."""
     helper = getattr(layer, "_conv_forward", nn.Linear.forward)
     return "forward" in vars(layer) or not helper.__module__.startswith("torch.nn.modules.")
 
@@ -141,7 +141,7 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
 
 
 def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:
-    """How many zeros begin and end each side, for inputs of several sizes."""
+    """The widths of zeros before and after each side, for inputs of several sizes."""
     for room in _ROOM:
         read = padded(layer, layer.weight.new_ones(1, layer.in_channels, *_sides(layer, room)))[0, 0]
         yield [(first, size - 1 - last) for (first, last), size in zip(_ends(read), read.shape, strict=True)]

@@ -38,7 +38,7 @@ class GroupNorm(PlannedLayer):
         Args:
             groups: a divisor of the number of channels.
             eps: by default the BatchNorm's; with another, all groups are brought to one variance before the norm.
-            lead: a `ChannelAffine` in front of the norm does that; else the convolution before, a `Rescaled`.
+            lead: a `ChannelAffine` in front of the norm does that, not the convolution before (`Rescaled`).
         """
         mean, var = affine.statistics(old)
         scale, shift = affine.read(old)
@@ -77,7 +77,7 @@ class Rescaled(PlannedLayer):
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm behind a `Rescaled` convolution, or a lead, moved along: together they compute the same."""
+    """The BatchNorm behind a `Rescaled` convolution, or a lead, with statistics scaled likewise: the map is kept."""
 
     @classmethod
     def replacing(
@@ -99,13 +99,13 @@ def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
     mean, var = (value.clone() for value in affine.statistics(norm))
     norm.running_mean.copy_(scale * mean + offset)
     norm.running_var.copy_(scale.square() * var)
-    # The variance is read as it is stored, so what eps adds to it is compensated exactly.
+    # The stored variance is rounded, so it is read back for an exact gamma.
     eps = affine.epsilon(norm)
     norm.weight.mul_((norm.running_var.double() + eps).sqrt() / (scale * (var + eps).sqrt()))
 
 
 def leveled(norm: Any, groups: int) -> tuple[Tensor, Tensor]:
-    """Scale and offset (C,), float64, that give each group the mean variance of all channels, each channel mean 0."""
+    """Scale and offset (C,), float64: each group gets the mean variance of all channels, each channel the mean 0."""
     mean, var = affine.statistics(norm)
     group_var = var.view(groups, -1).mean(1)
     scale = torch.where(group_var > 0, var.mean() / group_var, 1.0).sqrt().repeat_interleave(len(var) // groups)
@@ -137,7 +137,7 @@ def before(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Modu
 
 
 def last(norm: nn.Module) -> Any:
-    """The norm itself, where it may stand behind a lead."""
+    """The norm at a path, without its lead."""
     if isinstance(norm, Chain):
         return norm.then
     return norm

@@ -13,7 +13,7 @@ from normswap.layers.planned_layer import Linearity, PlannedLayer
 
 
 class Vacant(PlannedLayer, OwnLayer):
-    """Where a norm stood: passes its input on, through the activation the norm carried, if any."""
+    """In the place of a norm: passes its input on, through the norm's activation, if any."""
 
     OUTCOME = "gone"
 
@@ -52,7 +52,7 @@ class Chain(Holder):
 
 
 class Copy(PlannedLayer, OwnLayer):
-    """Passes on a copy of its input, which may then be overwritten: backward hooks forbid that of what they return."""
+    """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, ...) to (N, C, ...)."""
@@ -72,7 +72,7 @@ class OutOfPlace(PlannedLayer):
 
 
 def out_of_place(module: nn.Module) -> nn.Module:
-    """`module` itself, in which nothing writes into its input any more."""
+    """`module` itself, changed so that no layer in it writes into its input."""
     for layer in module.modules():
         if getattr(layer, "inplace", False) is True:
             layer.__dict__["inplace"] = False

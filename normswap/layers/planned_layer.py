@@ -48,18 +48,14 @@ class PlannedLayer:
 
         Args:
             old: what it replaces: a module, a parameter or a number.
-            reads: the modules that the edit names beside it; with an argument `takes`, how each is absorbed.
-            like: an empty tensor of the model's dtype and device, for what replaces nothing with a dtype of its own.
+            reads: the modules that the edit names beside it; an argument `takes` says how each is absorbed.
+            like: an empty tensor of the model's dtype and device, where `old` has none.
         """
         raise NotImplementedError
 
     @classmethod
     def invert(cls, *args: Any, **kwargs: Any) -> None:
-        """`invert(old, now, reads, **args)` sets tensors so that `replacing` would give `now`.
-
-        They are those of `old`, and of the norms among `reads`.
-
-        A module without tensors of the source's leaves nothing to do.
+        """`invert(old, now, reads, **args)` sets tensors of `old` and norms in `reads`: `replacing` then gives `now`.
 
         Raises RefusedError: the source has no place for what was learned.
         """
@@ -68,13 +64,9 @@ class PlannedLayer:
 _BY_NAME: dict[str, type[PlannedLayer]] = {}
 
 
-def planned_layers() -> dict[str, type[PlannedLayer]]:
-    """Every layer that a plan can name, those of third parties too once they are imported."""
-    _import_own()
-    return _BY_NAME
-
-
 @functools.cache
-def _import_own() -> None:
+def planned_layers() -> dict[str, type[PlannedLayer]]:
+    """Every layer that a plan can name, by name; classes that are imported later are added to the same dict."""
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
+    return _BY_NAME

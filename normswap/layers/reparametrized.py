@@ -1,4 +1,4 @@
-"""Linear layers whose weight is made anew at each step, and the plain layer that each of them is in eval mode.
+"""Linear layers whose weight is computed at each step, and the plain layer that each of them is in eval mode.
 
 Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021,
 arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input
@@ -48,7 +48,7 @@ class Standardized(OwnLayer):
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
-    """A convolution and its BatchNorm in tune mode: frozen statistics and live gamma scale the weight at each step.
+    """A convolution with its BatchNorm in tune mode: gamma learns, statistics are frozen.
 
     W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN Blocks,
     arXiv:2305.11624, section 3.3.
@@ -125,7 +125,7 @@ _KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 
 def is_reparametrized(module: nn.Module) -> bool:
-    """Whether the weight of this linear layer is made anew at each step, in a way that is known."""
+    """Whether the weight of this linear layer is computed at each step, in a known way."""
     if "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module):
@@ -140,7 +140,7 @@ def is_reparametrized(module: nn.Module) -> bool:
 
 
 def keeps_input_bias(module: nn.Module) -> bool:
-    """Whether it has an input bias that its zero padding keeps from becoming a bias."""
+    """Whether it has an input bias and zero padding, so that a bias of the output cannot replace it."""
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
     padding: Any = getattr(module, "padding", ())
@@ -202,7 +202,7 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
 
 def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means where kept."""
+    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means if any."""
     gain: Tensor | None = None
     if hasattr(conv, "gain"):
         gain = (conv.gain * conv.scale).view(-1)

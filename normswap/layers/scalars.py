@@ -18,8 +18,7 @@ from normswap.layers.planned_layer import Linearity, PlannedLayer
 class Scale(PlannedLayer, OwnLayer):
     """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 2.2.
 
-    The optional scalar bias is appendix F's, which stands after the residual sum and before the ReLU of a v1 network;
-    addition commutes, so it stands here.
+    Appendix F adds the scalar bias between the residual sum and the ReLU of a v1 network, which is the same.
     """
 
     AFFINE = SCALES_BRANCH = True
@@ -36,7 +35,6 @@ class Scale(PlannedLayer, OwnLayer):
 
     @property
     def learns(self) -> bool:
-        """Whether training changes alpha."""
         return isinstance(self.alpha, nn.Parameter)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.layers import affine
 from normswap.layers.folded import folded
-from normswap.layers.known_norms import KINDS, BatchNorm
+from normswap.layers.known_norms import KINDS
 from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import PlannedLayer
@@ -30,10 +30,10 @@ _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
 class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
-    """BatchNorm of any dimension, with the activation of the norm before; its statistics may be those of ghost batches.
+    """BatchNorm of any dimension, with the activation of the norm before, and perhaps ghost batches.
 
-    Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training every `ghost` samples are a batch
-    of their own; a rest smaller than that joins the last one. The running statistics take in each of them in turn.
+    Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training each `ghost` samples are
+    normalized as a batch of their own, and update the running statistics in turn. A smaller rest joins the last batch.
     """
 
     KEEPS_NORM = True
@@ -69,10 +69,10 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
     def replacing(
         cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None, settings: Record = None
     ) -> SiteNorm:
-        """The norm that `old` is, or, given mean and deviation per channel, one that is the identity there.
+        """The norm that `old` is; given mean and deviation per channel, the norm that computes what `old` does.
 
-        y = s x + t (the identity, or what a ChannelBias or ChannelAffine at the path computes) is the norm with
-        gamma = s sqrt(var + eps), beta = t + s mean, whatever mean and var are (Ioffe & Szegedy, section 3).
+        y = s x + t (the identity, or the map of a ChannelBias or ChannelAffine) is a norm of any statistics with
+        gamma = s sqrt(var + eps), beta = t + s mean (Ioffe & Szegedy, section 3).
         """
         act, like = affine.copied_activation(old), typed(old, like)
         unmeasured = mean is None or std is None
@@ -216,16 +216,21 @@ class MeasuredNorm(PlannedLayer):
 
 @torch.no_grad()
 def settle(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
-    """Let gamma and beta of a norm after `conv` undo its statistics, so that both compute what `source` does.
+    """Let a norm after `conv` undo its statistics and add the bias that `conv` lost, to compute what `source` does."""
+    shift = torch.zeros_like(norm.bias)
+    if source.bias is not None and conv.bias is None:
+        shift = source.bias
+    undo_statistics(norm, shift.detach().double())
 
-    gamma = sqrt(var + eps), beta = mean + b, where b is the bias that `conv` no longer has (Ioffe & Szegedy 2015,
-    arXiv:1502.03167, section 3: the transform can be the identity).
+
+@torch.no_grad()
+def undo_statistics(norm: Any, shift: Tensor) -> None:
+    """Set gamma = sqrt(var + eps) and beta = mean + shift (C,), so that a BatchNorm computes x + shift.
+
+    Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: the transform can be the identity.
     """
-    stored = cast(BatchNorm, norm)
-    norm.weight.copy_((stored.running_var.double() + norm.eps).sqrt())
-    moved = source.bias is not None and conv.bias is None
-    bias = cast(Tensor, source.bias).detach().double() if moved else 0.0
-    norm.bias.copy_(stored.running_mean.double() + bias)
+    norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())
+    norm.bias.copy_(norm.running_mean.double() + shift)
 
 
 def typed(old: nn.Module, like: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""Convolutions whose weight is standardized, that compute a given weight exactly.
-
-timm's ScaledStdConv2d, and the same of one and of three dimensions, which timm does not have.
+"""Convolutions with standardized weights that compute a given weight: timm's ScaledStdConv2d, and 1-D and 3-D ones.
 
 timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et al. 2021,
-arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w: any filter that sums to
-zero, exactly. A convolution whose filters do not sum to zero needs one more number per filter, its mean.
+arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w, exact for filters that sum
+to zero. Other filters need one more number each, their mean.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from normswap.layers.reparametrized import Standardized, effective, keeps_mean
 
 
 class Other(Standardized, _ConvNd):
-    """Of dimensions that timm has no class for."""
+    """A standardized convolution of dimensions that timm lacks."""
 
     def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +64,7 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
 
 @torch.no_grad()
 def set_effective(conv: Any, weight: Tensor) -> None:
-    """Let it compute with `weight`, or, without `mean`, with what is left of it without its filters' means."""
+    """Let a standardized convolution compute with `weight`, less the filters' means if it has no `mean`."""
     weight = weight.double()
     every = tuple(range(1, weight.ndim))
     mean = weight.mean(every, keepdim=True)
@@ -86,7 +84,7 @@ def computed(layer: Linearity) -> Tensor:
 
 @torch.no_grad()
 def compute(layer: Linearity, weight: Tensor) -> None:
-    """Let a linear layer, standardized or not, compute with `weight`; without its filters' means where it has none."""
+    """Let a linear layer, standardized or not, compute with `weight` (`set_effective`)."""
     if isinstance(layer, STANDARDIZED):
         set_effective(layer, weight)
     else:

@@ -17,7 +17,7 @@ from normswap.layers.seeding import seeded
 class WeightNorm(PlannedLayer):
     """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function is kept.
 
-    A filter of zeros gets g = 0 and the direction it had before it was scaled, so that it can live again.
+    A filter of zeros gets g = 0 and the direction that it had before folding, so that it can learn.
     """
 
     NAMES = {"weight": "parametrizations.weight.original1"}
@@ -62,7 +62,7 @@ class SpectralNorm(PlannedLayer):
 
 
 def _direction(old: Linearity, weight: Tensor, dead: Tensor, dim: int) -> Tensor:
-    """`weight`, but where it is dead what stood there before, or ones."""
+    """`weight`, and where it is dead the weight before folding, or ones."""
     before = old.weight.detach().to(weight)
     norm = torch.norm_except_dim(before, 2, dim)
     before = torch.where(norm == 0, torch.ones_like(before), before)

@@ -7,6 +7,7 @@ Hugging Face config), else from its first layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -138,6 +139,14 @@ def scores(output: object) -> Tensor:
         shape = "x".join(map(str, logits.shape))
         raise OptionError("the network does not classify images", f"it gives {shape}, not a score per class")
     return logits
+
+
+@torch.no_grad()
+def classifies(model: nn.Module, size: Sequence[int]) -> bool:
+    """Whether the network gives a score per class, (N, classes), for an image of a size (C, H, W)."""
+    with undisturbed(model), suppress(OptionError):
+        return scores(noise(model, size, batch=2).call(model)).shape[1] > 0 and getattr(model, "num_classes", 1) != 0
+    return False
 
 
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ _STORAGES = {f"{name}Storage": getattr(torch, name.lower()) for name in _TYPES} 
 _PLACES = ("ema", "model", "module")
 
 
-class Inert(dict[Any, Any]):
-    """Any object of a pickle: the last name of its class, the arguments that would make it, its items, attributes."""
+class _Inert(dict[Any, Any]):
+    """Any object of a pickle: its class's own name, the arguments that would make it, its items, its attributes."""
 
-    name: str = ""
+    name = ""
     arguments: tuple[Any, ...] = ()
     attributes: Mapping[str, Any] = MappingProxyType({})
 
@@ -36,30 +36,21 @@ class Inert(dict[Any, Any]):
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the attributes."""
         self.attributes = state if isinstance(state, dict) else {}
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, _module: str, name: str) -> type[Inert]:
-        """Return a class of records in place of what the file names."""
-        return type("Inert", (Inert,), {"name": name})
+    """Storages are what the file says of them: ("storage", type, key, device, number of elements)."""
+
+    def find_class(self, _module: str, name: str) -> type[_Inert]:
+        return type(name, (_Inert,), {"name": name})
 
     def persistent_load(self, storage: Any) -> Any:
-        """Return what the file says of a storage: ("storage", type, key, device, number of elements)."""
         return storage
 
 
-class PickledNetwork(NamedTuple):
-    """The attributes of a network's object, its tensors by name, and what the file says beside it."""
-
-    attributes: Mapping[str, Any]
-    state: dict[str, Tensor]
-    beside: Mapping[Any, Any]
-
-
-def read(file: Path) -> PickledNetwork:
-    """Return the network that a file holds whole, alone or under a usual key.
+def read(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the attributes and the tensors of the network that a file holds whole, alone or under a usual key.
 
     Raises TypeError, or what zipfile, pickle and torch raise: it holds none, is damaged, or has unusual tensors.
     """
@@ -71,16 +62,15 @@ def read(file: Path) -> PickledNetwork:
         if network is None:
             raise TypeError("it holds no whole network")
         folder = index.removesuffix("data.pkl") + "data/"
-        state = {name: _tensor(record, archive, folder) for name, record in _named(network, "")}
-        return PickledNetwork(network.attributes, state, content)
+        return network.attributes, {name: _tensor(record, archive, folder) for name, record in _named(network, "")}
 
 
-def _named(module: Inert, prefix: str) -> Iterator[tuple[str, Inert]]:
+def _named(module: _Inert, prefix: str) -> Iterator[tuple[str, _Inert]]:
     """Yield what `state_dict` has, in its order."""
     inside = module.attributes
     transient = inside.get("_non_persistent_buffers_set", ())
     # Before protocol 4, a set is pickled as its type and a list.
-    if isinstance(transient, Inert):
+    if isinstance(transient, _Inert):
         (transient,) = transient.arguments
     for name, record in {**inside["_parameters"], **inside["_buffers"]}.items():
         if record is not None and name not in transient:
@@ -90,7 +80,7 @@ def _named(module: Inert, prefix: str) -> Iterator[tuple[str, Inert]]:
             yield from _named(child, f"{prefix}{name}.")
 
 
-def _tensor(record: Inert, archive: zipfile.ZipFile, folder: str) -> Tensor:
+def _tensor(record: _Inert, archive: zipfile.ZipFile, folder: str) -> Tensor:
     if record.name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         return _tensor(record.arguments[0], archive, folder)
     if record.name != "_rebuild_tensor_v2":

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import ultralytics
-from timm.layers import to_2tuple
 from torch import nn
 from ultralytics.nn import tasks
 from ultralytics.utils import YAML
@@ -18,11 +17,9 @@ from ultralytics.utils import YAML
 from normswap.errors import SourceError, first_line, near, spelled
 from normswap.models import pickled_networks
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
-from normswap.models.pickled_networks import PickledNetwork
-from normswap.models.weight_files import check_finite, load_into
+from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
 
-_FOLDER = Path(ultralytics.__file__).parent / "cfg" / "models"
 _CLASSES = {"detect": "DetectionModel", "segment": "SegmentationModel", "pose": "PoseModel", "obb": "OBBModel"}
 _CLASSES |= {"classify": "ClassificationModel"}
 # What a training sets of a description, by this package's words.
@@ -31,47 +28,42 @@ _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.modul
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a checkpoint, or of a description; or raises SourceError."""
-    place = name.removeprefix("ultralytics:")
+    """Build the network of a checkpoint, with its tensors, or of a description; or raises SourceError."""
+    place, kwargs, state = name.removeprefix("ultralytics:"), dict[str, object](), State()
     if place.endswith(".yaml"):
-        arch = Arch(place, {"num_classes": _described(place)["nc"], **request.given}, "ultralytics")
-        return Built(create(arch), arch, name, {}, lambda: _without_weights(place))
-    file = Path(place).resolve()
-    pickled = _read(file)
-    described = pickled.attributes["yaml"]
-    arguments: Cfg = {ours: described[theirs] for ours, theirs in _NUMBERS.items() if theirs in described}
-    if not any(tensor.endswith("running_mean") for tensor in pickled.state):
-        arguments["fused"] = True
-    arch = Arch(Path(described["yaml_file"]).name, {**arguments, **request.given}, "ultralytics")
+        if request.trained:
+            raise SourceError(f"{place} has no weights", remedy=f"Use '{spelled('weights', 'random')}'")
+        network, described = place, _described(place)
+    else:
+        place = str(Path(place).resolve())
+        try:
+            attributes, state = pickled_networks.read(Path(place))
+            described = attributes.get("yaml", {})
+            network = Path(described["yaml_file"]).name
+        except Exception as error:
+            raise SourceError(f"{place} cannot be read", first_line(error), _BY_FACTORY) from None
+        # Its networks have BatchNorms, all of them, until it fuses them.
+        kwargs = {} if any(key.endswith("running_mean") for key in state) else {"fused": True}
+    kwargs |= {ours: described[theirs] for ours, theirs in _NUMBERS.items() if theirs in described}
+    arch = Arch(network, {**kwargs, **request.given}, "ultralytics")
     model = create(arch)
 
-    def pretrained() -> nn.Module:
-        check_finite(pickled.state, place)
-        load_into(model, pickled.state, place, {})
+    def filled() -> nn.Module:
+        check_finite(state, place)
+        load_into(model, state, place, {})
         return model
 
-    return Built(model, arch, f"ultralytics:{file}", _preprocessing(pickled, arch), pretrained)
-
-
-def _without_weights(name: str) -> nn.Module:
-    raise SourceError(f"{name} has no weights", remedy=f"Use '{spelled('weights', 'random')}'")
-
-
-def _read(file: Path) -> PickledNetwork:
-    if not file.is_file():
-        raise SourceError(f"{file} does not exist", remedy=f"ultralytics.YOLO('{file.name}') downloads what it offers")
-    try:
-        pickled = pickled_networks.read(file)
-    except Exception as error:
-        raise SourceError(f"{file} cannot be read without running its code", first_line(error), _BY_FACTORY) from None
-    described = pickled.attributes.get("yaml")
-    if not isinstance(described, dict) or not isinstance(described.get("yaml_file"), str):
-        raise SourceError(f"{file} does not say which network it holds", remedy=_BY_FACTORY)
-    return pickled
+    channels = arch.kwargs.get("in_chans", 3)
+    cfg: Cfg = {"mean": [0.0] * channels, "std": [1.0] * channels, "crop_pct": 1.0, "interpolation": "bilinear"}
+    cfg |= {"input_size": [channels, 640, 640], "crop_mode": "center" if "-cls" in arch.name else "border"}
+    # Ultralytics writes it into each of its files.
+    cfg |= {"license": "agpl-3.0"}
+    return Built(model, arch, f"ultralytics:{place}", cfg, filled)
 
 
 def _described(name: str) -> Cfg:
-    files = {file.stem: file for file in _FOLDER.rglob("*.yaml")}
+    """Return the description of a name that Ultralytics ships; or raises SourceError."""
+    files = {file.stem: file for file in (Path(ultralytics.__file__).parent / "cfg" / "models").rglob("*.yaml")}
     stem = name.removesuffix(".yaml")
     # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
     file = files.get(stem) or files.get(re.sub(r"(\d+)[nslmx](?=-|$)", r"\1", stem))
@@ -89,18 +81,5 @@ def create(arch: Arch) -> nn.Module:
     if task not in _CLASSES:
         raise SourceError(f"{arch.name} is built for {task}, not for {', '.join(_CLASSES)}", remedy=_BY_FACTORY)
     settings = {"cfg": described, "ch": described.get("channels", 3), "verbose": False}
-    model: nn.Module = make(arch.name, getattr(tasks, _CLASSES[task]), settings)
-    if arch.kwargs.get("fused"):
-        model.fuse(verbose=False)  # type: ignore[operator]
-    return model.eval()
-
-
-def _preprocessing(pickled: PickledNetwork, arch: Arch) -> Cfg:
-    """Return how Ultralytics prepares images, values in 0..1 and a border where a side is short, and the license."""
-    arguments = pickled.attributes.get("args")
-    side = getattr(arguments, "attributes", arguments or {}).get("imgsz", 640)
-    channels = arch.kwargs.get("in_chans", 3)
-    cfg: Cfg = {"input_size": [channels, *to_2tuple(side)], "mean": [0.0] * channels, "std": [1.0] * channels}
-    cfg |= {"crop_pct": 1.0, "interpolation": "bilinear", "crop_mode": "center" if "-cls" in arch.name else "border"}
-    license = re.match(r"[\w.-]+", str(pickled.beside.get("license", "")))
-    return cfg if license is None else {**cfg, "license": license[0].lower()}
+    model = make(arch.name, getattr(tasks, _CLASSES[task]), settings)
+    return (model.fuse(verbose=False) if arch.kwargs.get("fused") else model).eval()

@@ -79,20 +79,14 @@ def read_wrapped(file: Path) -> Wrapped:
             with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        content = _whole_network(file)
-        if content is None:
+        try:
+            _, content = pickled_networks.read(file)
+        except Exception:
             raise _unreadable(file, error) from None
     wrapped = _unwrapped(content, file)
     check_plain(wrapped.state, str(file))
     check_finite(wrapped.state, str(file))
     return wrapped
-
-
-def _whole_network(file: Path) -> State | None:
-    """Return the tensors of a pickled network, whose code is not run; None where the file is none that is read so."""
-    with suppress(Exception):
-        return pickled_networks.read(file).state
-    return None
 
 
 def _unreadable(file: Path, error: Exception) -> SourceError:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from normswap import plugins
 from normswap.errors import OptionError, near, spelled
 from normswap.plan import Step
-from normswap.schemes.catalogue import PURPOSES, TARGETS
+from normswap.schemes.catalogue import PURPOSES as PURPOSES
 from normswap.schemes.catalogue import STEPS as STEPS
+from normswap.schemes.catalogue import TARGETS
 from normswap.schemes.options import Option, check_given
 from normswap.schemes.scheme import Chosen as Chosen
 from normswap.schemes.scheme import Options as Options
@@ -51,11 +52,6 @@ def names() -> list[str]:
     return sorted([*TARGETS, *_registered])
 
 
-def purpose_names() -> list[str]:
-    """The purposes by name."""
-    return sorted(PURPOSES)
-
-
 def get(name: str) -> Scheme:
     """The scheme, purpose or step of that name; an OptionError names what there is."""
     own = {**TARGETS, **PURPOSES, **STEPS}
@@ -78,7 +74,7 @@ def check_target(name: str) -> None:
 def check_purpose(name: str | None) -> None:
     """Check that the purpose is known; else an OptionError."""
     if name is not None and name not in PURPOSES:
-        raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(purpose_names())))
+        raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(PURPOSES)))
 
 
 def _unknown(name: str) -> OptionError:
@@ -108,8 +104,14 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     return names_of
 
 
+def described() -> str:
+    """The options of all schemes, a line each: for `help(normswap.convert)`."""
+    options = [(name, option) for name, scheme in TARGETS.items() for option in scheme.options]
+    return "".join(f"        {name}: {option.name}={option.default!r}, {option.help}\n" for name, option in options)
+
+
 def changed(scheme: str, options: Options) -> Options:
-    """The options that are not the scheme's defaults; all of them, if nobody knows the scheme any more."""
+    """The options that are not the scheme's defaults; all of them, if the scheme is not known."""
     try:
         defaults = get(scheme).defaults
     except OptionError:

@@ -1,8 +1,8 @@
 """Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no statistics.
 
-The convolution before absorbs mean and deviation of the BatchNorm, so that one alpha fits all channels; where there is
-none, as in pre-activation networks, a scale and shift in front does. gamma' follows from gamma and alpha
-(`dynamic_tanh`); channels with long tails are made smaller (`tanh_factors`).
+The convolution before absorbs the BatchNorm's mean and deviation, so that one alpha fits all channels; in
+pre-activation networks a scale and shift in front does. `dynamic_tanh` has the formula of gamma', `tanh_factors` the
+factors of channels with long tails.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def fit(task: FitTask) -> None:
 
 
 def fitting_target(step: Step) -> Step:
-    """The same step without the tanh: what its result is fitted to."""
+    """The same step without the tanh: the target of the fit."""
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)

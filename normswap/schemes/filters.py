@@ -2,10 +2,9 @@
 
 Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
 
-Convolutions become timm's `ScaledStdConv2d`, which computes any filter that sums to zero exactly. The price is each
-filter's mean. `--mean fit` scales channels so that little is lost (`zero_sum_rescaling`), and finds the zero-sum
-filters that come nearest to the source (`sequential_fit`); `--mean keep` keeps the means as one more parameter per
-filter, and with it the function.
+Convolutions become timm's `ScaledStdConv2d`, which computes exactly the filters that sum to zero. `--mean fit` rescales
+channels (`zero_sum_rescaling`) and fits zero-sum filters to the source (`sequential_fit`). `--mean keep` keeps the
+means as one more parameter per filter, and with them the function.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
     Args:
         mean: `keep` or `fit` the filters' means.
-        stem: those of the convolution that reads the image, which see its brightness and colour.
-        depthwise: those of filters that read one channel, and alone pass on its level.
+        stem: those of the first convolution, which carry the image's brightness and colour.
+        depthwise: those of filters that read one channel, and alone carry its mean.
     """
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
@@ -118,7 +117,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Fit the filters without a mean to the network with every mean, which computes what the source does."""
+    """Fit the zero-sum filters to the same network with all means, which computes what the source does."""
     assert task.batches is not None
     edits = task.step.edits
     edits = tuple(replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in edits)

@@ -45,7 +45,7 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
-    """A bias before each layer; first of all, since a layer that ends a branch then absorbs its scalar."""
+    """Plan a bias before each layer. It comes first, so that a layer that ends a branch absorbs the branch's scalar."""
     modules = builder.anatomy.traced.modules
     for path in linear_paths(builder.anatomy):
         kind = reparametrized.plain_class(builder.anatomy.traced.linear(path))
@@ -68,7 +68,7 @@ def linear_paths(anatomy: Anatomy) -> list[str]:
 
 
 def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
-    """Whether nothing but activations reads the module, through whatever is the identity (timm's `drop_block`)."""
+    """Whether only activations read the module, perhaps through identities (timm's `drop_block`)."""
     if affine.activation(module) is not None:
         return True
     calls = builder.anatomy.traced.calls.get(id(module), ())
@@ -79,7 +79,7 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
 
 
 def _reset(builder: PlanBuilder) -> None:
-    """The paper's initialization, rules 1 and 2, as factors of the weights there are."""
+    """Plan the paper's initialization, rules 1 and 2, as factors of the weights."""
     anatomy = builder.anatomy
     for block in anatomy.part():
         try:
@@ -97,7 +97,7 @@ def _reset(builder: PlanBuilder) -> None:
 
 
 def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
-    """The convolutions in a row that end in `last`: those on the branch, but not in gates."""
+    """The convolutions on the branch, without gates, up to `last`."""
     traced, convolutions = anatomy.traced, []
     skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)
     node: fx.Node | None = traced.calls[id(traced.modules[last])][0]

@@ -25,7 +25,7 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
 
 
 def plan_merged(anatomy: Anatomy) -> PlanBuilder:
-    """Plan one convolution in place of branches whose sum one computes."""
+    """Plan one convolution in place of summed branches (`folding.branches`)."""
     builder = PlanBuilder(anatomy)
     for merge in branches.find(builder):
         _merge(builder, merge)

@@ -1,10 +1,9 @@
 """GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
-With the running statistics of the channels of a group taken together (mean m, variance v): gamma' = s sqrt(v + eps),
-beta' = beta + s (m - mean), where s is the BatchNorm's slope. By default eps is 9 times the mean variance
-(`--relative-eps`), so nine tenths of v + eps, by whose root a sample is divided, are the same for every sample. Sign
-and scale of each channel are free before the norm, and chosen so that a sample's own statistics cost least
-(`per_sample_rescaling`).
+With mean m and variance v of a group's channels, from running statistics: gamma' = s sqrt(v + eps), beta' = beta + s (m
+- mean), where s is the BatchNorm's slope. By default eps is 9 times the mean variance (`--relative-eps`), so nine
+tenths of v + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before
+the norm, so that a sample's own statistics cost least.
 """
 
 from __future__ import annotations
@@ -65,17 +64,17 @@ def insert_per_sample_norms(
     """A GroupNorm in place of every BatchNorm.
 
     Args:
-        groups: how many there should be, by the number of channels.
-        relative_eps: eps of the norms, in multiples of the mean variance of their channels. Unless it is 0, the
-            channels may be rescaled: by a convolution right before the norm, else by a `ChannelAffine` in front of it.
-        channelwise: groups of one channel are what is asked for.
+        groups: the number of groups for a number of channels.
+        relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0, channels may be
+            rescaled, by a convolution right before the norm or by a `ChannelAffine`.
+        channelwise: each channel is a group.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
     for path, module in norms.items():
         channels = affine.channels(module)
         if isinstance(module, nn.BatchNorm1d) and (channels == 1 or channelwise):
-            # A map's only channel is normalized over its places, a row's only channel would be erased.
+            # A map has many values per channel, a row only one.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
         else:
@@ -111,7 +110,7 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
-        builder.notes.append(f"{path}: {count} groups of {channels // count} channels, as groups of 1 erase its mean")
+        builder.notes.append(f"{path}: groups of {channels // count} channels, as groups of 1 erase its mean")
     elif count != groups:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
     return count
@@ -123,7 +122,7 @@ def absolute_eps(norm: nn.Module, relative_eps: float) -> float:
 
 
 def fitting_target(step: Step) -> Step:
-    """The same step with the BatchNorms left in place: what its result is fitted to."""
+    """The same step with the BatchNorms left in place: the target of the fit."""
     return exchanged(step, "GroupNorm", "Recentred")
 
 

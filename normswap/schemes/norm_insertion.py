@@ -1,8 +1,8 @@
 """`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands, or stood.
 
-A norm that was folded back leaves its output in its place: mean = beta, variance = gamma^2 var / (var + eps). One that
-was folded forward, or left a shift or an affine map, has its own input there: its running statistics. The new layer
-computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+In the place of a norm that was folded back is its output: mean = beta, variance = gamma^2 var / (var + eps). In the
+place of one that was folded forward, or left a shift or an affine map, is its input, with its running statistics. The
+new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:
-    """The convolution into which each norm would fold, or was folded, as the only one after it."""
+    """By norm, the convolution into which it alone folds, or was folded."""
     modules = anatomy.traced.modules
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
@@ -116,7 +116,7 @@ Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Fold all but the BatchNorms, give each of those to `keep`, and put a `layer` wherever one was lost."""
+    """Fold all but the BatchNorms, call `keep` for each of those, and put a `layer` wherever one was lost."""
     modules = anatomy.traced.modules
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
     living = [norm.path for norm in norms if anatomy.takes_part(norm.path)]
@@ -141,7 +141,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
 
 
 def _settings(anatomy: Anatomy, path: str) -> Body:
-    """What the record keeps of the settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
+    """The recorded settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
     norms, names = anatomy.provenance.norms, ("eps", "momentum", "num_batches_tracked")
     values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
     settings = {name: None if math.isnan(value) else value for name, value in values.items()}

@@ -40,10 +40,9 @@ class Option:
     Args:
         name: as Python spells it.
         kind: int, float, bool, str; object: one of the choices, or a number.
-        default: its value where nothing is said.
         help: a line about it.
-        metavar: what stands for its value in help texts, where that is no list of choices.
-        choices, range: the words, and the numbers, that it may be.
+        metavar: stands for its value in help texts, where that is no list of choices.
+        choices, range: the allowed words, and the allowed numbers.
         instead_of: the option that says the same in another way; only one of the two is given.
     """
 
@@ -58,7 +57,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As the command line spells it."""
         return flag(self.name)
 
     @property
@@ -67,7 +65,7 @@ class Option:
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:
-        """The value as a plan keeps it: 0, 0.0 and `0` are one number; an OptionError where it may not be that."""
+        """The value as a plan stores it (0, 0.0 and `0` are one number); raises OptionError: it is not allowed."""
         is_number = self.kind in (int, float, object)
         if value in self.choices or not (is_number or self.choices):
             return value
@@ -92,7 +90,7 @@ class Option:
 
 
 def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> dict[str, object]:
-    """The values of all options, where the scheme has these, and they may have these values; else an OptionError."""
+    """The values of all options; raises OptionError: the scheme has no such option, or not with such a value."""
     checked: dict[str, object] = {}
     by_name = {option.name: option for option in options}
     if unknown := set(values) - {*by_name, *EVERY}:

@@ -23,7 +23,7 @@ from normswap.plan import Edit, Outcome, Then
 
 
 def plan_federated(anatomy: Anatomy) -> PlanBuilder:
-    """A learnable scale for every fixed sign; refused: whatever holds statistics."""
+    """Plan a learnable scale for every fixed sign; refuse modules that keep statistics."""
     builder = PlanBuilder(anatomy)
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(builder, path, module)
@@ -34,7 +34,7 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
-    """The same, and nothing written in place."""
+    """Plan what `plan_federated` does, and that nothing is written in place."""
     builder = plan_federated(anatomy)
     traced = anatomy.traced
     for path, module in traced.modules.items():
@@ -85,7 +85,7 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
-    """Let what a layer that learns returns be copied before `node` writes into it."""
+    """Copy the output of a layer that learns before `node` writes into it."""
     traced = builder.anatomy.traced
     value = inputs(node)[0]
     while not _owners(traced, value) and shares(traced, value) and inputs(value):

@@ -8,18 +8,17 @@ from dataclasses import replace
 from torch import fx, nn
 
 from normswap.errors import RefusedError, spelled
-from normswap.folding.canonical_form import fold_norms
+from normswap.folding.canonical_form import fold_norms, producers
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear
+from normswap.folding.propagation import NotFoldable
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import inputs
 from normswap.layers import affine
 from normswap.plan import Step
 
 
 def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, dict[str, nn.Module]]:
-    """The builder of a plan that folds all but the BatchNorms and refuses some; those that can be replaced, by path."""
+    """The builder of a plan that folds all but the BatchNorms, and the BatchNorms that can be replaced, by path."""
     traced = anatomy.traced
     norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
@@ -42,24 +41,20 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
 
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
-    """The convolution whose output this norm, and nothing else, reads, if it can be given a bias."""
-    traced = builder.anatomy.traced
-    calls = traced.calls[id(norm)]
-    (node,) = inputs(calls[0])
-    conv, path = traced.module(node), str(node.target)
-    if len(calls) > 1 or not isinstance(conv, LINEAR) or len(traced.users[node]) > 1 or len(traced.calls[id(conv)]) > 1:
-        return None
+    """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
+    calls = builder.anatomy.traced.calls[id(norm)]
+    path = str(inputs(calls[0])[0].target)
     try:
-        check_linear(builder, path, conv)
+        above = producers(builder, norm)
     except NotFoldable:
         return None
-    if path in builder.linears:
+    if len(calls) > 1 or above != {path: None} or path in builder.linears:
         return None
     return path
 
 
 def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The nodes that read the value of `node`, themselves or through those that pass it on, each once."""
+    """The nodes that read the value of `node`, directly or through nodes that pass it on, each once."""
     users = builder.anatomy.traced.users
     met: set[fx.Node] = set()
     ahead = [*users[node]]

@@ -62,7 +62,7 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
 def _scale(
     builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """The two factors' paths, and their values; their inverses go into the weights."""
+    """The paths and values of the two factors; their inverses go into the weights."""
     modules = builder.anatomy.traced.modules
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
@@ -87,7 +87,7 @@ def _scale(
 
 
 def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
-    """The factor that the stream which comes in by the skip is divided by; 1 where a convolution makes it."""
+    """The factor by which the skip's stream is divided; 1 where a convolution writes it."""
     traced = builder.anatomy.traced
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):
@@ -98,7 +98,7 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
-    """The activation after the sum, and where a factor of its output can sit; None where nothing can hold one."""
+    """The activation after the sum, and the path for a factor of its output; None where no module can hold one."""
     traced = builder.anatomy.traced
     users = traced.users[block.total]
     module = traced.module(users[0]) if len(users) == 1 else None

@@ -1,8 +1,8 @@
 """RMSNorm in place of every LayerNorm: exact, by centring whatever writes to the residual stream.
 
-LN(x) = RMSNorm(x - mean(x)), with the same eps. W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
-embedding that writes to the stream leave nothing to subtract. gamma stays with the norm; beta goes into the linear
-layers after it. The price: the mean of the features between the blocks. Refused where something else reads the mean.
+LN(x) = RMSNorm(x - mean(x)), with the same eps. With W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
+embedding that writes to the stream, its mean is 0. gamma stays with the norm; beta goes into the linear layers after
+it. The features between the blocks lose their mean. Refused where something else reads the mean.
 """
 
 from __future__ import annotations

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FitTask:
-    """A result whose values are to be set from data, and all that they are set from.
+    """The input of a fit.
 
     Args:
         source: the network before the step.
-        result: the network after the step; its tensors are set in place.
-        step: the step.
+        result: the network after it; its tensors are set in place.
         batches: calls of both networks, read as often as needed; None where the user gave no images.
         example: one call, for its form and the size of its images.
-        after: after(step) is the source, which stays, after another step.
+        after: after(step) is a copy of the source after another step.
         takes_part: whether the layer at a path of the result may be changed (`only`, `skip`).
         progress: called with the number of steps so far, and the total.
     """
@@ -62,16 +61,14 @@ class Scheme:
         exact: whether the function is kept; a function of the options where it depends on them.
         fit: fit(task) sets values of the result from data, in place, where the function is not kept; it may return what
             the user should know. A batch is a call, `batch.call(task.source)`.
-        needs_data: whether `fit` cannot do without images of the user's.
-        settle: settle(source, result, step): of a scheme that measures on images what the function does not depend on
-            (and so is exact though it has a `fit`): sets the rest, in place, so that the function is kept. Made-up
-            images are refused.
+        needs_data: whether `fit` needs images of the user's.
+        settle: of an exact scheme whose `fit` measures statistics on images: settle(source, result, step) sets the
+            other tensors, in place, so that the function is kept. Synthetic images are refused.
         starts_from: the scheme that a network without norms must be brought to first.
-        on_branches: it puts something at the end of residual branches, which must not end in a factor of their own.
-        may_do_nothing: a plan without edits is one, too.
-        decay: which parameters its paper lets decay, a policy of `param_groups`.
-        options: records of its options, each a keyword of `plan`; of a registered scheme by default the keywords of
-            `plan` with their defaults.
+        on_branches: it places a layer at the end of residual branches, which must not end in a factor of their own.
+        may_do_nothing: a plan without edits is allowed.
+        decay: which parameters decay in its paper, a policy of `param_groups`.
+        options: records of the keywords of `plan`; of a registered scheme by default made from its signature.
         summary: one line about it; of a registered scheme by default the first line of `plan`'s docstring.
     """
 
@@ -115,7 +112,6 @@ class Chosen:
 
     @property
     def exact(self) -> bool:
-        """Whether the function is kept."""
         return self.scheme.is_exact(self.options)
 
     @property

@@ -1,8 +1,8 @@
 """SkipInit, regularized or not: no norm, one learned scalar at the end of every residual branch, y = skip + alpha f(x).
 
-With `--alpha match` alpha is the standard deviation of the branch's output and the branch's last convolution is divided
-by it, so that f has unit variance, as the paper's analysis has it, and the function is kept exactly. Any other alpha is
-a reset, which changes the function.
+With `--alpha match` alpha is the standard deviation of the branch's output, and the branch's last convolution is
+divided by it: f has unit variance, as in the paper's analysis, and the function is kept. Any other alpha changes the
+function.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def initial(alpha: str | float, depth: int) -> float | None:
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> PlanBuilder:
-    """Fold the network and put one scalar at the end of every residual branch; one that is there already stays.
+    """Fold the network and put one scalar at the end of every residual branch that has none.
 
     Args:
-        value: what the scalars start from, or None for the standard deviation of the branch's output, which keeps
-            the function. In both cases the branch's last convolution is divided by that deviation.
-        bias: add a scalar bias, initially 0, where an activation follows the sum; one that is there and is not asked
-            for goes into the branch's last convolution.
+        value: the scalars' start; None: the standard deviation of the branch's output, which keeps the function. The
+            branch's last convolution is divided by that deviation in both cases.
+        bias: add a scalar bias of 0 where an activation follows the sum; without it, a bias that is there goes into the
+            branch's last convolution.
     """
     check_blocks(anatomy)
     modules = anatomy.traced.modules
@@ -84,7 +84,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             matched = _normalize(builder, block)
             place_scale(builder, block.tail, matched if value is None else value, with_bias)
         elif builder.removes(block.tail):
-            # gamma and alpha have both learned, so gamma no longer says how much the branch varies.
+            # gamma and alpha have both learned, so gamma is no longer the branch's deviation.
             matched = old.alpha.item()
             _divide(builder, *last_linear(builder, block.branch, block.total), matched)
             place_scale(builder, block.tail, matched if value is None else value, with_bias)
@@ -99,7 +99,7 @@ def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
-    """Whether it is a scalar that learns and needs no change: its bias is wanted, or 0, or alpha is 0."""
+    """Whether it is a scalar that learns and can stay: it may have a bias, or its bias or its alpha is 0."""
     return _learns(module) and (bias or module.bias is None or not (module.bias.any() and module.alpha.any()))
 
 
@@ -185,10 +185,10 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide the branch's last convolution by the deviation of its output; returns it as the first alpha.
+    """Divide the branch's last convolution by the deviation of its output; returns that as the first alpha.
 
-    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. Where dividing is impossible the branch stays as
-    it is, with alpha 1, and a note says why.
+    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. One that cannot be divided gets alpha 1 and a
+    note.
     """
     try:
         conv, readers = last_linear(builder, block.branch, block.total)
@@ -220,8 +220,8 @@ def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel of the branch's output (before its gate), from the norms around `conv`.
 
-    A BatchNorm after the convolution says it directly. Behind a norm before it (pre-activation) the convolution adds
-    up variances as if its inputs were independent. Only the rescaling depends on this, never the function.
+    A BatchNorm after the convolution has both. Behind a norm before it (pre-activation) inputs are taken for
+    independent, and variances add up. Only the rescaling depends on this, never the function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from normswap.calibration import channel_moments
 from normswap.calibration.population import MOST_ERROR, estimate_population
 from normswap.calibration.sequential_fit import refit
-from normswap.errors import RefusedError, VerificationError, spelled
+from normswap.errors import RefusedError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
@@ -25,7 +25,6 @@ from normswap.graph.node_reader import LINEAR
 from normswap.graph.tracing import Traced, is_add, is_mul
 from normswap.layers import affine, site_norm
 from normswap.layers.activations import is_activation, is_activation_call
-from normswap.layers.known_norms import BatchNorm
 from normswap.layers.placeholders import Chain
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
@@ -57,16 +56,10 @@ def fit_measured(task: FitTask) -> tuple[str, ...]:
     assert task.batches is not None
     norms = {path: norm for path, _, norm in _parts(task.result, task.step)}
     measured = channel_moments.measure(task.result, norms, task.batches, task.progress)
-    for path, norm in norms.items():
-        if path not in measured.moments:
-            continue
-        stored, moments = cast(BatchNorm, norm), measured.moments[path]
-        stored.running_mean.copy_(moments.mean)
-        stored.running_var.copy_(moments.variance)
-        if not bool(torch.isfinite(stored.running_var).all()):
-            raise VerificationError(f"the variance after {path} is more than {stored.running_var.dtype} holds")
+    measured.store(norms)
+    for path in measured.moments:
         # A convolution that was merged from branches may be in training mode.
-        norm.train(task.source.training)
+        norms[path].train(task.source.training)
     settle_measured(task.source, task.result, task.step)
     return (f"the statistics of {len(norms)} norms were measured on {measured.images} images",)
 
@@ -86,11 +79,11 @@ _OF_OUTPUTS = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftma
 
 
 def norm_places(builder: PlanBuilder, where: str) -> list[str]:
-    """Paths of the convolutions of the network's part after which a norm may be added, in order of the forward pass.
+    """Paths of the convolutions after which a norm may be added, in order of the forward pass.
 
-    None has a norm after it already, or maps of one position: of an image such a norm would see a single value per
-    channel. A convolution that is called more than once is left out with a note, as its norm would mix what differs.
-    Its values reach an activation next, or, where `where` is `conv`, another linear layer.
+    Their values reach an activation next, or, where `where` is `conv`, another linear layer. They have no norm yet, and
+    maps of several positions: else a norm would see one value per channel of an image. A convolution that is called
+    more than once is left out with a note, as one norm would mix its inputs.
     """
     traced = builder.anatomy.traced
     places = []
@@ -111,7 +104,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
-    """Whether a convolution's values reach an activation (`linear`: a layer) past steps alike to all channels."""
+    """Whether a convolution's values reach an activation (`linear`: or a linear layer) through channelwise steps."""
     traced = builder.anatomy.traced
 
     def passes(reader: fx.Node) -> bool:
@@ -123,7 +116,7 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
 
 
 def _activates(traced: Traced, node: fx.Node) -> bool:
-    """Whether it is an activation, or x g(x), as x sigmoid(x) is; not what makes probabilities of outputs."""
+    """Whether it is an activation, or x g(x) such as x sigmoid(x), but not one that gives probabilities."""
     module = traced.module(node)
     if module is not None:
         return is_activation(module) and not isinstance(module, _OF_OUTPUTS)

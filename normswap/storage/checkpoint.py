@@ -1,8 +1,8 @@
-"""Save and load: a directory whose weights, plan and measured proof cannot be separated. Nothing is pickled.
+"""Save and load: a directory of weights, plan and measured proof. Nothing is pickled.
 
-`model.safetensors` holds the tensors, and in its header the schema version, source and hash, architecture, plan,
-report and library versions; `config.json` is timm's hub layout; `norms.safetensors` the source's norm tensors;
-`README.md` a model card. The directory is written beside its place and renamed.
+`model.safetensors` has the tensors, and in its header the schema version, source and hash, architecture, plan, report
+and library versions; `config.json` is timm's hub layout; `norms.safetensors` has the source's norm tensors; `README.md`
+is a model card. The directory is written beside its place and renamed.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ def open_model(
     """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its weights file alone.
 
     Args:
-        input_size: (C, H, W) of its images, where it says another or none (`zoo.for_size`); inputs: what it takes, by
+        input_size: (C, H, W) of its images, where it states another or none (`zoo.for_size`); inputs: what it takes, by
             name, where that is no image (`zoo.for_inputs`).
-        trust_factory: as in `load`; named: the user named the MODEL: if it is a factory, it may be imported.
+        trust_factory: as in `load`; named: whether the user named the MODEL, so that its factory may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
     Returns:
         The network in eval mode, on the CPU, carrying its provenance.
 
-    Raises:
-        SourceError: it cannot be found, read or understood.
+    Raises SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     if folder.exists() and is_checkpoint(folder):
@@ -124,10 +123,9 @@ def load(
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
     Args:
-        skeleton: the source architecture with any weights, for a network that nobody knows how to build; it is not
-            changed.
-        trust_factory: if a factory of this machine's user builds the network, import it. That runs its code.
-        changed: the tensors may be others than those that were measured; the proof beside them then says nothing.
+        skeleton: the source architecture with any weights, if normswap cannot build it; it is not changed.
+        trust_factory: import the user's factory that builds the network, which runs its code.
+        changed: accept tensors that differ from those that were proven.
 
     Raises:
         SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory.
@@ -146,7 +144,8 @@ def load(
         states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(place, header.arch, trust_factory)
-    dtype = _dtype(state)
+    floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    dtype = functools.reduce(torch.promote_types, floats or {torch.float32})
     model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
@@ -168,7 +167,7 @@ def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str,
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Tell whether normswap wrote this: a directory, as its config.json says, or a weights file, as its header says."""
+    """Tell whether normswap wrote this directory (by its config.json) or weights file (by its header)."""
     try:
         if place.suffix == ".safetensors" and place.is_file():
             with safe_open(place, "pt") as file:
@@ -207,7 +206,7 @@ def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | 
         "arch": record.arch and asdict(record.arch),
         "pretrained_cfg": record.pretrained_cfg,
         "plan": json.loads(record.plan.to_json()),
-        "report": report and report.to_dict(),
+        "report": report and asdict(report),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
         "versions": {**versions, "python": platform.python_version()},
     }
@@ -248,10 +247,3 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
     kind = kinds.by_builder(arch.builder)
     zoo.check_trust(f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.skeleton(arch)
-
-
-def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if not kinds:
-        return torch.float32
-    return functools.reduce(torch.promote_types, kinds)

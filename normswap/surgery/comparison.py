@@ -12,7 +12,7 @@ neither torch's nor timm's, the same must hold at ten times the input's scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from normswap.models.calling import Example, Inputs
 from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
-from normswap.surgery.running import Outputs, both, double, outputs_double, run, widely
+from normswap.surgery.running import Outputs, both, outputs_double, run, widely
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 # In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
@@ -101,7 +101,7 @@ def compare(
             continue
         (a, at), (b, bt) = pair
         x = example.images
-        logits.append(worst(precision, x, a, b, exact=exact))
+        logits.append(_with_agreement(worst(precision, x, a, b, exact=exact), a, b, anatomy))
         own_change = max(own_change, _allowance(source, example, a, logits[-1], precise, exact=exact))
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
@@ -130,13 +130,7 @@ def compare(
 
 
 def require_passed(network: Network, report: Report, scheme: str) -> None:
-    """Check that the report says that the result is right.
-
-    Args:
-        network: the source, which is looked at where the result is not right.
-
-    Raises VerificationError: the source gives no finite numbers; or the result of the scheme is wrong.
-    """
+    """Raise VerificationError where the report of a scheme's result failed; `network`, the source, may be why."""
     if report.passed:
         return
     outputs, _ = run(network.module, network.calls[0])
@@ -149,6 +143,9 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     if not report.exact:
         remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
         raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
+    if report.tolerance.get("float64", 0.0) >= _MOST64:
+        why = "in float64, too, changing the last digit of its input changes the source's output by more than 1e-10"
+        raise VerificationError(f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much")
     worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
     size, precision = worst_error.relative_l2, worst_error.precision
     doubles = [error for error in report.logits if error.precision == "float64"]
@@ -188,13 +185,13 @@ def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
-    """Whether all errors are finite and, of a result that claims to be exact, at most what their precision allows."""
+    """Whether all errors are finite and, of an exact result, at most what their precision allows."""
     finite = all(e.relative_l2 < float("inf") for e in errors)
     return finite and (not exact or all(e.relative_l2 <= allowed[e.precision] for e in errors))
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Check, where a result is wrong, that it is not the source itself that differs from run to run."""
+    """Raise VerificationError where an exact result failed because the source differs from run to run."""
     if report.passed or not report.exact:
         return
     worst_error = report.worst
@@ -211,7 +208,7 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
 def _allowance(
     source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
 ) -> float:
-    """How far the source is from itself in its own precision; 0 where nothing else would bound what that allows."""
+    """How far its own rounding moves the source's outputs; 0 where the error needs no allowance, or has no bound."""
     is_half, is_double = _is_half(error.precision), error.precision == "float64"
     if is_half and exact:
         return _rounding(source, example, outputs, error)
@@ -229,13 +226,13 @@ def _in_the_last_digit(example: Example) -> Example:
 
 
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
-    """How far the source in half precision is from its own values in float64.
+    """The relative L2 between the source's outputs in half precision and in float64.
 
-    Where the error is more than that allows, also on inputs that differ in the last digit: the rounding of a few
-    numbers may come out small by chance.
+    Where a result errs by more than this allows, other inputs are measured too, which differ from these in the last
+    digit: the rounding of a few numbers may be small by chance.
     """
     precision, x = error.precision, example.images
-    wide = outputs_double(source.module, double(example)) if source.has_double else outputs
+    wide = outputs_double(source.module, example.map_floats(Tensor.double)) if source.has_double else outputs
     off = _apart(precision, x, wide, outputs)
     if error.relative_l2 <= ROUNDING * off or not error.relative_l2 < float("inf"):
         return off
@@ -255,7 +252,7 @@ def _is_half(precision: str) -> bool:
 
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
-    """How far two runs of the source differ: infinitely where they differ in shape, not at all where not finite."""
+    """The relative L2 between two runs of the source: infinite where shapes differ, 0 where values are not finite."""
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
     if shaped and apart == float("inf"):
@@ -280,7 +277,7 @@ def _tolerance64(own_change: float) -> float:
 
 @dataclass(frozen=True)
 class Precise:
-    """A comparison in float64: the error, the source's outputs that it was measured on, and how far those stray."""
+    """A comparison in float64: the error, the source's outputs, and the source's own change in the last digit."""
 
     error: Error
     reference: Outputs
@@ -290,25 +287,26 @@ class Precise:
 def compare_double(
     network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] = lambda _: None
 ) -> Precise | None:
-    """Compare the source in float64 with a result in float64, never rounded to less, on the first image.
+    """Compare source and result in float64 on the first image.
+
+    None where the network is in float64 already, or its device has no float64 (MPS).
 
     Args:
-        make: makes the result in float64.
-        parts: the result's outputs on an example in float64, by another way that costs less, or None. Where the
-            source's outputs are others, the network of `make` decides.
-
-    Returns:
-        None for networks that are in float64 already, and where there is no float64 (MPS).
+        make: makes the result in float64, never rounded to less.
+        parts: a cheaper way to the result's outputs on an example in float64, or None. Where these differ from the
+            source's, the network of `make` decides.
     """
     source = network.module
     if not network.has_double:
         return None
-    example = double(network.examples[0].first(1))
+    example = network.examples[0].first(1).map_floats(Tensor.double)
     reference = outputs_double(source, example)
-    error = worst("float64", example.images, reference, parts(example) or {})
+    outputs = parts(example) or {}
+    error = worst("float64", example.images, reference, outputs)
     if not error.relative_l2 <= FLOAT64_TOLERANCE:
         result = make()
-        error = worst("float64", example.images, reference, widely(lambda: run(result, example)[0]))
+        outputs = widely(lambda: run(result, example)[0])
+        error = worst("float64", example.images, reference, outputs)
         # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU decides.
         if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":
             on_cpu = example.on(torch.device("cpu"))
@@ -318,18 +316,18 @@ def compare_double(
     if error.relative_l2 > FLOAT64_TOLERANCE:
         again = outputs_double(source, _in_the_last_digit(example))
         own_change = _apart("float64", example.images, reference, again)
-    return Precise(error, reference, own_change)
+    return Precise(_with_agreement(error, reference, outputs, network.anatomy), reference, own_change)
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The first image's outputs in the shapes of `like`; run once more where a forward squeezes its outputs."""
+    """The first image's outputs in the shapes of `like`; the source runs again where its forward squeezes outputs."""
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
     return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
-    """The error of the output that differs most; 1 where an approximate result gives another number of things."""
+    """The error of the output that differs most; 1 where an approximate result has another number of rows."""
     if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
         errors = [replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a]
         return max(errors, key=lambda error: error.relative_l2)
@@ -339,61 +337,106 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
     return Error("logits", precision, tuple(x.shape), float("inf"), float("inf"))
 
 
-def _agreement(a: Tensor, b: Tensor, site: str = "logits") -> float | None:
-    # A single number has no argmax, nor have complex numbers.
-    many = a.ndim > 1 and a.numel() and a.shape[1] > 1 and a.is_floating_point()
-    if site != "logits" or a.shape != b.shape or not many:
-        return None
-    return float((a.argmax(1) == b.argmax(1)).float().mean())
+def agreements(a: Outputs, b: Outputs, anatomy: Anatomy | None) -> dict[str, float]:
+    """The share of images, or of places in maps, with the same argmax, by what the argmax is taken of."""
+    shares = {}
+    for name, axis in class_axes(a, anatomy).items():
+        if name in b and a[name].shape == b[name].shape:
+            equal = a[name].argmax(axis) == b[name].argmax(axis)
+            answer = f"the largest of {a[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(name)
+            shares[answer] = float(equal.double().mean())
+    return shares
+
+
+def _with_agreement(error: Error, a: Outputs, b: Outputs, anatomy: Anatomy | None) -> Error:
+    shares = agreements(a, b, anatomy)
+    if not shares:
+        return error
+    agreement, answer = least_agreement(shares)
+    return replace(error, agreement=agreement, answer=answer)
+
+
+def least_agreement(shares: Mapping[str, float]) -> tuple[float | None, str]:
+    """The least of these shares; and what its argmax is taken of, and the other shares."""
+    if not shares:
+        return None, ""
+    least = min(shares, key=lambda answer: shares[answer])
+    others = [f"{share:.1%} by {answer}" for answer, share in shares.items() if answer != least]
+    return shares[least], "; ".join([least, *others])
+
+
+def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
+    """The axis of classes of each output that is scores: of as many channels as a last linear layer gives.
+
+    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a pyramid.
+    """
+    scores = {name: value for name, value in outputs.items() if value.is_floating_point() and value.ndim > 1}
+    widths = frozenset[int]() if anatomy is None else anatomy.widths
+    if anatomy is not None and anatomy.features:
+        return {}
+    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    axes: dict[str, int] = {}
+    for name, value in scores.items():
+        is_row = value.ndim == 2 and not widths
+        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
+            axes[name] = fits[0]
+    return axes
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    """How far b is from a: of labels, masks and counts the share of entries that differ, of numbers their distance."""
-    agreement, size = _agreement(a, b, site), tuple(x.shape)
+    """The error of b against a: the relative L2; of labels, masks and counts the share of entries that differ."""
+    size = tuple(x.shape)
     if a.shape != b.shape:
-        return Error(site, precision, size, float("inf"), float("inf"), agreement)
+        return Error(site, precision, size, float("inf"), float("inf"))
     if not a.numel():
-        return Error(site, precision, size, 0.0, 0.0, agreement)
+        return Error(site, precision, size, 0.0, 0.0)
     if not (a.is_floating_point() or a.is_complex()):
         share = float((a != b).double().mean())
         return Error(site, precision, size, share, share, 1.0 - share)
     a, b = _numbers(a), _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
-        # Classes that are masked out are -inf on purpose, in both outputs.
+        # Scores of classes that are masked out are -inf in both outputs.
         a, b = a[~masked], b[~masked]
     difference = a - b
     numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max())
     # The numbers are stacked, so that a device is waited for once.
     norm, other, error, most, top, other_top = torch.stack(numbers).tolist()
     if not (math.isfinite(top) and math.isfinite(other_top)):
-        return Error(site, precision, size, float("inf"), float("inf"), agreement)
+        return Error(site, precision, size, float("inf"), float("inf"))
     if not norm:
-        return Error(site, precision, size, other, other, agreement)
-    return Error(site, precision, size, error / norm, most / top, agreement)
+        return Error(site, precision, size, other, other)
+    return Error(site, precision, size, error / norm, most / top)
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in a row, in float64; of a complex one real and imaginary parts."""
+    """All numbers of a tensor in one dimension, in float64; of a complex one real and imaginary parts."""
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     return value.double().flatten()
 
 
 def _unproved(outputs: Outputs) -> str:
-    """Why equal outputs prove nothing: there are none, or they are the same for every input. Empty where they do."""
+    """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where they prove."""
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return "the outputs are empty: no number was compared"
-    several = all(value.is_floating_point() and value.ndim and len(value) > 1 for value in values)
-    if several and all(bool((value == value[:1]).all()) for value in values):
+    if all(value.is_floating_point() for value in values) and _is_constant(values):
         return "every input gives the same numbers: nothing was compared"
     return ""
+
+
+def _is_constant(values: Sequence[Tensor]) -> bool:
+    """Whether each of several inputs gives the same."""
+    return all(value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values)
 
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
     why = _unproved(outputs)
     unseen = list(filter(None, [why]))
+    if not why and _is_constant([value for value in outputs.values() if value.numel()]):
+        unseen.append("every input gives the same labels, so this check says little")
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)

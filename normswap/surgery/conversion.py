@@ -159,6 +159,9 @@ def convert(
     return replace(conversion, network=replace(conversion.network, module=conversion.model.to(network.device)))
 
 
+convert.__doc__ = f"{convert.__doc__}\n    Options of the schemes, with their defaults:\n{schemes.described()}    "
+
+
 def _converted(source: Network, to: str, options: Options) -> Conversion:
     steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.images

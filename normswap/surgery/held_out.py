@@ -86,8 +86,7 @@ def measured(
     Raises VerificationError: one of them does not run.
     """
     off = size = 0.0
-    count, answers = 0, dict[str, str]()
-    same, compared = defaultdict[str, float](float), defaultdict[str, int](int)
+    count, same, compared = 0, defaultdict[str, float](float), defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None, "there is no second size"
@@ -96,36 +95,11 @@ def measured(
         floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
         squares = sum(float(value.square().sum()) for value in floats) or example.count
         off, size, count = off + squares * error.relative_l2**2, size + squares, count + example.count
-        for name, axis in _class_axes(before, anatomy).items():
-            if name in after and before[name].shape == after[name].shape:
-                equal = before[name].argmax(axis) == after[name].argmax(axis)
-                same[name] += float(equal.double().mean()) * example.count
-                compared[name] += example.count
-                answers[name] = f"the largest of {before[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(name)
+        for answer, share in comparison.agreements(before, after, anatomy).items():
+            same[answer] += share * example.count
+            compared[answer] += example.count
     if not count:
         return None
-    shares = {name: same[name] / count for name in answers if compared[name] == count}
-    if not shares:
-        return Kept(None, (off / size) ** 0.5, count)
-    least = min(shares, key=lambda name: shares[name])
-    others = [f"{share:.1%} by {answers[name]}" for name, share in shares.items() if name != least]
-    return Kept(shares[least], (off / size) ** 0.5, count, "; ".join([answers[least], *others]))
-
-
-def _class_axes(outputs: running.Outputs, anatomy: Anatomy | None) -> dict[str, int]:
-    """The axis of classes of each output that is scores: of as many channels as a last linear layer gives.
-
-    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a pyramid.
-    """
-    scores = {name: value for name, value in outputs.items() if value.is_floating_point() and value.ndim > 1}
-    widths = frozenset[int]() if anatomy is None else anatomy.widths
-    if anatomy is not None and anatomy.features:
-        return {}
-    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
-    axes: dict[str, int] = {}
-    for name, value in scores.items():
-        is_row = value.ndim == 2 and not widths
-        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
-        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
-            axes[name] = fits[0]
-    return axes
+    shares = {answer: same[answer] / count for answer in same if compared[answer] == count}
+    agreement, answers = comparison.least_agreement(shares)
+    return Kept(agreement, (off / size) ** 0.5, count, answers)

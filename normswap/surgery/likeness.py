@@ -1,9 +1,8 @@
-"""BatchNorm back, as an architecture has it: the weights of a network without norms in that architecture's own class.
+"""BatchNorm back in an architecture's own class: the weights of a network without norms, loaded by name.
 
-Its tensors are those of the network, by name. Each of its norms is first the identity (with the bias of a convolution
-that has none there), then takes statistics measured on images, which gamma and beta undo: gamma = sqrt(var + eps),
-beta = t + mean (Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the identity). The result needs no
-layer of normswap's.
+Each norm begins as the identity, plus the bias of its convolution where that class has none. Then it gets statistics
+measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them (Ioffe & Szegedy 2015, arXiv:1502.03167,
+section 3: a norm can be the identity). The result needs no layer of normswap's.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.calibration import channel_moments
-from normswap.errors import RefusedError, VerificationError
+from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
-from normswap.layers import affine
+from normswap.layers import affine, site_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
 from normswap.surgery import comparison, unfolding
@@ -32,15 +31,13 @@ _MEASURED = Outcome("norms measured", "has statistics measured on images")
 
 @torch.no_grad()
 def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[object]) -> Conversion:
-    """The network in the class of `like`, with BatchNorms where that has them and statistics measured on `batches`.
+    """The network in the class of `like`, with that class's BatchNorms and statistics measured on `batches`.
 
     Args:
         like: an architecture, named as a MODEL is, or a network of that class, which is not changed.
 
-    Raises:
-        SourceError: no such architecture, or unusable images.
-        RefusedError: the weights do not fit it, or it computes something else with them; says which.
-        VerificationError: a variance is not finite, or too large for its dtype.
+    Raises SourceError: no such architecture, or unusable images; RefusedError: the weights do not fit it, or it
+    computes something else with them; VerificationError: a variance is not finite, or too large for its dtype.
     """
     if isinstance(like, nn.Module):
         module, arch = copying.duplicate(like, {}), None
@@ -56,11 +53,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
     for path, shift in shifts.items():
         norms[path].bias.copy_(shift)
     measured = channel_moments.measure(module, norms, batches, network.progress)
-    for path, moments in measured.moments.items():
-        norms[path].running_mean.copy_(moments.mean)
-        norms[path].running_var.copy_(moments.variance)
-        if not bool(torch.isfinite(norms[path].running_var).all()):
-            raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
+    measured.store(norms)
     _undo_statistics(module, shifts)
     precise = comparison.compare_double(network, lambda: _undo_statistics(skeleton.doubled().module, shifts))
     report = comparison.compare(network, module, precise=precise)
@@ -75,9 +68,7 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
 @torch.no_grad()
 def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
     for path, shift in shifts.items():
-        norm: Any = module.get_submodule(path)
-        norm.weight.copy_((norm.running_var.double() + norm.eps).sqrt())
-        norm.bias.copy_(norm.running_mean.double() + shift)
+        site_norm.undo_statistics(module.get_submodule(path), shift)
     return module
 
 
@@ -100,7 +91,7 @@ def _classes(network: Network) -> int:
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
-    """Copy the tensors by name, statistics as 0 and 1; returns, by norm, the bias (C,) of the convolution before."""
+    """Copy the tensors by name, and make every norm the identity; returns, by norm, its convolution's bias (C,)."""
     traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
     shifts: dict[str, Tensor] = {}
     for path, norm in traced.modules.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-
-from normswap.plan import Body
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,9 +11,9 @@ class Kept:
 
     Args:
         agreement: share of images, or of places in maps, with the same argmax; None where the outputs have no argmax.
-        relative_l2: at the outputs.
-        count: of images.
-        answer: which numbers the argmax is taken of; of several outputs the one that agrees least, and the others.
+        relative_l2: |result - source| / |source| at the outputs.
+        count: number of images.
+        answer: the axis of the argmax; of several outputs the one that agrees least, and the agreement of the others.
     """
 
     agreement: float | None
@@ -51,7 +49,8 @@ class Error:
 
     Args:
         relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class.
+        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class;
+            `answer`: which numbers the argmax is taken of, as in `Kept`.
         output: the name of the worst output, where there are several.
     """
 
@@ -62,6 +61,7 @@ class Error:
     largest: float
     agreement: float | None = None
     output: str = ""
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,3 @@ class Report:
         """The largest relative L2 error at the logits in the network's own precision."""
         errors = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
         return max(errors, key=lambda error: error.relative_l2)
-
-    def to_dict(self) -> Body:
-        return asdict(self)

@@ -83,15 +83,12 @@ def by_parts(
     replacements: Replacements | None = None,
     tensors: Mapping[int, Tensor] | None = None,
 ) -> Outputs | None:
-    """The outputs in float64.
+    """The outputs in float64; None where dtypes were mixed, or a module calls itself.
 
-    Each module gets float64 tensors for the time its forward runs only, so that the whole network never exists twice.
+    A module has float64 tensors only while its forward runs, so the network never exists twice.
 
     Args:
         replacements, tensors: layers and tensors that are built in float64, not cast to it (`applying.doubles`).
-
-    Returns:
-        None where dtypes were mixed, or a module calls itself.
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
@@ -152,21 +149,13 @@ def widely(work: Callable[[], Outputs]) -> Outputs:
         return work()
 
 
-def double(example: Example) -> Example:
-    """The example in float64."""
-    return example.map_floats(Tensor.double)
-
-
 def noise(
     model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0, ran: Collection[str] = ()
 ) -> list[Example]:
-    """Calls with N(0, 1) inputs (batch, C, H, W) on the model's device.
-
-    At 64 and at 97 pixels where the model accepts that, else at its own `size` (C, H, W); of another shape: at its
-    size.
+    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W) where that fails.
 
     Args:
-        ran: examples that the network is known to run on, as they print.
+        ran: printed examples that the network is known to run on.
 
     Raises VerificationError: the model runs on none of them.
     """
@@ -178,7 +167,7 @@ def noise(
     for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
         if examples and i > 1:
             break
-        # One more image of a second size, which `compare` leaves out if the network does not take it.
+        # `compare` leaves this image of a second size out if the network does not take it.
         if examples:
             return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))]
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))

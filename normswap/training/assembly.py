@@ -1,4 +1,4 @@
-"""All that a run moves, put together from a recipe and its network; the machine and processes it runs on; trackers."""
+"""A run's objects, made from a recipe and its network; the machine and processes it runs on; trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from normswap.errors import OptionError, RecipeError, require_packages
 from normswap.layers.site_norm import SiteNorm
-from normswap.models import devices
+from normswap.models import devices, network_input
 from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import State
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 def read_slurm() -> None:
-    """Where srun has started this process, say so in the variables that torchrun sets; as timm reads SLURM's.
+    """Set torchrun's variables from SLURM's, if srun has started this process.
 
-    SLURM_STEP_ID is srun's: a batch script has SLURM_NTASKS, too, and is one process.
+    Only srun sets SLURM_STEP_ID: a batch script is one process, and has SLURM_NTASKS, too.
 
-    Raises OptionError: nobody says where the processes meet.
+    Raises OptionError: the address where the processes meet is not set.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:
@@ -52,10 +52,9 @@ def read_slurm() -> None:
 
 
 def meet(backend: str) -> None:
-    """Join the other processes that torchrun has started, under a name that this start of them alone has.
+    """Join the other processes that torchrun has started, under a name that only this start has.
 
-    torchrun's store outlives the processes that it starts again: under torch's own name, which stays the same, they
-    would find the addresses of processes that are gone.
+    torchrun's store survives a restart: under torch's own name processes would find the addresses of dead ones.
     """
     variables = os.environ
     if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -91,9 +90,7 @@ def stop_on_request() -> Iterator[threading.Event]:
 def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
     """Set up Accelerate's view of the machine: processes, device, precision.
 
-    Raises:
-        RecipeError: it is no recipe.
-        OptionError: a device that is not there, or a precision that it has not; or accelerate is not installed.
+    Raises RecipeError: it is no recipe; OptionError: no such device or precision, or accelerate is not installed.
     """
     if not isinstance(recipe, Recipe):
         remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
@@ -107,7 +104,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
     read_slurm()
     meet("gloo" if cpu else "nccl")
-    # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here
+    # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here.
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
@@ -137,11 +134,11 @@ def trackers(asked: str) -> list[str]:
 
 
 class Task:
-    """All that the training loop moves.
+    """The objects of the training loop.
 
     Args:
-        subject: the network as training begins; images: what it is trained on.
-        recipe: what to do.
+        subject: the network as training begins.
+        images: the training images.
         engine: Accelerate's view of the machine.
     """
 
@@ -154,10 +151,13 @@ class Task:
             raise OptionError(f"mixup needs an even number of images per process, not {micro}")
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
-        # Whole batches: the rest of the images is left out, other ones in each epoch.
+        # An epoch has whole batches, and leaves out other images each time.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
-        self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
+        classifies = images.labelled or network_input.classifies(subject.module, record["input_size"])
+        self.validation = None
+        if classifies:
+            self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
         self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
@@ -173,7 +173,7 @@ class Task:
         if recipe.distill is not None:
             teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)
             teacher = teacher.to(memory_format=self.layout)
-        self.objective = Objective(recipe, self.raw, teacher)
+        self.objective = Objective(recipe, self.raw, teacher, classifies=classifies)
         optim = optimizer(self.raw, recipe.optim, subject.network)
         self.scheduler = scheduler(optim, recipe.schedule, self.updates, self.per_epoch)
         if train.compile:
@@ -185,7 +185,6 @@ class Task:
             self.ema.set(self.raw)
 
     def parts(self) -> State:
-        """Return the tensors of a state."""
         scaler = self.engine.scaler
         return {
             "model": self.raw.state_dict(),
@@ -205,7 +204,7 @@ class Task:
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let torch's SyncBatchNorm take the place of every BatchNorm; OptionError where torch has none that fits."""
+    """Replace every BatchNorm by torch's SyncBatchNorm; OptionError where that cannot compute the same."""
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")
     for path, norm in model.named_modules():

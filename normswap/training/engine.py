@@ -1,8 +1,8 @@
 """Fine-tune: one loop, on one device or many, that can be killed at any moment and continued.
 
-It stands on Accelerate (processes, devices, precision, accumulation, trackers), timm (transforms, optimizers,
-schedules, clipping, averaging), and a folder whose files are whole at every moment (`run_folder`). Random numbers are a
-function of (seed, update, process), so a continued run needs none of an interrupted one's.
+Accelerate does processes, devices, precision, accumulation and trackers; timm transforms, optimizers, schedules,
+clipping and averaging. The files of a run's folder are complete at every moment (`run_folder`). Random numbers are a
+function of (seed, update, process), so a continued run needs no state of them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is: in updates and epochs, of all of them.
+    """How far a run is, in updates and epochs.
 
     Args:
-        images_per_s: over all processes, validation left out.
+        images_per_s: over all processes, without validation.
         lr: of the latest update.
         loss: mean over the epoch so far.
         top1: of the latest validation, in percent.
@@ -68,7 +68,7 @@ class Result:
         last: directory of the network after the last update.
         model: that network, in eval mode, on the CPU.
         rows: of metrics.csv.
-        updates: done.
+        updates: how many were done.
         finished: False if the run was asked to stop, and can be continued.
         notes: what the user should know.
     """
@@ -152,7 +152,7 @@ def finetune(
 
 
 class TrainingRun:
-    """The loop and what it leaves behind; `blank` is the network as training begins, for its structure."""
+    """The loop and its files; `blank` is the network as training begins, for its structure."""
 
     def __init__(
         self,
@@ -165,10 +165,10 @@ class TrainingRun:
         self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
         self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
         device = task.engine.device
-        # The sum of this process's losses since the last look.
+        # The sum of this process's losses since they were last read.
         self.sum = torch.zeros((), device=device, dtype=precise(device))
         self.lr = 0.0
-        # A look waits for the device.
+        # Reading the losses waits for the device.
         self.every = 1 if device.type == "cpu" else 10
 
     def open(self, *, resume: bool) -> None:
@@ -248,7 +248,7 @@ class TrainingRun:
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
-        """Return whether the losses since the last look are finite, and whether any process was asked to stop."""
+        """Return whether the losses since the last call are finite, and whether any process was asked to stop."""
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
         loss, stop = self.engine.reduce(sums, "sum").tolist()
         self.at.loss += loss / self.engine.num_processes
@@ -323,14 +323,14 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return what to add figures up in: the order, which depends on the number of processes, should not show."""
+    """Return the dtype of sums: float64, in which the order of processes does not matter, but on MPS."""
     if device.type == "mps":
         return torch.float32
     return torch.float64
 
 
 def score(row: Row) -> float:
-    """Return what the best network is chosen by: accuracy, or without validation the training loss; more is better."""
+    """Return the score of a network, higher is better: accuracy, or without validation minus the training loss."""
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if row["train_loss"] is not None:
         accuracies = accuracies or [-row["train_loss"]]

@@ -1,6 +1,6 @@
-"""What a recipe minimizes and how: the loss, the optimizer, and its learning rate at every update; from timm.
+"""A recipe's loss, optimizer and schedule, from timm.
 
-The loss is cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
+The loss is the cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from normswap import provenance, schemes
 from normswap.analysis.weight_decay import Policy, param_groups
 from normswap.errors import OptionError, SourceError, TraceError, first_line, quiet
 from normswap.models import zoo
+from normswap.models.calling import named_tensors
 from normswap.models.network_input import scores
 from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
 
-# Paths of classifiers that a recorded forward has found: it takes long.
+# Paths of classifiers, as recording a forward takes long.
 _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -58,13 +59,9 @@ def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) ->
 
 
 def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int) -> Scheduler:
-    """Return timm's scheduler; by `step_update` the rate is a function of the update alone: there is nothing to save.
+    """Return timm's scheduler over `updates`; by `step_update` the rate is a function of the update alone.
 
-    Args:
-        optimizer: its groups' `lr_scale` are heeded.
-        schedule: of the recipe.
-        updates: in all.
-        per_epoch: updates.
+    So there is nothing to save. The `lr_scale` of the optimizer's groups counts.
     """
     warmup = round(schedule.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)
@@ -85,7 +82,7 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
 
 
 def clip_gradients(model: nn.Module, clip: Clip) -> None:
-    """Clip gradients, in place: adaptively, or as timm does."""
+    """Clip gradients, in place, adaptively or as timm does."""
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
     else:
@@ -138,11 +135,7 @@ def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
 def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """Return the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
 
-    Args:
-        network: the record of the network that `model` is a copy of, where one has been made.
-
-    Raises:
-        OptionError: there is none.
+    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: there is no such layer.
     """
     ask = getattr(model, "get_classifier", None)
     layer = ask() if callable(ask) else None
@@ -159,25 +152,44 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     return model.get_submodule(_HEADS[model])
 
 
-def teacher_loss(logits: Tensor, taught: Tensor, temperature: float = 2.0) -> Tensor:
-    """Return T^2 KL(teacher / T || student / T), the mean over a batch; no gradient flows into the teacher.
+def teacher_loss(output: object, taught: object, temperature: float | None = 2.0) -> Tensor:
+    """Return how far a network's output is from its teacher's; no gradient flows into the teacher.
 
-    Hinton et al. 2015, arXiv:1503.02531, section 2.
+    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch (Hinton et al. 2015,
+    arXiv:1503.02531, section 2). Of anything else, be it maps, features or several outputs, it is the squared relative
+    L2 error, the mean over the floating-point outputs that both give.
 
     Args:
-        logits: of the student, (N, classes).
-        taught: those of the teacher on the same images.
-        temperature: T, which softens both.
+        output: of the student.
+        taught: that of the teacher on the same images.
+        temperature: T, which softens both; None: an output (N, features) is no scores.
+
+    Raises:
+        OptionError: they have no output of one name and shape.
     """
-    learned, target = (F.log_softmax(scores / temperature, 1) for scores in (logits, taught.detach()))
-    return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
+    if temperature is not None:
+        with suppress(OptionError):
+            logits = scores(output), scores(taught).detach()
+            learned, target = (F.log_softmax(each.float() / temperature, 1) for each in logits)
+            return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
+    values, targets = dict(named_tensors(output)), dict(named_tensors(taught))
+    errors = []
+    for name, tensor in targets.items():
+        if name in values and tensor.is_floating_point() and tensor.shape == values[name].shape:
+            target = tensor.detach().float()
+            errors.append((values[name].float() - target).square().sum() / target.square().sum().clamp_min(1e-12))
+    if not errors:
+        why = f"it gives {', '.join(values) or 'no tensor'}, the teacher {', '.join(targets) or 'no tensor'}"
+        raise OptionError("no output of the network has the name and shape of one of its teacher's", why)
+    return torch.stack(errors).mean()
 
 
 class Objective:
     """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, *, classifies: bool = True) -> None:
         self.distill, self.teacher = recipe.distill, teacher
+        self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
         classes: int | None = getattr(model, "num_classes", None)
@@ -193,20 +205,20 @@ class Objective:
         if self.mixup is not None:
             with drawn_by(*seed):
                 images, target = self.mixup(images, target)
-        logits = scores(model(images))
-        loss = logits.new_zeros(())
+        output = model(images)
+        loss = torch.zeros((), device=images.device)
         if self.labels:
             smoothing = 0.0 if self.mixup is not None else self.smoothing
-            loss = self.labels * F.cross_entropy(logits, target, label_smoothing=smoothing)
+            loss = self.labels * F.cross_entropy(scores(output), target, label_smoothing=smoothing)
         if self.distill and self.teacher:
             with torch.no_grad():
                 taught = self.teacher(images)
-            loss = loss + self.distill.weight * teacher_loss(logits, taught, self.distill.temperature)
+            loss = loss + self.distill.weight * teacher_loss(output, taught, self.temperature)
         return loss
 
 
 class Teacher(nn.Module):
-    """A network that is asked for logits, about images preprocessed for a student with as many classes."""
+    """A network whose outputs are the targets, on images preprocessed for a student with as many classes."""
 
     ratio: Tensor
     shift: Tensor
@@ -224,10 +236,10 @@ class Teacher(nn.Module):
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W), preprocessed for the student, to (N, classes), in float32."""
-        return scores(self.network(images if self.same else images * self.ratio + self.shift)).float()
+    def forward(self, images: Tensor) -> object:
+        """Return the output for images (N, C, H, W) that were preprocessed for the student."""
+        return self.network(images if self.same else images * self.ratio + self.shift)
 
     def train(self, mode: bool = True) -> Teacher:
-        """A teacher stays in eval mode."""
+        # A teacher stays in eval mode.
         return super().train(False)

@@ -73,8 +73,8 @@ class Data(Part):
 class Clip(Part):
     """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
 
-    mode: Literal["agc", "norm", "value"] = "agc"
-    value: Positive = 0.01
+    mode: Literal["agc", "norm", "value"] = Field("agc", description="Adaptive (Brock et al. 2021), by norm or value.")
+    value: Positive = Field(0.01, description="The largest gradient; agc: as a share of the weights.")
 
 
 class Optim(Part):
@@ -82,8 +82,8 @@ class Optim(Part):
 
     name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
     lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
-    momentum: Share = 0.9
-    weight_decay: NotNegative = 5e-5
+    momentum: Share = Field(0.9, description="Of sgd.")
+    weight_decay: NotNegative = Field(5e-5, description="Of the parameters that `decay` names.")
     decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] | tuple[str, ...] = Field(
         "auto", description="Who decays: a policy of `normswap decay`, or roles; auto: kim2022, or the scheme's."
     )
@@ -96,9 +96,9 @@ class Optim(Part):
 class Schedule(Part):
     """`schedule`: a timm scheduler, stepped per update."""
 
-    name: Literal["cosine", "step", "multistep", "poly", "constant"] = "cosine"
+    name: Literal["cosine", "step", "multistep", "poly", "constant"] = Field("cosine", description="timm's scheduler.")
     warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
-    min_lr: NotNegative = 0.0
+    min_lr: NotNegative = Field(0.0, description="Lr at the end.")
     milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
     rate: Positive = Field(0.1, description="step, multistep: the factor.")
 
@@ -106,7 +106,7 @@ class Schedule(Part):
 class Ema(Part):
     """`train.ema`: timm's ModelEmaV3."""
 
-    decay: Share = 0.9999
+    decay: Share = Field(0.9999, description="Share of the old average at each update.")
     warmup: bool = Field(True, description="Shorter memory at the beginning.")
 
 
@@ -114,11 +114,11 @@ class Train(Part):
     """`train`: how long, in what precision, and what is averaged and saved."""
 
     epochs: Positive = Field(1.0, description="May be a fraction.")
-    seed: Seed = 0
+    seed: Seed = Field(0, description="Of the order of images and of all that is drawn.")
     accumulate: AtLeastOne = Field(1, description="Micro-batches per update: each process holds a share of batch_size.")
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    channels_last: bool = False
-    compile: bool = False
+    precision: Literal["no", "bf16", "fp16"] = Field("no", description="Autocast to it.")
+    channels_last: bool = Field(False, description="Memory format.")
+    compile: bool = Field(False, description="By torch.compile.")
     ema: Ema | None = None
     smoothing: Share = Field(0.0, description="Label smoothing.")
     sync_bn: bool = Field(False, description="BatchNorm statistics over all processes.")
@@ -130,7 +130,7 @@ class Distill(Part):
 
     teacher: str = Field("source", description="`source`: the checkpoint knows it; or a MODEL.")
     weight: Share = Field(0.5, description="Of the teacher's loss; 1: labels are not used.")
-    temperature: Positive = 2.0
+    temperature: Positive = Field(2.0, description="Both networks' scores are divided by it.")
 
 
 class Recipe(Part):

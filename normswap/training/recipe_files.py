@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -17,10 +19,11 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
 from normswap.errors import RecipeError, first_line, near
-from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Recipe, RecipeNetwork, Train
+from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Part, Recipe, RecipeNetwork, Train
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
+_TYPES = {str: "text", int: "whole number", float: "number", bool: "true|false", dict: "mapping", tuple: "list"}
 # A recipe in which no group of keys is missing, for their names.
 _EVERY_GROUP = Recipe(
     summary="",
@@ -107,6 +110,34 @@ def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, ob
     return keys
 
 
+def keys(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str, object]]:
+    """Yield every key of a recipe: its dotted name, what it takes, its default, and what it is for."""
+    for name, field in group.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
+        if inner:
+            yield from keys(inner[0], f"{above}{name}.")
+            continue
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        takes = "|".join(_takes(field.annotation))
+        yield {"key": f"{above}{name}", "takes": takes, "default": default, "help": field.description}
+
+
+def _is_group(kind: object) -> TypeGuard[type[Part]]:
+    return isinstance(kind, type) and issubclass(kind, Part)
+
+
+def _takes(kind: Any) -> list[str]:
+    """Return the words that a key may be, or what its values are."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return list(map(str, arguments))
+    if origin is Annotated:
+        return _takes(arguments[0])
+    if origin in (Union, UnionType):
+        return [word for argument in arguments for word in _takes(argument)]
+    return [_TYPES[origin or kind]] if kind is not NoneType else []
+
+
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """List the keys of two flat recipes that differ, with both values."""
     keys = sorted(before.keys() | now.keys())
@@ -154,7 +185,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         path = [str(step) for step in problem["loc"]]
         key, kind = ".".join(path), problem["type"]
         if kind == "extra_forbidden":
-            hint = near(key, flat(_EVERY_GROUP), "`normswap recipes NAME --json` prints every key", 1)
+            hint = near(key, flat(_EVERY_GROUP), "`normswap recipes --keys` lists all", 1)
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":
             yield str(problem["ctx"]["error"])

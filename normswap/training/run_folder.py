@@ -96,9 +96,7 @@ class Folder:
     def read_state(self) -> tuple[TrainingState, State]:
         """Return the state, if this run may be continued from it.
 
-        Raises:
-            SourceError: it cannot be read.
-            OptionError: it is that of another run; says what differs.
+        Raises SourceError: it cannot be read; OptionError: it is that of another run; says what differs.
         """
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)

@@ -35,7 +35,6 @@ class Subject:
 
     @property
     def module(self) -> nn.Module:
-        """The network itself."""
         return self.network.module
 
     def blank(self) -> nn.Module:

@@ -1,11 +1,11 @@
-"""Sweeps as the papers do them: every learning rate with several seeds, and the best k of n runs of each.
+"""Sweeps as in papers: every learning rate with several seeds, and the best k of n runs of each.
 
-Optuna's storage is all that workers share, and its queue is the list of what is left: the same command may run in
-several processes, on several machines; each takes the next waiting trial. A trial whose worker gives no heartbeat any
-more is given up by Optuna and offered again here (its run is continued where its folder is in reach).
+Workers share Optuna's storage alone: the same command may run in several processes, on several machines, and each takes
+the next waiting trial. If a worker gives no heartbeat, its trial is queued again; its run continues where its folder is
+in reach.
 
-A run that diverged or failed has no accuracy and counts among the n: leaving out the worst forgives a few of them, and
-a learning rate with fewer than k successes cannot win. No torch here.
+A run that diverged or failed has no accuracy and counts among the n, so a learning rate with fewer than k successes
+cannot win. No torch here.
 
 Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate of a grid.
 """
@@ -46,12 +46,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Line:
-    """One learning rate: how many runs have ended, well or not, and how many were lost.
+    """One learning rate: how many runs have ended, and how many of them were lost.
 
     Args:
-        mean, std: of the best k in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
-        counted: how many that are.
-        full: whether all n have ended and k succeeded: only then can this be the best.
+        mean, std: of the best k top-1 in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
+        counted: the number of those runs.
+        full: whether all n have ended and k succeeded, so that this can be the best.
     """
 
     lr: float
@@ -80,7 +80,7 @@ def count_best(seeds: int, best: int | None = None) -> int:
 
 
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
-    """Sum up each lr, ascending; the highest mean is marked, unless two are level."""
+    """Summarize each lr, ascending; the highest mean is the best, unless two are equal."""
     rates = sorted({trial.lr for trial in trials})
     summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
     return [replace(line, best=_highest(summed) == [line]) for line in summed]
@@ -106,7 +106,7 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
-    """List what the reader should know: what is not done, what failed and why, good rates, a grid that ends early."""
+    """List notes for the reader: unfinished and failed runs, equal and good rates, a best rate at the grid's edge."""
     texts = []
     if not finished or any(trial.state == "running" for trial in trials):
         texts.append("not all runs have ended; the same command continues those that were stopped or killed")
@@ -130,7 +130,7 @@ Say = Callable[[str], None]
 
 # Seconds between a worker's signs of life, and without one until it counts as dead.
 BEAT, GRACE = 15, 60
-# Two workers that make the tables of a database at once fail, and may try again.
+# Two workers that create a database's tables at once fail, and try again.
 _ATTEMPTS = 5
 # Keys of the recipe that may differ between workers.
 _FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")
@@ -168,10 +168,10 @@ class Sweep:
     """One worker's view of a sweep.
 
     Args:
-        recipe: what every run is trained by, but for its lr and seed.
-        subject: what else must be the same in all workers: the network, for instance.
-        points: every (lr, seed) that is tried.
-        place: where this machine's runs go.
+        recipe: the recipe of every run, but for lr and seed.
+        subject: what else must be the same in all workers, such as the network.
+        points: every (lr, seed) to run.
+        place: the folder of this machine's runs.
         storage: the URL of a database; by default an SQLite file in `place`.
 
     Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
@@ -186,7 +186,11 @@ class Sweep:
         storage: str | None = None,
     ) -> None:
         self.recipe, self.points, self.place = recipe, points, place
-        self.optuna = _optuna()
+        require_packages("a sweep", ("optuna",), "train")
+        import optuna
+
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        self.optuna: ModuleType = optuna
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -223,9 +227,9 @@ class Sweep:
         return storage
 
     def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
-        """Run points until none is left to begin; returns whether all of them are done.
+        """Run waiting points until there are none; returns whether all of them are done.
 
-        What is wrong with every run (NormswapError) is raised; `say` is told what is being run.
+        Raises NormswapError: every run would fail. `say` is called with each run's name.
         """
         waited = 0
         while True:
@@ -250,7 +254,7 @@ class Sweep:
                 self.optuna.storages.fail_stale_trials(self.study)
 
     def _run_next(self, objective: Objective, say: Say) -> None:
-        """Take one trial from the queue; Optuna sees to it that no one else has it."""
+        """Run one trial of the queue, which Optuna gives to no other worker."""
 
         def run(trial: optuna.Trial) -> float:
             self.storage.record_heartbeat(trial._trial_id)
@@ -285,13 +289,13 @@ class Sweep:
         return top1
 
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
-        """List what is waiting, running, or has ended, well or not; not what was given up or stopped."""
+        """List the trials that wait, run or have ended, without those that were stopped or lost their worker."""
         states = ("WAITING", "RUNNING", "COMPLETE")
         trials = self.study.get_trials(deepcopy=False)
         return [trial for trial in trials if trial.state.name in states or "lost" in trial.user_attrs]
 
     def trials(self) -> list[Trial]:
-        """List every point that was begun, by lr and seed; one that is still running has the state `running`."""
+        """List every point that was begun, by lr and seed."""
         table: dict[Point, Trial] = {}
         for trial in self._valid():
             point = _point(trial)
@@ -306,11 +310,3 @@ class Sweep:
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
     queued = trial.system_attrs.get("fixed_params", {})
     return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
-
-
-def _optuna() -> ModuleType:
-    require_packages("a sweep", ("optuna",), "train")
-    import optuna
-
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    return optuna

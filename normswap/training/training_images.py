@@ -43,7 +43,7 @@ from normswap.training.recipe import Augment
 from normswap.training.recipe import Data as DataPart
 
 Example = tuple[Tensor, int]
-_GIVE = "Give data.validation=PATH, or data.root=PATH that holds train and val"
+_GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train and val"
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ def places(data: DataPart) -> tuple[str, str | None]:
     Raises SourceError: the recipe names no images.
     """
     if data.root is None:
-        remedy = "Give data.root=PATH, the folder of the images"
-        raise SourceError("no images to train on", "the recipe has no data.root", remedy)
+        remedy = "Give --data PATH, or data.root in the recipe: the folder of the images"
+        raise SourceError("no images to train on", remedy=remedy)
     root = Path(data.root)
     if not root.exists():
         parts = data.root.partition("/")[0].lower() in PREFIXES

@@ -102,6 +102,20 @@ def of_two_images(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return batches
 
 
+@torch.no_grad()
+def small_variances(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Trained with an eps of 1e-3, that mattered; now it is torch's."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.mul_(0.03)
+    for norm in norms(model):
+        norm.eps = 1e-3
+    estimate_population(model, batches)
+    for norm in norms(model):
+        norm.eps = 1e-5
+    return batches
+
+
 PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
     "BGR": (blue_first, "preprocessing", "channels as BGR"),
     "not normalized": (unnormalized, "preprocessing", "given as pixels in 0..1"),
@@ -112,6 +126,7 @@ PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str,
     "means forgotten": (divided, "preprocessing", "given with mean 0, std 0.247"),
     "two images' statistics": (of_two_images, "wrong-statistics", "no norm by itself is far off"),
     "night": (at_night, "drifted-domain", "trained on other images than these"),
+    "eps": (small_variances, "eps", "with 0.001"),
 }
 
 

@@ -211,5 +211,5 @@ def test_batches_are_split_to_the_size_of_a_file(singly: bool, parts: list[int])
 @pytest.mark.parametrize(("label", "hits"), [(1, 100.0), (0, 0.0), (None, None)])
 def test_the_hits_of_a_single_image_are_counted(label: int | None, hits: float | None) -> None:
     sums, scores = checks._AnswerSums(), torch.tensor([[0.0, 1.0]])
-    sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]))
+    sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]), 1)
     assert sums.hits("file") == hits

@@ -21,6 +21,7 @@ from normswap.graph.inspection import inspect
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.layers.standardized import MeanStdConv2d
+from normswap.surgery.network import Network
 
 Make = Callable[[], nn.Module]
 
@@ -149,7 +150,7 @@ def test_timm_networks_keep_their_function(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64).double()
     model = lived_in(timm.create_model(name, num_classes=10), x)
-    folded = exporter.fold_for_export(model, (3, 64, 64))
+    folded = exporter.fold_for_export(Network(model, size=(3, 64, 64)))
     channels = channels_of(folded, x)
     written = [group for layer in channels.layers for group in layer.writes.tolist()]
     assert sum(group != FIXED for group in written) / len(written) >= FREE[name]

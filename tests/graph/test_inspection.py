@@ -157,10 +157,12 @@ def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
 
 def test_parts_that_look_at_values_are_followed_and_said() -> None:
     model = net(lambda m, x: m.inner(m.bn(m.conv(x))) + x, inner=Untraceable, **ONE)()
+    model.spare = nn.BatchNorm2d(4)
     seen = inspect(model)
     assert seen.refusals == ()
     assert any("inner looks at values" in remark for remark in seen.traced.remarks)
-    assert [norm.path for norm in seen.norms] == ["bn", "inner.norm"]
+    assert "never called: spare" in seen.traced.remarks
+    assert [norm.path for norm in seen.norms] == ["bn", "inner.norm", "spare"]
     assert [block.path for block in seen.blocks] == [""]
 
 

@@ -67,7 +67,7 @@ def test_a_fused_detector_is_trained_again(
         nn.init.uniform_(norm.weight, 0.5, 1.5)
         norm.momentum = 0.5
     for _ in range(8):
-        detector.model.train()(torch.rand(4, 3, SIDE, SIDE))
+        detector.model.train()(torch.randn(4, 3, SIDE, SIDE))
     detector.model.eval()
     detector.model.fuse()
     detector.save("best.pt")

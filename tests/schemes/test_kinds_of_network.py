@@ -21,7 +21,9 @@ from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
 from normswap.surgery import conversion
+from normswap.surgery.comparison import compare
 from normswap.surgery.held_out import HeldOutSplit, measured
+from normswap.surgery.network import Network
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,9 @@ def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int
         two.conv.weight.add_(0.3 * torch.randn_like(two.conv.weight))
     kept = measured(one, two, [Example((x[:30],)), Example((x[30:],))], inspect(one, x[:2]))
     assert kept is not None
+    error = compare(Network(one, x), two, exact=False).logits[-1]
+    assert error.answer == kept.answer
+    assert error.agreement == pytest.approx(kept.agreement)
     assert (kept.agreement is None) is (answer is None)
     assert kept.answer.startswith(answer or "")
     if answer and answer.endswith(" of "):

@@ -306,7 +306,7 @@ def test_reports_survive_json() -> None:
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
     full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8))
     for report in (compared(none), compared(MUTANTS["not a number"]), full):
-        assert reader.validate_json(json.dumps(report.to_dict())) == report
+        assert reader.validate_json(json.dumps(dataclasses.asdict(report))) == report
 
 
 def test_measuring_leaves_no_trace() -> None:

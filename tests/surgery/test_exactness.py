@@ -68,6 +68,22 @@ def test_what_compares_nothing_never_passes(answer: Callable[[Tensor], Tensor]) 
         normswap.convert(source, "folded", inputs=IMAGES)
 
 
+def test_labels_that_are_the_same_for_every_input_are_said() -> None:
+    report = normswap.convert(_network(lambda y: y.mean((1, 2, 3)) > 1e6), "folded", inputs=IMAGES).report
+    assert report.vacuous == ("every input gives the same labels, so this check says little",)
+
+
+def test_a_network_that_amplifies_rounding_in_float64_is_not_called_wrong() -> None:
+    with pytest.raises(VerificationError, match="nothing proves the result of folded: in float64, too"):
+        normswap.convert(_network(lambda y: (1e9 * (1e9 * y).sin()).sin()), "folded", inputs=IMAGES)
+
+
+def test_a_linear_layer_of_another_axis_is_not_rescaled() -> None:
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(16, 8), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+    result = normswap.convert(lived_in(nn.Sequential(*layers), IMAGES[:8].double()).float(), "groupnorm", inputs=IMAGES)
+    assert torch.equal(result.model[1].weight, layers[1].weight)
+
+
 def _tables() -> dict[type[nn.Module], set[str]]:
     """The classes in the tables by which rooms that decide what is folded go, and which tables those are."""
     tables: dict[type[nn.Module], set[str]] = {}

@@ -138,7 +138,7 @@ def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
     """What the step makes was made in float64, and is lent to the network that was made in float32, layer by layer."""
     model, x = residual(), torch.randn(2, *SIZE)
     step, wide = widely(model, row)
-    result, example = applying.apply_step(model, step), running.double(Example((x,)))
+    result, example = applying.apply_step(model, step), Example((x,)).map_floats(Tensor.double)
     before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
     found = running.by_parts(result, example, *applying.doubles(model, result, step))
     assert found is not None
@@ -215,7 +215,7 @@ class Adapted(nn.Linear):
 def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 5), Adapted(), nn.Linear(5, 3)), torch.randn(4, 5)
-    found = running.by_parts(model, running.double(Example((x,))))
+    found = running.by_parts(model, Example((x,)).map_floats(Tensor.double))
     assert found is not None
     assert distance(run(copy.deepcopy(model).double(), x.double()), found[""]) < 1e-14
 
@@ -298,9 +298,11 @@ def test_agreement_counts_places_of_maps() -> None:
         scores[0, (x[0, :, 0, 0].argmax() + 1) % 4, 0, 0] = x[0, :, 0, 0].max() + 1
         return scores
 
-    found = checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8")
+    reference = replace(reference_of(Map()), anatomy=SimpleNamespace(widths={4}, features=False))
+    found = checks.check(reference, other, [(10 * x, None)], dtype="int8")
     assert (found.answers, found.unit, found.count) == (12, "pixels", 2)
     assert found.agreement == pytest.approx(11 / 12)
+    assert checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8").agreement is None, "features"
 
 
 def test_probabilities_are_held_to_what_their_scores_may_be_off_by() -> None:
@@ -331,8 +333,7 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     found = checks.check(reference_of(Scores()), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
-    assert comparison._agreement(torch.eye(3), torch.eye(4)[:3]) is None, "answers of other classes"
-    assert comparison._agreement(torch.zeros(0, 3), torch.zeros(0, 3)) is None
+    assert comparison.agreements({"": torch.eye(3)}, {"": torch.eye(4)[:3]}, None) == {}, "answers of other classes"
 
     class Other(Scores):
         def forward(self, x: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def test_places(tmp_path: Path) -> None:
     assert places(Data(root=train, validation="v")) == (train, "v")
     assert places(Data(root=test)) == (test, None)
     assert places(Data(root="torch/cifar10:/d")) == ("torch/cifar10:/d", "torch/cifar10:/d")
-    with pytest.raises(SourceError, match=r"no data.root.*Give data.root=PATH"):
+    with pytest.raises(SourceError, match=r"no images.*--data PATH, or data.root"):
         places(Data())
 
 

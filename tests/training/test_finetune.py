@@ -12,6 +12,9 @@ import pytest
 import torch
 import yaml
 from commands import as_documented
+from lived import lived_in
+from own_networks import Answers
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from trained import CLASSES, network, recipe, train, write_images
 
 import normswap
@@ -44,6 +47,28 @@ def write(file: Path, **parts: Any) -> Path:
     plan["data"].update(root=None, validation=None)
     file.write_text(yaml.safe_dump(plan))
     return file
+
+
+@pytest.mark.parametrize("answer", ["maps", "two outputs", "features", "two heads"])
+def test_any_network_learns_again_from_its_source(answer: str, images: Path, tmp_path: Path) -> None:
+    """On other images of the kind, it ends at most two thirds as far from the source as it began."""
+    answers = {"maps": lambda y: {"out": y}, "two outputs": lambda y: (y, y.sigmoid()[:, :1])}
+    answers["features"] = lambda y: y.mean((2, 3))
+    heads = lambda y: {"policy": y.mean((2, 3)), "value": y.amax((1, 2, 3))}  # noqa: E731
+    torch.manual_seed(0)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    x = (torch.rand(16, 3, 32, 32) - mean) / std
+    source = lived_in(Answers(answers.get(answer, heads)), x.double()).float()
+    if answer == "features":
+        source.__dict__["num_classes"] = 0
+    convert: dict[str, Any] = {"to": "groupnorm", "options": {"groups": 4, "relative_eps": 0}}
+    start = normswap.convert(source, convert["to"], **convert["options"]).model
+    optim = {"lr": 0.003, "name": "adamw", "weight_decay": 0}
+    how = {"distill": {"weight": 1}, "optim": optim, "train": {"epochs": 12}, "convert": convert}
+    data = {"input_size": 32, "augment": {"scale": [1, 1]}}
+    result = train(source, recipe(images / "train", data=data, **how), tmp_path / "run")
+    before, after = (normswap.verify(source, m, x, exact=False).worst.relative_l2 for m in (start, result.model))
+    assert after < before * 2 / 3
 
 
 def test_one_command_from_a_name_to_a_recovered_checkpoint(

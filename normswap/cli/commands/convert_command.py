@@ -16,7 +16,7 @@ from normswap.cli.options import Device, Force, Json, Model, last_part, output_o
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
-from normswap.schemes import Options, all_options, purpose_names
+from normswap.schemes import PURPOSES, Options, all_options
 from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Request:
     ] = None
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
     purpose: Annotated[
-        str | None, typer.Option("--for", metavar="|".join(purpose_names()), help="Add what such training needs.")
+        str | None, typer.Option("--for", metavar="|".join(PURPOSES), help="Add what such training needs.")
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None

@@ -90,7 +90,9 @@ def run(
         raise
     if first:
         body = {"output": place, **vars(result)}
-        following = ["evaluate", result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
+        # Without labels there is no accuracy, and perhaps no class.
+        measure = "verify" if all(row["top1"] is None for row in result.rows) else "evaluate"
+        following = [measure, result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
         if not result.finished:
             following = ["finetune", "--resume", "auto", "-o", place]
         show(body, json, _print, *following)

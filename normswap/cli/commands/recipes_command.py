@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from normswap.cli.options import Json
-from normswap.cli.tables import show, table
+from normswap.cli.tables import show, table, text
 from normswap.plan import Body
 
 KEYS = (
     "name, summary, source, model (null where the recipe leaves it open), convert (the same); of one: name, text (the "
-    "file), recipe (every key with its value, defaults too)"
+    "file), recipe (every key with its value, defaults too); with --keys: key, takes, default, help"
 )
-EXAMPLES = ("recipes", "recipes cifar10_recover_skipinit")
+EXAMPLES = ("recipes", "recipes cifar10_recover_skipinit", "recipes --keys")
+_KEYS = ("key", "takes", "default", "help")
 _COLUMNS = ("name", "summary", "source")
 
 
@@ -24,17 +25,21 @@ def run(
         str | None, typer.Argument(metavar="NAME", show_default=False, help="Print this one as it is written.")
     ] = None,
     *,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key that a recipe may have.")] = False,
     json: Json = False,
 ) -> int:
-    """List the recipes of `normswap finetune`; show one.
+    """List the recipes of `normswap finetune`; show one, or all keys.
 
     `normswap recipes NAME > FILE` makes one yours: `normswap finetune --recipe FILE`.
     """
     from normswap.training import recipe_files
 
+    if keys:
+        show([*recipe_files.keys()], json, _print_keys)
+        return 0
     if name is not None:
-        text, recipe = recipe_files.text(name), recipe_files.load_recipe(name)
-        body = {"name": name, "text": text, "recipe": recipe.model_dump(mode="json")}
+        recipe = recipe_files.load_recipe(name)
+        body = {"name": name, "text": recipe_files.text(name), "recipe": recipe.model_dump(mode="json")}
         show(body, json, lambda body: print(body["text"], end=""))
         return 0
     recipes = {name: recipe_files.load_recipe(name) for name in recipe_files.names()}
@@ -54,3 +59,7 @@ def run(
 
 def _print(rows: Sequence[Body]) -> None:
     table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
+
+
+def _print_keys(rows: Sequence[Body]) -> None:
+    table("Keys of a recipe", _KEYS, [[text(row[column]) for column in _KEYS] for row in rows])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import multiprocessing
 import os
 import random
@@ -193,10 +194,15 @@ class Baseline:
 
         return sorted(tests, key=order)
 
+    def first(self, tests: Sequence[str], seconds: float) -> list[str]:
+        """As many of the tests as take so many seconds in all."""
+        ends = itertools.accumulate(self.seconds.get(test, 0.0) for test in tests)
+        return [test for test, end in zip(tests, ends, strict=True) if end <= seconds]
 
-def noticed(mutant: Mutant, place: Path, baseline: Baseline, limit: int) -> bool:
+
+def noticed(mutant: Mutant, place: Path, baseline: Baseline, limit: int, seconds: float) -> bool:
     """Whether a test that comes by the mutant's lines fails: first the 60 quickest alone, as pytest imports their files."""
-    file, tests = place / mutant.file, baseline.tests_of(mutant)
+    file, tests = place / mutant.file, baseline.first(baseline.tests_of(mutant), seconds)
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
@@ -212,6 +218,9 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=1200, help="seconds of a processor for the tests of a mutant")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="of tests for a mutant, as they took without"
+    )
     parser.add_argument("--baseline", type=Path, help="a folder with what a run without a mutant says, or for it")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
@@ -234,7 +243,7 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
                     shutil.copy(place / name, args.baseline / name)
         baseline = Baseline.read(args.baseline or place)
         for mutant in draw(files, args.count, args.seed):
-            failed = noticed(mutant, place, baseline, args.limit)
+            failed = noticed(mutant, place, baseline, args.limit, args.seconds)
             survivors += not failed
             cells = [f"`{mutant.file}:{mutant.line}`", f"`{mutant.before}`", f"`{mutant.after}`",
                      "noticed" if failed else "**survived**"]  # fmt: skip

@@ -134,7 +134,7 @@ PROOF = (
     Planted("the output that differs least decides", "surgery.comparison:worst",
             lambda f: lambda precision, x, a, b, **how: f(precision, x, a, a if a.keys() == b.keys() else b, **how), WRONG),
     Planted("a proof always says something", "surgery.comparison:_vacuous", answers([]), COMPARED),
-    Planted("answers always agree", "surgery.comparison:_agreement", answers(1.0), WRONG),
+    Planted("answers always agree", "surgery.comparison:least_agreement", answers((1.0, "")), WRONG),
     Planted("a result that failed is handed out", "surgery.comparison:require_passed", NOTHING, WRONG),
     Planted("float64 is float32", "surgery.running:outputs_double",
             gives(lambda outputs: {name: value.float().double() for name, value in outputs.items()}), WRONG),
