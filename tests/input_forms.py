@@ -108,11 +108,3 @@ class Boxes(Listed):
 def scaled(x: Tensor) -> Tensor:
     """Images of such different contrast that another number of scores is positive."""
     return x * torch.logspace(-2, 1.5, len(x))[:, None, None, None]
-
-
-class Shown(Listed):
-    """Takes a list of images, gives a row of scores for each."""
-
-    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
-        assert isinstance(images, list)
-        return self.trunk(torch.stack(images))

@@ -176,13 +176,13 @@ UNFIT: dict[str, tuple[Edit, str]] = {
 def test_plans_that_do_not_fit_say_where(name: str) -> None:
     edit, message = UNFIT[name]
     with pytest.raises(PlanError, match=message) as caught:
-        applying.apply(model(), Plan((Step("mine", {}, (edit,)),)))
+        applying.apply(model(), [Step("mine", {}, (edit,))])
     assert "\n" not in str(caught.value)
 
 
 def test_a_fitting_plan_is_carried_out() -> None:
     good = Edit("0", "Folded", {}, ("1",), (AFTER,)), Edit("1", "Vacant")
     source = model().eval()
-    result = applying.apply(source, Plan((Step("mine", {}, good),)))
+    result = applying.apply(source, [Step("mine", {}, good)])
     x = torch.randn(2, 3, 6, 6)
     torch.testing.assert_close(result(x), source(x))

@@ -26,12 +26,12 @@ PANELS = {
     "variance": "Average channel variance",
     "branch_variance": "Average variance of the branch",
 }
-# An axis is logarithmic from this ratio of its values on, and ends at the floor at the latest.
+# An axis is logarithmic where its values' ratio is larger than this; then it ends at the floor or above.
 _LOG_ABOVE, _FLOOR = 30.0, 1e-3
 
 
 def plot(curves: Curves, file: Path) -> Path:
-    """Draw squared mean, variance and the branch's variance over the blocks; `curves` has each network's points."""
+    """Draw squared mean, variance and branch variance of each network's points over the blocks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
@@ -43,11 +43,11 @@ def plot(curves: Curves, file: Path) -> Path:
 
 
 def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
-    """Draw a quantity of `Point` for every network, on a logarithmic axis where the values ask for it."""
+    """Draw a quantity of `Point` for every network, on a logarithmic axis where its values vary much."""
     drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
         values = [getattr(point, quantity) for point in points]
-        # Each network's markers are smaller than those before, so that equal curves are all seen.
+        # Markers get smaller from network to network, so that equal curves stay visible.
         axes.plot(
             [point.depth for point in points],
             values,

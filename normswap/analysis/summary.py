@@ -1,4 +1,4 @@
-"""The commands' answers about networks, conversions and schemes: plain JSON-able records, which `cli` lays out."""
+"""What commands print of networks and conversions, as JSON-able records; `cli` lays them out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = ("stem", "last", "down", "other", "head")
 
 
 def of_network(network: Network, source: str) -> Body:
-    """Describe the anatomy of a network, every residual block (`blocks`) and every norm (`sites`)."""
+    """Describe a network, every residual block (`blocks`) and every norm (`sites`)."""
     model, anatomy, record = network.module, network.anatomy, network.provenance
     folding = fold_norms(anatomy)
     roles = Counter(norm.role for norm in anatomy.norms)
@@ -93,7 +93,7 @@ def _range(values: Tensor | None) -> list[float] | None:
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
-    """Describe one step of a plan that is not carried out."""
+    """Describe a step of a plan."""
     outcomes = getattr(builder, "outcomes", {})
     return {
         "scheme": step.scheme,
@@ -110,7 +110,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Describe the steps of a conversion, the last with its measurements; `unfold`, without a plan, by its name."""
+    """Describe the steps of a conversion, with measurements of the last; `scheme` names `unfold`, which has no step."""
     steps = [of_step(step) for step in conversion.plan.steps[-conversion.steps :] or [Step(scheme, {}, ())]]
     steps[-1] |= {
         "verdicts": {path: str(outcome) for path, outcome in conversion.outcomes.items()},
@@ -124,7 +124,7 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """Describe a report and judge each measurement (`within`); what approximate results answer on noise is left out."""
+    """Describe a report, and which errors are within tolerance; without agreement on noise of approximate results."""
     body = dataclasses.asdict(report)
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}

@@ -10,9 +10,9 @@ The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM T
   goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, likewise.
 
 Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one before the first block a
-`gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. The scale per channel that stands where a norm stood
-decays by the role of that norm. SkipInit's scalars do not decay (De & Smith 2020, arXiv:2002.10444, appendix G: its
-code), nor do the gains of NF networks (Brock et al. 2021, arXiv:2102.06171).
+`gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. A scale per channel in the place of a norm has that
+norm's role. SkipInit's scalars do not decay (De & Smith 2020, arXiv:2002.10444, appendix G: its code), nor do the gains
+of NF networks (Brock et al. 2021, arXiv:2102.06171).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KIM = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """The role of one trainable parameter, such as `weight`, `bias` or `gamma_last`, and whether it decays, and why."""
+    """The role of a trainable parameter, such as `weight`, `bias` or `gamma_last`; whether it decays, and why."""
 
     path: str
     role: str
@@ -76,7 +76,7 @@ def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None 
 
     Args:
         policy: one of `POLICIES`, or the roles that decay.
-        network: its record, or that of a network which it is a copy of, where one has been made.
+        network: its record, or that of the network of which it is a copy, if any.
 
     Raises OptionError: unknown policy or role.
     """
@@ -154,7 +154,7 @@ def _spared(model: nn.Module) -> tuple[str, ...]:
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
-    """Give (path, role) of every parameter; a shared one counts where `named_parameters` meets it first."""
+    """Yield (path, role) of every parameter, a shared one once."""
     of_norms = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in model.named_parameters():
@@ -189,7 +189,7 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
 
 
 def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
-    """Return the gamma's role of every norm, or of the norm that once stood there, by module path."""
+    """Return the gamma's role of every norm, also of norms that are gone, by module path."""
     twin = _with_its_norms(model)
     if network is None or twin is not model:
         network = Network(twin)
@@ -222,7 +222,7 @@ def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return `model`, or, where it has gammas of norms that are gone, a copy with norms in all their places."""
+    """Return `model`, or, where it has gammas of norms that are gone, a copy with these norms."""
     record = provenance.of(model)
     affines = any(isinstance(module, OwnLayer) and GAMMA in module.ROLES.values() for module in model.modules())
     if not (record.norms and affines):

@@ -178,8 +178,8 @@ def naming(path: str, action: str) -> Iterator[None]:
     try:
         yield
     except torch.linalg.LinAlgError as error:
-        why = f"{error}: on these images, what reaches it overflows when it is squared"
-        remedy = "Are these the network's trained weights, and its images?"
+        why = f"{error}: on these images its input overflows when squared"
+        remedy = "Check that these are the network's trained weights, and images prepared for it"
         raise SourceError(f"{path} cannot be {action}", why, remedy) from None
 
 

@@ -108,7 +108,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
     mean, var, square = moments
     error = float(((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median())
     if error > most:
-        why = f"at {path} they tell a channel's mean to +- {error:.2f} of its deviation, and {most:g} is the most"
+        why = f"at {path} the standard error of a channel's mean is {error:.2f} deviations, more than {most:g}"
         remedy = (
             f"Give {math.ceil(count * (error / most) ** 2)} or more; then 'normswap verify OUTPUT --data OTHERS' "
             "measures on other images what is kept"

@@ -163,8 +163,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         user = traced.users[node][0]
         module = traced.module(user)
         if is_add(user) and not arms:
-            left, right = inputs(user)
-            arms = (right if left is node else left,)
+            arms = tuple(arm for arm in inputs(user) if arm is not node)
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from normswap.exporting import pt2, simpler_graph
+from normswap.exporting import pt2_file, simpler_graph
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
 from normswap.exporting.settings import Quantization
@@ -32,7 +32,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 def _traced(contents: FileContents) -> ExportedProgram:
     """The network as torch.export records it, with constants, which a file would compute at each run."""
-    return pt2.traced(contents, simpler_graph.with_constants(contents))
+    return pt2_file.traced(contents, simpler_graph.with_constants(contents))
 
 
 def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
@@ -51,9 +51,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     with silent():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 
-        quantizer = XNNPACKQuantizer().set_global(pt2.quantization_config(torch.int8, how.levels))
-        rounded = pt2.calibrated(program.module(), quantizer, how.images)
-    file.write_bytes(_lowered(pt2.traced(contents, rounded), contents))
+        quantizer = XNNPACKQuantizer().set_global(pt2_file.quantization_config(torch.int8, how.levels))
+        rounded = pt2_file.calibrated(program.module(), quantizer, how.images)
+    file.write_bytes(_lowered(pt2_file.traced(contents, rounded), contents))
 
 
 def open(file: Path) -> Runs:

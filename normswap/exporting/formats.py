@@ -58,7 +58,7 @@ class Format:
     """A format of exported files.
 
     Args:
-        module: in this package, with its functions.
+        name: its functions are in NAME_file.py of this package.
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
         needs: packages; extra: normswap's extra that installs them.
@@ -72,7 +72,6 @@ class Format:
     """
 
     name: str
-    module: str
     ending: str
     tool: str
     runtime: str
@@ -97,7 +96,7 @@ class Format:
 
     @property
     def functions(self) -> ModuleType:
-        return importlib.import_module(f"normswap.exporting.{self.module}")
+        return importlib.import_module(f"normswap.exporting.{self.name}_file")
 
     def files(self, file: Path) -> tuple[Path, ...]:
         """A file of this format, and its part beside it."""
@@ -154,7 +153,6 @@ _FORMATS = {
     for form in (
         Format(
             "onnx",
-            "onnx_file",
             ".onnx",
             "ONNX",
             "ONNX Runtime",
@@ -165,7 +163,6 @@ _FORMATS = {
         ),
         Format(
             "openvino",
-            "openvino_file",
             ".xml",
             "OpenVINO",
             "OpenVINO",
@@ -179,7 +176,6 @@ _FORMATS = {
         ),
         Format(
             "pt2",
-            "pt2",
             ".pt2",
             "torch.export",
             "torch.export.load",
@@ -190,7 +186,6 @@ _FORMATS = {
         ),
         Format(
             "ncnn",
-            "ncnn_file",
             ".param",
             "pnnx",
             "ncnn",
@@ -203,7 +198,6 @@ _FORMATS = {
         ),
         Format(
             "executorch",
-            "executorch_file",
             ".pte",
             "ExecuTorch",
             "ExecuTorch",
@@ -218,7 +212,6 @@ _FORMATS = {
         ),
         Format(
             "litert",
-            "litert_file",
             ".tflite",
             "LiteRT",
             "LiteRT",
@@ -235,7 +228,6 @@ _FORMATS = {
         ),
         Format(
             "coreml",
-            "coreml_file",
             ".mlpackage",
             "Core ML",
             "Core ML",

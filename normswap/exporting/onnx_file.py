@@ -125,7 +125,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in graph.node:
         axes = constants.get(node.input[1]) if node.op_type == "ReduceMean" and len(node.input) > 1 else None
-        rank = ranks.get(node.input[0], 0) if axes is not None else 0
+        rank = ranks.get("".join(node.input[:1]), 0)
         if axes is None or rank < 3 or sorted(axis % rank for axis in axes.tolist()) != [*range(2, rank)]:
             nodes.append(node)
             continue

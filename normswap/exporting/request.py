@@ -61,16 +61,16 @@ class ExportRequest:
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
-        drawn = None if inputs is not None else network_input.drawn_calls(source)
-        if inputs is None and drawn is None and settings.input_size is None and len(config["input_size"]) != 3:
-            drawn = network_input.DrawnCalls([network_input.noise(source, config["input_size"], batch=2)])
-        if drawn is not None:
-            inputs = drawn
+        drawn = inputs is None
+        if inputs is None:
+            inputs = network_input.drawn_calls(source)
+            if inputs is None and settings.input_size is None and len(config["input_size"]) != 3:
+                inputs = network_input.DrawnCalls([network_input.noise(source, config["input_size"], batch=2)])
         if inputs is not None:
             _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
             whole = _everything(source, calls[0], settings.dynamic_batch)
-            return cls(source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn is not None)
+            return cls(source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn)
         size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
 from normswap.errors import RefusedError
-from normswap.exporting import pt2
+from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents
 from normswap.graph.tracing import argument
 
@@ -60,7 +60,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
     A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot express it.
     """
-    module = pt2.traced(contents, copy.deepcopy(contents.network)).module()
+    module = pt2_file.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)
     for node in list(module.graph.nodes):
         # Modules are torch's own checks of the inputs.

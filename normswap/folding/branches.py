@@ -54,10 +54,9 @@ class _Arm:
 
 def find(builder: PlanBuilder) -> list[Branches]:
     """All sums with two or more terms that become one convolution; a norm counts as the scale that it becomes."""
-    traced = builder.anatomy.traced
     inner: set[fx.Node] = set()
     merges: list[Branches] = []
-    for node in reversed(traced.nodes):
+    for node in reversed(builder.traced.nodes):
         if node in inner or not _is_sum(node):
             continue
         arms = [*_terms(builder, node, None, inner)]
@@ -82,15 +81,14 @@ def _adds_nothing(node: fx.Node) -> bool:
 
 
 def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
-    traced = builder.anatomy.traced
     for term in inputs(node):
         behind, end = barrier, term
-        while _passes(builder, end) and len(traced.users[end]) == 1:
-            if not isinstance(traced.module(end), nn.Identity | Vacant | None):
+        while _passes(builder, end) and len(builder.traced.users[end]) == 1:
+            if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
                 # A number 0 could not pass a DropPath in training.
                 behind = end
             (end,) = inputs(end)
-        if _is_sum(end) and len(traced.users[end]) == 1:
+        if _is_sum(end) and len(builder.traced.users[end]) == 1:
             inner.add(end)
             yield from _terms(builder, end, behind, inner)
         else:
@@ -103,10 +101,9 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
     """The term that ends in a node: a convolution with norms after it, a scale and shift, or the source itself."""
-    traced = builder.anatomy.traced
     node, scale = end, None
-    while len(traced.users[node]) == 1:
-        module, path = traced.module(node), str(node.target)
+    while len(builder.traced.users[node]) == 1:
+        module, path = builder.traced.module(node), str(node.target)
         if isinstance(module, _ConvNd) and _may_join(builder, node):
             return _Arm(path, _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
@@ -131,7 +128,7 @@ def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether a module is called once, and nobody but it reads its tensors."""
-    traced, path = builder.anatomy.traced, str(node.target)
+    traced, path = builder.traced, str(node.target)
     module = traced.module(node)
     assert module is not None
     if traced.calls[id(module)] != [node] or not builder.anatomy.takes_part(path) or len(inputs(node)) != 1:
@@ -149,7 +146,7 @@ def _is_scale(module: nn.Module | None) -> bool:
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
-    modules = builder.anatomy.traced.modules
+    modules = builder.traced.modules
     barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
     arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
     convs = [arm for arm in arms if arm.path is not None and _is_plain(modules[arm.path])]
@@ -188,10 +185,9 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
     """The path of a scale and shift of the whole sum, if there is one."""
-    traced = builder.anatomy.traced
-    while len(traced.users[node]) == 1:
-        (node,) = traced.users[node]
-        module = traced.module(node)
+    while len(builder.traced.users[node]) == 1:
+        (node,) = builder.traced.users[node]
+        module = builder.traced.module(node)
         if isinstance(module, OwnLayer) and _is_scale(module) and _may_join(builder, node):
             return str(node.target)
         if not _passes(builder, node):

@@ -58,23 +58,21 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
 
 def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
     """Record why nothing happens to a norm that forward does not call."""
-    traced = builder.anatomy.traced
-    outer = next((p for p in traced.opaque if path.startswith(f"{p}.")), None)
-    read = traced.read_directly(traced.modules[path])
+    outer = next((p for p in builder.traced.opaque if path.startswith(f"{p}.")), None)
+    read = builder.traced.read_directly(builder.traced.modules[path])
     if read:
         builder.refusals[path] = f"forward reads {read} by itself and does not call the module"
     elif outer:
-        builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {traced.opaque[outer]}"
+        builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
     else:
         builder.settle(path, NEVER_CALLED)
 
 
 def _bake(builder: PlanBuilder) -> None:
     """Make every layer plain whose weight is computed at each step."""
-    traced = builder.anatomy.traced
-    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
-    for path in distinct(traced.modules, list(dict.fromkeys(paths))):
-        conv = traced.modules[path]
+    paths = [str(node.target) for node in builder.traced.nodes if isinstance(builder.traced.module(node), LINEAR)]
+    for path in distinct(builder.traced.modules, list(dict.fromkeys(paths))):
+        conv = builder.traced.modules[path]
         if not reparametrized.is_reparametrized(conv) or not builder.anatomy.takes_part(path):
             continue
         try:
@@ -120,10 +118,10 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
         raise NotFoldable("an activation follows")
     convs = consumers(builder, module, builder.is_identity)
     for conv_path in convs:
-        conv = builder.anatomy.traced.linear(conv_path)
+        conv = builder.traced.linear(conv_path)
         if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
             raise NotFoldable(f"{conv_path} pads its input with zeros, which the shift would have to move")
-    for call in builder.anatomy.traced.calls[id(module)]:
+    for call in builder.traced.calls[id(module)]:
         later = overwritten(builder, call)
         if later is not None:
             raise NotFoldable(f"{name(later)} overwrites its input later")
@@ -143,7 +141,7 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     convs = consumers(builder, module, lambda node: propagates_scale(builder, node))
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
-    dtype = next(builder.anatomy.traced.modules[convs[0]].parameters()).dtype
+    dtype = next(builder.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     builder.replace(path, "ChannelBias", signed=signed)
     builder.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
@@ -153,7 +151,7 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Fold a scalar into the layers that compute what it scales, through sums and gates (`rescaling`)."""
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
-    call, *others = builder.anatomy.traced.calls[id(module)]
+    call, *others = builder.traced.calls[id(module)]
     if others:
         raise NotFoldable("it is called more than once")
     (above,) = inputs(call)
@@ -171,18 +169,17 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
 
     Raises NotFoldable: there are none, or their outputs go elsewhere, too.
     """
-    traced = builder.anatomy.traced
     parts: dict[fx.Node, Part] = {}
-    for call in traced.calls[id(module)]:
+    for call in builder.traced.calls[id(module)]:
         for node, channels in _above(builder, module, call):
             if parts.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
     ways: dict[int, tuple[str, Part]] = {}
     for node, channels in parts.items():
-        linear = traced.module(node)
+        linear = builder.traced.module(node)
         assert linear is not None
         check_linear(builder, str(node.target), linear)
-        if any(call not in parts for call in traced.calls[id(linear)]):
+        if any(call not in parts for call in builder.traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, without this norm")
         if ways.setdefault(id(linear), (str(node.target), channels))[1] != channels:
             raise NotFoldable(f"{node.target} is several parts of its input")
@@ -190,7 +187,7 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
 
 
 def _above(builder: PlanBuilder, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.Node, Part]]:
-    traced, channels = builder.anatomy.traced, affine.channels(module)
+    traced, channels = builder.traced, affine.channels(module)
     (value,) = above = inputs(call)
     stepped = False
     while True:
@@ -215,7 +212,7 @@ def _above(builder: PlanBuilder, module: nn.Module, call: fx.Node) -> Iterator[t
 
 
 def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
-    if len(builder.anatomy.traced.users[node]) > 1:
+    if len(builder.traced.users[node]) > 1:
         raise NotFoldable(f"{node.target} has another consumer")
 
 
@@ -223,7 +220,7 @@ def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
     """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node` calls."""
     axis = builder.axes().get(value)
     if axis is None or axis.dim != 1:
-        kind = type(builder.anatomy.traced.module(node)).__name__
+        kind = type(builder.traced.module(node)).__name__
         raise NotFoldable(f"the outputs of {node.target} ({kind}) may not be its channels")
     if not axis.pure:
         raise NotFoldable(f"zeros are padded after {node.target}")
@@ -231,14 +228,13 @@ def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
 
 def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
     """The convolutions whose maps are concatenated, each with its range of the channels."""
-    traced = builder.anatomy.traced
     joined = listed(cat)
     _only_user(builder, cat)
     if argument(cat, 1, "dim", default=0) != 1 or len(joined) != len(inputs(cat)):
         raise NotFoldable("it follows cat, not a convolution")
     start = 0
     for node in joined:
-        conv = traced.module(node)
+        conv = builder.traced.module(node)
         if not isinstance(conv, nn.modules.conv._ConvNd):
             raise NotFoldable(f"it follows cat, of {name(node)} among others, not of convolutions")
         _only_user(builder, node)

@@ -55,7 +55,7 @@ class Channels:
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
-        self.builder, self.traced = builder, builder.anatomy.traced
+        self.builder, self.traced = builder, builder.traced
         self.parent = [FIXED]
         self.of: dict[fx.Node, list[int]] = {}
         visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
@@ -66,7 +66,10 @@ class Channels:
         self.shifts: list[Reach] = []
         for node, reads in visited:
             reach = Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
-            (self.shifts if _shifts(self.traced.module(node)) else self.layers).append(reach)
+            if _shifts(self.traced.module(node)):
+                self.shifts.append(reach)
+            else:
+                self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Follow the channels through a node; returns those it reads, where its parameters depend on their factors."""
@@ -79,7 +82,9 @@ class Channels:
             if reads is None or len(reads) != width:
                 self._fix(arms)
                 reads = [FIXED] * width
-            self.of[node] = self._new(module.weight.shape[0])
+            first = len(self.parent)
+            self.of[node] = [*range(first, first + len(module.weight))]
+            self.parent += self.of[node]
             return reads
         passed = self._passed(node, sources, arms)
         if passed is None:
@@ -146,11 +151,6 @@ class Channels:
 
     def _called(self, module: nn.Module) -> int:
         return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
-
-    def _new(self, count: int) -> list[int]:
-        first = len(self.parent)
-        self.parent += range(first, first + count)
-        return [*range(first, first + count)]
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
         for channels in arms:

@@ -43,7 +43,7 @@ def move(builder: PlanBuilder) -> None:
     }
     if not norms:
         return
-    axes = channel_axes.read(builder.anatomy.traced, builder.is_identity)
+    axes = channel_axes.read(builder.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
             linears = linear_readers(builder, axes, path, norm)
@@ -62,21 +62,20 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
 
     Raises NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of its input.
     """
-    traced = builder.anatomy.traced
     why = channel_norm.refusal(norm)
-    read = traced.read_directly(norm)
+    read = builder.traced.read_directly(norm)
     if why or read:
         raise NotFoldable(why or f"{read} is read in forward, not only by the norm itself")
     if any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
         raise NotFoldable("its output is the network's features")
 
     def passes(node: fx.Node) -> bool:
-        return builder.is_identity(node) or channel_axes.is_step(traced, node)
+        return builder.is_identity(node) or channel_axes.is_step(builder.traced, node)
 
-    readings = [reading for call in traced.calls[id(norm)] for reading in readers(builder, call, passes)]
+    readings = [reading for call in builder.traced.calls[id(norm)] for reading in readers(builder, call, passes)]
     paths = absorbing(builder, [reader for _, reader in readings])
     for value, reader in readings:
-        _check_channels(traced.linear(str(reader.target)), str(reader.target), axes.get(value))
+        _check_channels(builder.traced.linear(str(reader.target)), str(reader.target), axes.get(value))
     return paths
 
 
@@ -98,9 +97,8 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
 
 def move_layer_scales(builder: PlanBuilder) -> None:
     """Move the gamma of every LayerScale to the linear layer before it, where that is exact."""
-    traced = builder.anatomy.traced
-    for call, *_ in traced.calls.values():
-        module, path = traced.module(call), str(call.target)
+    for call, *_ in builder.traced.calls.values():
+        module, path = builder.traced.module(call), str(call.target)
         if module is None or scaled_dim(module) is None or path in builder.replacements:
             continue
         if not builder.anatomy.takes_part(path):
@@ -120,7 +118,7 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
 
     Raises NotFoldable: there is none, or it cannot absorb a scale of its output.
     """
-    traced = builder.anatomy.traced
+    traced = builder.traced
     if module._forward_hooks or module._forward_pre_hooks:
         raise NotFoldable("it has forward hooks, which would be lost with it")
     read = traced.read_directly(module)
@@ -138,6 +136,6 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
 
 def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
     (node,) = inputs(scale)
-    while builder.is_identity(node) and len(builder.anatomy.traced.users[node]) == 1:
+    while builder.is_identity(node) and len(builder.traced.users[node]) == 1:
         (node,) = inputs(node)
     return node

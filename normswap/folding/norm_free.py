@@ -24,7 +24,7 @@ from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 def free(builder: PlanBuilder) -> None:
     """Fold the scalars of every normalizer-free block of the network."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     for node in traced.nodes:
         module = traced.module(node)
         if not isinstance(module, GammaAct) or not builder.anatomy.takes_part(str(node.target)):
@@ -47,7 +47,7 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 
 
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
-    nodes_of_block = [node for node in builder.anatomy.traced.nodes if node.meta["inside"][-1:] == (path,)]
+    nodes_of_block = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
     attention = block.attn is not None or block.attn_last is not None
     named = [("beta", block.beta), ("alpha", block.alpha)]
     if attention:
@@ -61,10 +61,18 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
     nodes = dict(zip([name for name, _ in named], factors, strict=True))
     for name, value in named:
         with _or_note(builder, path):
-            (_forward if name == "beta" else _back)(builder, nodes[name], value, f"{path}.{name}")
+            if name == "beta":
+                _forward(builder, nodes[name], value, f"{path}.{name}")
+            else:
+                _back(builder, nodes[name], value, f"{path}.{name}")
     if isinstance(block.skipinit_gain, Tensor):
         with _or_note(builder, path):
-            _back_skipinit(builder, nodes_of_block, float(block.skipinit_gain.detach()), f"{path}.skipinit_gain")
+            node = next((node for node in nodes_of_block if _is_in_place(node)), None)
+            if node is None:
+                raise NotFoldable("it is not in the graph")
+            source = inputs(node)[0]
+            enlarge(builder, source, float(block.skipinit_gain.detach()), set(builder.traced.users[source]))
+            builder.replace(f"{path}.skipinit_gain", "Number", value=None)
 
 
 def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
@@ -84,15 +92,6 @@ def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None
         node, above = above, inputs(above)[0]
     enlarge(builder, above, factor, {node})
     builder.replace(path, "Number", value=1.0)
-
-
-def _back_skipinit(builder: PlanBuilder, nodes_of_block: list[fx.Node], gain: float, path: str) -> None:
-    node = next((node for node in nodes_of_block if _is_in_place(node)), None)
-    if node is None:
-        raise NotFoldable("it is not in the graph")
-    source = inputs(node)[0]
-    enlarge(builder, source, gain, set(builder.anatomy.traced.users[source]))
-    builder.replace(path, "Number", value=None)
 
 
 def _is_in_place(node: fx.Node) -> bool:

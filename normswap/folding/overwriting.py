@@ -21,7 +21,7 @@ _VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detac
 
 def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
     """A node after `call` that writes into the value that `call` reads; None where there is none."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     late = traced.index(call)
     (value,) = inputs(call)
     while (builder.is_identity(value) or overwrites(traced, value)) and inputs(value):
@@ -40,7 +40,7 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
     """Why layers that pass on their input's memory must stay: it is written to under one name and read by another."""
-    traced, conflicts = builder.anatomy.traced, {}
+    traced, conflicts = builder.traced, {}
     for node in traced.nodes:
         if node.meta.get("old_name") and _copies(builder, str(node.target)):
             conflicts[str(node.target)] = "it writes into what it reads, and that is read later by its older name"

@@ -12,6 +12,7 @@ from torch import fx, nn
 from normswap.graph import channel_axes
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.channel_axes import Axes
+from normswap.graph.tracing import Traced
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
@@ -82,6 +83,11 @@ class PlanBuilder:
     scalars: dict[str, Then] = field(default_factory=dict)
     _axes: Axes | None = field(default=None, repr=False)
 
+    @property
+    def traced(self) -> Traced:
+        """The recorded forward."""
+        return self.anatomy.traced
+
     def linear(self, path: str) -> LinearBuilder:
         return self.linears.setdefault(path, LinearBuilder())
 
@@ -108,7 +114,7 @@ class PlanBuilder:
     def axes(self) -> Axes:
         """The axis of channels of each value; computed once."""
         if self._axes is None:
-            self._axes = channel_axes.read(self.anatomy.traced, self.is_identity)
+            self._axes = channel_axes.read(self.traced, self.is_identity)
         return self._axes
 
     def edits(self) -> tuple[Edit, ...]:
@@ -122,7 +128,7 @@ class PlanBuilder:
 
     def is_identity(self, node: fx.Node) -> bool:
         """Whether `node` passes its input on unchanged in eval mode, once the plan is carried out."""
-        module = self.anatomy.traced.module(node)
+        module = self.traced.module(node)
         if module is None:
             asleep = node.target is F.dropout and node.kwargs.get("training") is False
             return asleep or (node.op == "call_method" and node.target == "contiguous")

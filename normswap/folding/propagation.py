@@ -33,11 +33,10 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 
 def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]) -> list[str]:
     """Paths of the convolutions that read this module; raises NotFoldable: something else reads it."""
-    traced = builder.anatomy.traced
-    calls = traced.calls[id(module)]
+    calls = builder.traced.calls[id(module)]
     paths = absorbing(builder, [reader for call in calls for _, reader in readers(builder, call, propagates)])
     for path in paths:
-        if isinstance(traced.modules[path], nn.Linear):
+        if isinstance(builder.traced.modules[path], nn.Linear):
             raise NotFoldable(f"{path} is a Linear: which of its inputs a channel becomes is not known")
     return paths
 
@@ -46,7 +45,7 @@ def readers(
     builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(value, reader) for each reader of `start` that does not pass it on; raises NotFoldable: the model returns it."""
-    for user in builder.anatomy.traced.users[start]:
+    for user in builder.traced.users[start]:
         if user.op == "output":
             raise NotFoldable("the model returns it")
         if propagates(user) and len(inputs(user)) == 1:
@@ -60,21 +59,20 @@ def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
 
     Raises NotFoldable: a node calls something else, or a layer is called elsewhere or cannot absorb a scale and shift.
     """
-    traced = builder.anatomy.traced
     for node in nodes:
         layer = _reading_linear(builder, node)
         if str(node.target) == builder.anatomy.classifier:
             raise NotFoldable(f"the features that {node.target} reads would change")
-        if any(call not in nodes for call in traced.calls[id(layer)]):
+        if any(call not in nodes for call in builder.traced.calls[id(layer)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, on another input")
     if not nodes:
         raise NotFoldable("nothing reads it")
-    return distinct(traced.modules, [str(node.target) for node in nodes])
+    return distinct(builder.traced.modules, [str(node.target) for node in nodes])
 
 
 def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) -> nn.Module:
     """The linear layer that `node` calls, if it can absorb a scale of its input."""
-    layer = builder.anatomy.traced.module(node)
+    layer = builder.traced.module(node)
     if not isinstance(layer, LINEAR):
         raise NotFoldable(f"{name(node)} reads it, not a linear layer")
     check_linear(builder, str(node.target), layer, once=once)
@@ -85,7 +83,7 @@ def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether f(c x) = c f(x) for a positive scale c per channel, after the plan."""
-    module = builder.anatomy.traced.module(node)
+    module = builder.traced.module(node)
     if module is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
     if builder.is_removed(str(node.target), module):
@@ -98,13 +96,12 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
     Raises NotFoldable: something else reads it.
     """
-    traced = builder.anatomy.traced
 
     def propagates(node: fx.Node) -> bool:
         return node.target in _SCALAR_FUNCTIONS or is_constant_mul(node) or propagates_scale(builder, node)
 
     paths = []
-    for user in traced.users[start]:
+    for user in builder.traced.users[start]:
         if user in main:
             continue
         for _, reader in readers(builder, user, propagates) if propagates(user) else [(start, user)]:
@@ -127,13 +124,12 @@ def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool
         raise NotFoldable(f"{path} has a parametrized weight")
     if any((conv._forward_hooks, conv._forward_pre_hooks)):
         raise NotFoldable(f"{path} has forward hooks, which see its output")
-    traced = builder.anatomy.traced
-    if traced.owners[id(conv.weight)] > 1:
+    if builder.traced.owners[id(conv.weight)] > 1:
         raise NotFoldable(f"{path}.weight is shared with another module")
-    read = traced.read_directly(conv)
+    read = builder.traced.read_directly(conv)
     if read:
         raise NotFoldable(f"{read} is read elsewhere in forward")
-    if once and len(traced.calls[id(conv)]) > 1:
+    if once and len(builder.traced.calls[id(conv)]) > 1:
         raise NotFoldable(f"{path} is called more than once")
 
 
@@ -159,19 +155,18 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
 
     Raises NotFoldable: a scale cannot pass.
     """
-    traced = builder.anatomy.traced
     passed = {before}
     gates: list[str] = []
     while True:
-        if len(traced.users[node]) > 1:
+        if len(builder.traced.users[node]) > 1:
             gates += scalar_readers(builder, node, passed)
-        if isinstance(traced.module(node), LINEAR):
+        if isinstance(builder.traced.module(node), LINEAR):
             break
-        above = traced.main_input(node)
+        above = builder.traced.main_input(node)
         if above is None or not (is_mul(node) or propagates_scale(builder, node)):
             raise NotFoldable(f"a scale cannot pass {name(node)}")
         passed.add(node)
         node = above
     path = str(node.target)
-    check_linear(builder, path, traced.modules[path], once=True)
+    check_linear(builder, path, builder.traced.modules[path], once=True)
     return path, list(dict.fromkeys(gates))

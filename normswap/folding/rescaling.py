@@ -28,14 +28,13 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     Returns the paths of the linear layers that absorb the factor. Raises NotFoldable: a step is not homogeneous, or
     another reader cannot be compensated; the builder's changes must then be undone (`attempt`).
     """
-    traced = builder.anatomy.traced
-    if any(user not in by for user in traced.users[node]):
+    if any(user not in by for user in builder.traced.users[node]):
         others = scalar_readers(builder, node, set(by))
         if not factor >= 0 or (factor == 0 and any(_escapes(builder, path, by) for path in others)):
             raise NotFoldable(f"a factor of {factor:g} cannot be given back to what else reads {name(node)}")
         for path in others if factor else ():
             shrink_input(builder, path, factor)
-    module = traced.module(node)
+    module = builder.traced.module(node)
     if isinstance(module, LINEAR):
         path = str(node.target)
         check_linear(builder, path, module, once=True)
@@ -43,7 +42,7 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
         return [path]
     if is_add(node):
         return [path for arm in inputs(node) for path in enlarge(builder, arm, factor, {node})]
-    above = traced.main_input(node)
+    above = builder.traced.main_input(node)
     scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
     if above is None or not (is_mul(node) or scalar or propagates_scale(builder, node)):
         raise NotFoldable(f"a scale cannot pass {name(node)}")
@@ -54,11 +53,10 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
 
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
     """Whether the output of the module at `path` reaches the model's output without passing `ends`."""
-    traced = builder.anatomy.traced
-    visited = set(traced.calls[id(traced.modules[path])])
+    visited = set(builder.traced.calls[id(builder.traced.modules[path])])
     ahead = list(visited)
     while ahead:
-        fresh = {user for user in traced.users[ahead.pop()] if user not in ends} - visited
+        fresh = {user for user in builder.traced.users[ahead.pop()] if user not in ends} - visited
         visited |= fresh
         ahead += fresh
     return any(node.op == "output" for node in visited)

@@ -56,7 +56,7 @@ def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Strea
             continue
         stream.values.add(node)
         ahead += _above(builder, stream, node)
-        for user in builder.anatomy.traced.users[node]:
+        for user in builder.traced.users[node]:
             if _passes(builder, user) and axes.get(user) is not None:
                 ahead.append(user)
             elif not _ignores_the_mean(builder, axes, node, user):
@@ -81,13 +81,13 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether the output of `node` has mean zero if its inputs do."""
-    alike = builder.is_identity(node) or channel_axes.is_step(builder.anatomy.traced, node)
+    alike = builder.is_identity(node) or channel_axes.is_step(builder.traced, node)
     return alike or is_add(node) or is_constant_mul(node)
 
 
 def _ignores_the_mean(builder: PlanBuilder, axes: Axes, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
-    norm = builder.anatomy.traced.module(user)
+    norm = builder.traced.module(user)
     axis = axes.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
@@ -111,8 +111,7 @@ def called(node: fx.Node) -> str:
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
     """The stream's values from which `node` is computed; none where `node` writes to the stream."""
-    traced = builder.anatomy.traced
-    module = traced.module(node)
+    module = builder.traced.module(node)
     path = str(node.target)
     if isinstance(module, LINEAR):
         stream.linears.add(path)
@@ -132,25 +131,23 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    traced = builder.anatomy.traced
-    linear = traced.modules[path]
+    linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
     scaled = path in stream.scales.values()
-    if not scaled and any(call not in stream.values for call in traced.calls[id(linear)]):
+    if not scaled and any(call not in stream.values for call in builder.traced.calls[id(linear)]):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
 def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
-    traced = builder.anatomy.traced
-    value: object = traced.modules[""]
+    value: object = builder.traced.modules[""]
     for attribute in path.split("."):
         value = getattr(value, attribute, None)
     if not isinstance(value, nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
-    for node in (*traced.nodes, *traced.alternative_nodes):
-        if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
+    for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
+        if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:
             continue
         axis = axes.get(node)
         if node not in stream.values or axis is None or axis.dim is None:

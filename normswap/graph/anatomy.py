@@ -122,9 +122,6 @@ class Anatomy:
         """The blocks that may be converted."""
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
-    def block(self, path: str) -> Block:
-        return next(block for block in self.blocks if block.path == path)
-
     def current_path(self, original: str) -> str:
         """The path that the place of a norm has now: a `Chain` calls its first layer `inner`."""
         while isinstance(self.traced.modules.get(original), Chain):

@@ -74,9 +74,7 @@ def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
     """Calls of batch_norm, by a forward, on tensors of its own."""
     calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
     stays = [n for n in calls if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))]
-    return [
-        ("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, on what nobody can replace") for n in stays
-    ]
+    return [("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, not a module") for n in stays]
 
 
 class _GraphReader(NodeReader):
@@ -111,13 +109,12 @@ class _GraphReader(NodeReader):
         path = container if sums[container] == 1 else f"{container}+{sums[container]}"
         on_branch, on_skip = arms[branch], arms[skip]
         last = self._last_norm(branch, on_branch)
-        entry = self._entry(fork, container) if weights[skip] else None
-        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
-        skip_kind = "other"
+        skip_kind, entry = "other", None
         if weights[skip]:
-            skip_kind = "projection"
+            skip_kind, entry = "projection", self._entry(fork, container)
         elif all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip):
             skip_kind = "identity"
+        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
         return Block(
             path=path,
             stage=_stage(path),

@@ -31,10 +31,10 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
     for option, patterns in (("only", only), ("skip", skip)):
         for pattern in patterns:
             if not any(matches(pattern, path) for path in paths):
-                raise OptionError(
-                    f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
-                    remedy=near(pattern, _beginnings(paths), "`normswap inspect` lists their paths"),
-                )
+                what = f"{spelled(option, pattern)} names no norm, block or linear layer of the network"
+                above = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."}
+                remedy = near(pattern, sorted({*paths, *above}), "`normswap inspect` lists their paths")
+                raise OptionError(what, remedy=remedy)
     skipped, taken = _named(modules, skip), _named(modules, only)
     outside = {path for path, module in modules.items() if id(module) in skipped or (only and id(module) not in taken)}
     return replace(anatomy, outside=frozenset(outside))
@@ -62,7 +62,3 @@ def patterns(options: Body) -> dict[str, list[str]]:
 def matches(pattern: str, path: str) -> bool:
     """Whether the pattern names `path`, or a module above it."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-
-
-def _beginnings(paths: Iterable[str]) -> list[str]:
-    return sorted({".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)})

@@ -36,11 +36,16 @@ class ShiftedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C), or (N, C, ...) with dim=1, to the same shape."""
-        # Core ML does not know the operator, even where it moves nothing.
-        last = self.dim == -1
-        y = F.rms_norm(x if last else x.movedim(self.dim, -1), self.normalized_shape, self.weight, self.eps)
-        y = y if self.bias is None else y + self.bias
-        return y if last else y.movedim(-1, self.dim)
+        # Core ML has no movedim, not even of a dimension to itself.
+        if self.dim == -1:
+            return self._scaled(x)
+        return self._scaled(x.movedim(self.dim, -1)).movedim(-1, self.dim)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, shift={self.bias is not None}, dim={self.dim}"

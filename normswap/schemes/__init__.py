@@ -117,8 +117,3 @@ def changed(scheme: str, options: Options) -> Options:
     except OptionError:
         return options
     return {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
-
-
-def exact(step: Step) -> bool:
-    """Whether the step keeps the function."""
-    return of(step).exact

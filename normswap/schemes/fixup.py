@@ -34,7 +34,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
 
 def _place_scales(builder: PlanBuilder) -> None:
-    modules = builder.anatomy.traced.modules
+    modules = builder.traced.modules
     for block in builder.anatomy.part():
         if block.tail is None:
             builder.refusals[block.path] = no_tail(builder.anatomy, block)
@@ -46,9 +46,9 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 def _shift_layers(builder: PlanBuilder) -> None:
     """Plan a bias before each layer. It comes first, so that a layer that ends a branch absorbs the branch's scalar."""
-    modules = builder.anatomy.traced.modules
+    modules = builder.traced.modules
     for path in linear_paths(builder.anatomy):
-        kind = reparametrized.plain_class(builder.anatomy.traced.linear(path))
+        kind = reparametrized.plain_class(builder.traced.linear(path))
         try:
             check_linear(builder, path, modules[path])
         except NotFoldable as why:
@@ -71,10 +71,10 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
     """Whether only activations read the module, perhaps through identities (timm's `drop_block`)."""
     if affine.activation(module) is not None:
         return True
-    calls = builder.anatomy.traced.calls.get(id(module), ())
+    calls = builder.traced.calls.get(id(module), ())
     ahead = [node for call in calls for node in readers(builder, call, builder.is_identity)]
     final = [node for node in ahead if not builder.is_identity(node)]
-    reader = NodeReader(builder.anatomy.traced)
+    reader = NodeReader(builder.traced)
     return bool(final) and all(map(reader.is_activation, final))
 
 

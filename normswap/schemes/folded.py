@@ -39,7 +39,7 @@ def _merge(builder: PlanBuilder, merge: Branches) -> None:
         reads, takes = [*reads, merge.after], [*takes, Absorption(AbsorbMode.AFTER)]
         args["skips"] = merge.skips
         builder.remove(merge.after)
-    modules = builder.anatomy.traced.modules
+    modules = builder.traced.modules
     builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
     for path in merge.others:
         builder.replace(path, "Zero")

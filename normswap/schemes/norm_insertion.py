@@ -46,25 +46,25 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
     """Plan a norm of constants wherever one stands or stood: `FrozenBatchNorm2d`, or timm's with an activation."""
-    return insert_norms(anatomy, "FrozenNorm", _freeze)
 
+    def freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        if affine.is_frozen(module):
+            builder.settle(path, Outcome("frozen", "frozen already"))
+        else:
+            builder.replace(path, "FrozenNorm")
+            builder.settle(path, Outcome("frozen", "frozen"))
 
-def _freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    if affine.is_frozen(module):
-        builder.settle(path, Outcome("frozen", "frozen already"))
-    else:
-        builder.replace(path, "FrozenNorm")
-        builder.settle(path, Outcome("frozen", "frozen"))
+    return insert_norms(anatomy, "FrozenNorm", freeze)
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
     """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode."""
-    return insert_norms(anatomy, ChannelAffine.__name__, _keep_the_map)
 
+    def keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        builder.replace(path, ChannelAffine.__name__)
+        builder.settle(path, left_affine("its own map"))
 
-def _keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    builder.replace(path, ChannelAffine.__name__)
-    builder.settle(path, left_affine("its own map"))
+    return insert_norms(anatomy, ChannelAffine.__name__, keep_the_map)
 
 
 def plan_tune(anatomy: Anatomy) -> PlanBuilder:
@@ -73,7 +73,12 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that no plain 2-D
     convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
     """
-    builder = insert_norms(anatomy, "EvalNorm", _keep_in_place)
+
+    def keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        builder.replace(path, "EvalNorm")
+        builder.settle(path, KEEPS_STATISTICS)
+
+    builder = insert_norms(anatomy, "EvalNorm", keep_in_place)
     # A norm that folds back into one plain convolution can scale its weight instead.
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
@@ -87,11 +92,6 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
         builder.remove(path)
         builder.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
     return builder
-
-
-def _keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    builder.replace(path, "EvalNorm")
-    builder.settle(path, KEEPS_STATISTICS)
 
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:
@@ -150,8 +150,8 @@ def _settings(anatomy: Anatomy, path: str) -> Body:
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
     path = builder.anatomy.current_path(original)
-    old = builder.anatomy.traced.modules.get(path)
-    if old is None or (id(old) not in builder.anatomy.traced.calls and not isinstance(old, Vacant)):
+    old = builder.traced.modules.get(path)
+    if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
         builder.notes.append(f"{path}: there is no place for its norm any more")
         return
     removed = builder.is_removed(path, old)

@@ -39,7 +39,11 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     traced = anatomy.traced
     for path, module in traced.modules.items():
         if getattr(module, "inplace", False) is True:
-            _write_out_of_place(builder, path)
+            outer = next((parent for parent in builder.replacements if path.startswith(f"{parent}.")), None)
+            if outer is None:
+                builder.replace(path, "OutOfPlace")
+            else:
+                builder.replacements[outer] = replace(builder.replacements[outer], out_of_place=True)
         if path not in builder.refusals and path not in builder.replacements:
             _refuse_buffers(builder, path, module)
     for node in traced.nodes:
@@ -48,14 +52,6 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     for path, why in traced.opaque.items():
         builder.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
     return builder
-
-
-def _write_out_of_place(builder: PlanBuilder, path: str) -> None:
-    outer = next((parent for parent in builder.replacements if path.startswith(f"{parent}.")), None)
-    if outer is None:
-        builder.replace(path, "OutOfPlace")
-    else:
-        builder.replacements[outer] = replace(builder.replacements[outer], out_of_place=True)
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -86,7 +82,7 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     """Copy the output of a layer that learns before `node` writes into it."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     value = inputs(node)[0]
     while not _owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]

@@ -42,7 +42,7 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
-    calls = builder.anatomy.traced.calls[id(norm)]
+    calls = builder.traced.calls[id(norm)]
     path = str(inputs(calls[0])[0].target)
     try:
         above = producers(builder, norm)
@@ -55,7 +55,7 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
 
 def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
     """The nodes that read the value of `node`, directly or through nodes that pass it on, each once."""
-    users = builder.anatomy.traced.users
+    users = builder.traced.users
     met: set[fx.Node] = set()
     ahead = [*users[node]]
     while ahead:

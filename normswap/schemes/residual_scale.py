@@ -63,7 +63,7 @@ def _scale(
     builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
     """The paths and values of the two factors; their inverses go into the weights."""
-    modules = builder.anatomy.traced.modules
+    modules = builder.traced.modules
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
     tail = modules[block.tail]
@@ -82,16 +82,15 @@ def _scale(
         return [(block.tail, b)]
     act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
-    enlarge(builder, act, 1 / a, set(builder.anatomy.traced.users[act]))
+    enlarge(builder, act, 1 / a, set(builder.traced.users[act]))
     return [(block.tail, b / a), (path, a)]
 
 
 def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
     """The factor by which the skip's stream is divided; 1 where a convolution writes it."""
-    traced = builder.anatomy.traced
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):
-        node = traced.main_input(node)
+        node = builder.traced.main_input(node)
     if node is None:
         return 1.0
     return owed.get(node, 1.0)
@@ -99,7 +98,7 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
     """The activation after the sum, and the path for a factor of its output; None where no module can hold one."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
     users = traced.users[block.total]
     module = traced.module(users[0]) if len(users) == 1 else None
     if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:

@@ -47,14 +47,14 @@ def _replace(
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
-    values = [value for call in builder.anatomy.traced.calls[id(norm)] for value in inputs(call)]
+    values = [value for call in builder.traced.calls[id(norm)] for value in inputs(call)]
     if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
             streams.append(residual_stream.around(builder, axes, new))
         except NotFoldable as why:
-            raise NotFoldable(f"the mean of what it reads has to stay: {why}") from None
+            raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
-    if role == "head" and channel_axes.is_step(builder.anatomy.traced, values[0]):
+    if role == "head" and channel_axes.is_step(builder.traced, values[0]):
         builder.notes.append(
             f"{path} reads the features after {residual_stream.called(values[0])}: these lose their mean, too"
         )

@@ -80,17 +80,20 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         old = modules[block.tail]
         if block.tail in scaled:
             _rescale(builder, block.tail, value, with_bias)
-        elif not _learns(old):
-            matched = _normalize(builder, block)
-            place_scale(builder, block.tail, matched if value is None else value, with_bias)
+            continue
+        if not _learns(old):
+            alpha = _normalize(builder, block)
         elif builder.removes(block.tail):
             # gamma and alpha have both learned, so gamma is no longer the branch's deviation.
-            matched = old.alpha.item()
-            _divide(builder, *last_linear(builder, block.branch, block.total), matched)
-            place_scale(builder, block.tail, matched if value is None else value, with_bias)
+            alpha = old.alpha.item()
+            _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
         else:
             builder.notes.append(f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}")
             builder.replacements.pop(block.tail, None)
+            continue
+        if value is not None:
+            alpha = value
+        place_scale(builder, block.tail, alpha, with_bias)
     return builder
 
 
@@ -114,7 +117,7 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
-    old = cast(BranchScale, builder.anatomy.traced.modules[path])
+    old = cast(BranchScale, builder.traced.modules[path])
     alpha = value
     if alpha is None:
         alpha = old.alpha.item()
@@ -141,12 +144,12 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
     """Whether a linear layer is used once, by being called, and absorbs nothing."""
-    module = builder.anatomy.traced.modules[path]
+    module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)
     except NotFoldable:
         return False
-    once = len(builder.anatomy.traced.calls[id(module)]) == 1
+    once = len(builder.traced.calls[id(module)]) == 1
     return isinstance(module, nn.Linear) and once and path not in builder.linears
 
 
@@ -158,7 +161,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
-        dropout = getattr(builder.anatomy.traced.modules[owner], name)
+        dropout = getattr(builder.traced.modules[owner], name)
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
@@ -167,7 +170,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
 
 def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:
     """Place a scalar at `path`, after what stands there if that is not removed."""
-    old = builder.anatomy.traced.modules[path]
+    old = builder.traced.modules[path]
     removed = builder.removes(path)
     args: Body = {"alpha": alpha}
     if bias:

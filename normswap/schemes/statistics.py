@@ -85,18 +85,17 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
     maps of several positions: else a norm would see one value per channel of an image. A convolution that is called
     more than once is left out with a note, as one norm would mix its inputs.
     """
-    traced = builder.anatomy.traced
     places = []
-    for node in traced.nodes:
-        conv, path = traced.module(node), str(node.target)
+    for node in builder.traced.nodes:
+        conv, path = builder.traced.module(node), str(node.target)
         if not isinstance(conv, _ConvNd) or path in places or not builder.anatomy.takes_part(path):
             continue
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
         shape = node.meta["shape"]
-        if len([call for call in traced.calls[id(conv)] if call.graph is node.graph]) > 1:
+        if len([call for call in builder.traced.calls[id(conv)] if call.graph is node.graph]) > 1:
             builder.notes.append(f"{path} gets no norm: it is called more than once")
-        elif read := traced.read_directly(conv):
+        elif read := builder.traced.read_directly(conv):
             builder.notes.append(f"{path} gets no norm: forward reads {read} by itself")
         elif isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
             places.append(path)
@@ -105,7 +104,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
     """Whether a convolution's values reach an activation (`linear`: or a linear layer) through channelwise steps."""
-    traced = builder.anatomy.traced
+    traced = builder.traced
 
     def passes(reader: fx.Node) -> bool:
         treats_alike = is_add(reader) or is_mul(reader) or channel_axes.is_step(traced, reader)
@@ -125,7 +124,7 @@ def _activates(traced: Traced, node: fx.Node) -> bool:
 
 def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether a norm reads what the convolution gives."""
-    modules = (builder.anatomy.traced.module(each) for each in readers(builder, node, builder.is_identity))
+    modules = (builder.traced.module(each) for each in readers(builder, node, builder.is_identity))
     return any(module is not None and affine.is_norm(module) for module in modules)
 
 

@@ -144,9 +144,8 @@ def load(
         states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
     weight_files.check_finite(state, str(file))
     bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(place, header.arch, trust_factory)
-    floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    dtype = functools.reduce(torch.promote_types, floats or {torch.float32})
-    model = applying.apply(bare, plan)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    dtype = _dtype(state)
+    model = applying.apply(bare, plan.steps)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header.hashes, states, file)
@@ -247,3 +246,8 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
     kind = kinds.by_builder(arch.builder)
     zoo.check_trust(f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted)
     return zoo.skeleton(arch)
+
+
+def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
+    floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    return functools.reduce(torch.promote_types, floats or {torch.float32})

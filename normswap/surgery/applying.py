@@ -17,50 +17,47 @@ from normswap import copying
 from normswap.errors import PlanError, first_line
 from normswap.layers import affine, placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
-from normswap.plan import Edit, Plan, Step
+from normswap.plan import Edit, Step
 
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
-def apply(model: nn.Module, plan: Plan | Sequence[Step], *, double: bool = False) -> nn.Module:
-    """Return a new model: `model` after all steps of `plan`, of the same class. `model` is not changed.
-
-    Args:
-        double: in float64, and never rounded to less.
-
-    Raises PlanError: an edit names a path, a layer or an argument that does not exist.
-    """
-    for step in plan.steps if isinstance(plan, Plan) else plan:
+def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
+    """Return `model`, which is not changed, after these steps (`apply_step`), as a new model of the same class."""
+    for step in steps:
         model = apply_step(model, step, double=double)
     return model
 
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
-    """Return a new model: `model` after one step; with `double`, in float64 and never rounded to less."""
+    """Return `model`, which is not changed, after one step, as a new model.
+
+    With `double` it is in float64, and never rounded to less.
+
+    Raises PlanError: an edit names a path, a layer or an argument that does not exist.
+    """
     like, duplicate = _like(model), copying.duplicate
     if double:
         like, duplicate = like.double(), copying.to_double
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
-    # Innermost paths come first, so that a module that stays is copied with its own replacements inside.
+    # Innermost paths come first: a layer that stays needs the replacements inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         if not isinstance(old, nn.Module):
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
-        key = id(old)
-        if edit.keep:
-            old = duplicate(old, memo)
-        elif double and not layer_of(edit).CASTS:
-            old = duplicate(old, {})
-        new = _replacement(edit, old, reads, like)
+        original = old
+        if edit.keep or (double and not layer_of(edit).CASTS):
+            # A layer that stays is copied with its own replacements inside.
+            old = duplicate(old, memo if edit.keep else {})
+        new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
-            new.train(old.training)
+            new.train(original.training)
             # A parameter that is frozen stays frozen in the layer that takes it over by name.
             for name, parameter in new.named_parameters(recurse=False):
-                parameter.requires_grad &= getattr(getattr(old, name, None), "requires_grad", True)
-        memo[key] = new
+                parameter.requires_grad &= getattr(getattr(original, name, None), "requires_grad", True)
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
@@ -73,7 +70,7 @@ def _like(model: nn.Module) -> torch.Tensor:
 
 
 def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """What builds a step's replacements in float64, and its tensors by identity, for `running.by_parts`."""
+    """Functions that build a step's replacements in float64, and its tensors by identity, for `running.by_parts`."""
     like = _like(model).double()
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
@@ -130,7 +127,7 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the layer that the edit names, or of one that follows it, by name; an unknown one is a PlanError."""
+    """The class of the edit's layer, or of one that follows it, by name; raises PlanError: it is not known."""
     layers, name = planned_layers(), name or edit.layer
     if name not in layers:
         raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")
@@ -142,18 +139,14 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    still = [
-        path
-        for path in gone
-        if affine.is_batchnorm(source.get_submodule(path))
-        and affine.is_batchnorm(result.get_submodule(_now(path, depths)))
-    ]
+    pairs = {path: (source.get_submodule(path), result.get_submodule(_now(path, depths))) for path in gone}
+    still = [path for path, modules in pairs.items() if all(map(affine.is_batchnorm, modules))]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:
-    """The path after the step of the module at `path`: the inside of a module that stays moves into its `inner`."""
+    """The path of a module after the step: the inside of a module that stays moves into its `inner`."""
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
     inside = [name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)]

@@ -21,12 +21,12 @@ class Conversion:
     """A converted network.
 
     Args:
-        network: the result, in the mode, dtype and device of the source, with all that its source was called with.
+        network: the result, in the mode, dtype and device of the source, with the source's inputs.
         report: what was measured.
-        outcomes: for every norm, by path, what happened to it.
+        outcomes: what happened to each norm, by path.
         notes: what the user should know (a branch whose alpha could not be matched ...).
-        renames: (old, new) names of the tensors that the result keeps under another name.
-        steps: how many of the plan's steps this conversion took.
+        renames: (old, new) names of tensors that got another name.
+        steps: how many of the plan's last steps are this conversion.
     """
 
     network: Network
@@ -37,7 +37,6 @@ class Conversion:
     steps: int = 1
 
     def __repr__(self) -> str:
-        """The report first, in a line; `report` and `outcomes` have all of it."""
         steps = " -> ".join(step.scheme for step in self.plan.steps[-self.steps :])
         word = "exact" if self.report.exact else "approximate"
         measured = f"{self.report.verdict}, {word}, relative L2 {self.report.worst.relative_l2:.1e}"
@@ -45,7 +44,6 @@ class Conversion:
 
     @property
     def model(self) -> nn.Module:
-        """The converted module."""
         return self.network.module
 
     @property
@@ -56,14 +54,10 @@ class Conversion:
 
 @full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
-    """Apply one step, also one edited by hand, fit its values to data if it asks for that, and measure the result.
+    """Apply one step, perhaps edited by hand, fit its values to data if its scheme does that, and measure the result.
 
-    Raises:
-        OptionError: the scheme needs data and there are none.
-        SourceError: the calibration data are unusable.
-        PlanError: the step does not fit the model, or a norm that it replaces is still there.
-        RefusedError: a norm does not take what reaches it.
-        VerificationError: the result is wrong.
+    Raises OptionError: the scheme needs data and there are none; SourceError: unusable data; PlanError: the step does
+    not fit the model; RefusedError: a norm cannot process its input; VerificationError: the result is wrong.
     """
     scheme = schemes.of(step)
     images = fitting.images_for(scheme, network)
@@ -79,9 +73,9 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
     """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
-    exact, settle = schemes.exact(step), schemes.of(step).scheme.settle
+    exact, settle = schemes.of(step).exact, schemes.of(step).scheme.settle
     precise = None
-    # An approximate result differs by far more than float32 rounds.
+    # An approximate result differs by far more than float32 rounding, so float64 would show nothing.
     if exact and settle is not None:
         double = network.after(result).doubled().module
         settle(network.module, double, step)
@@ -102,7 +96,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     """Return the network after a step, with its provenance, checked to run. No values are fitted yet."""
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
-    if not schemes.exact(step):
+    if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
     edited, norms = {edit.path for edit in step.edits}, {}
     for path, module in network.module.named_modules():
@@ -112,7 +106,7 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
-    """Refuse a norm that does not take what reaches it, and a forward that asks for the old layers."""
+    """Raise RefusedError where a norm cannot process its input, or a forward asks for the old layers' attributes."""
     example = network.examples[0].first(1)
     try:
         running.run(result, example)
@@ -124,4 +118,4 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError("forward asks a layer for what the new layer has not", why, remedy) from None
+        raise RefusedError("forward asks a layer for something that the new layer does not have", why, remedy) from None

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from normswap.copying import to_double
 from normswap.errors import VerificationError, spelled
 from normswap.graph.anatomy import Anatomy, Block
+from normswap.graph.recorder import Widening
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
-from normswap.surgery.running import Outputs, both, outputs_double, run, widely
+from normswap.surgery.running import Outputs, both, outputs_double, run
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
 # In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
@@ -305,7 +306,8 @@ def compare_double(
     error = worst("float64", example.images, reference, outputs)
     if not error.relative_l2 <= FLOAT64_TOLERANCE:
         result = make()
-        outputs = widely(lambda: run(result, example)[0])
+        with Widening():
+            outputs, _ = run(result, example)
         error = worst("float64", example.images, reference, outputs)
         # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU decides.
         if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":

@@ -53,7 +53,7 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
-    """Plan one step of a conversion: the step, and its builder with its outcomes and notes.
+    """Plan one step of a conversion; returns it and its builder, which has outcomes and notes.
 
     Raises OptionError: unknown scheme or option; RefusedError: it cannot be converted, or there is nothing to do.
     """
@@ -64,13 +64,7 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
 def plan_steps(
     network: Network, to: str, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, PlanBuilder]]:
-    """Plan all the steps that `convert` would take, without their values from data.
-
-    Args:
-        measured: whether there will be images to fit values to.
-
-    Raises OptionError, RefusedError: as `plan_step`.
-    """
+    """Plan the steps that `convert` would take, with images to fit to if `measured`. Raises as `plan_step`."""
     schemes.check_target(to)
     before: Step | None = None
     for chosen in scheme_path(network.anatomy, to, options, measured=measured):
@@ -183,10 +177,10 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
-    """The schemes of a conversion with their options, in order: what the target needs, the target, then the purpose.
+    """The schemes of a conversion with their options, in order: what the target needs, the target, the purpose.
 
     - With images (`measured`), norms with statistics per sample first become BatchNorms.
-    - A target that puts scalars on branches comes after the folding of the factors of normalizer-free blocks.
+    - A target with scalars on branches needs the factors of normalizer-free blocks folded first.
     - For a target that needs BatchNorms, lost ones come back from the statistics that the network carries.
     - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are images.
 
@@ -200,7 +194,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    # A target that needs BatchNorms takes those in the network, and leaves other norms as they are.
+    # A target that needs BatchNorms replaces those in the network, and leaves other norms as they are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
     before: list[str] = []
@@ -213,9 +207,13 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
     where = target.options.get("where", "norms")
-    if where != "norms" or (to == "batchnorm" and measured and not (alive or lost or averaged)):
-        adding = schemes.chosen("measured-batchnorm", {**limits, "where": "activation" if where == "norms" else where})
-        return [adding, *([target] if target.options["ghost_batch"] else []), *after]
+    if where == "norms" and to == "batchnorm" and measured and not (alive or lost or averaged):
+        where = "activation"
+    if where != "norms":
+        way = [schemes.chosen("measured-batchnorm", {**limits, "where": where})]
+        if target.options["ghost_batch"]:
+            way.append(target)
+        return way + after
     way = [schemes.chosen(name, limits) for name in before]
     # The estimated norms are the BatchNorms that were asked for.
     if not (averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")):
@@ -228,7 +226,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
 
 def _ends_in_a_factor(anatomy: Anatomy, block: Block) -> bool:
-    """Whether the branch of a block of timm's normalizer-free networks ends in a factor of the block's own."""
+    """Whether it is a block of timm's normalizer-free networks, whose branch ends in a factor of the block's own."""
     return block.tail is None and isinstance(anatomy.traced.modules[block.path.partition("+")[0]], NormFreeBlock)
 
 
@@ -248,13 +246,13 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
     last = conversions[-1]
     steps = last.plan.steps[-len(conversions) :]
-    exact = all(schemes.exact(step) for step in steps)
+    exact = all(schemes.of(step).exact for step in steps)
     precise = None
     if exact:
         precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
-    # The exact steps lose nothing, so the fitted step's agreement is that of all.
+    # The exact steps lose nothing, so the fitted step's agreement holds for all steps.
     if len(fitted) == 1:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
@@ -274,7 +272,7 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
         raise OptionError(f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options")
-    # Rounding the weights of a stream that was centred for an RMSNorm leaves a small mean, which float64 would see.
+    # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64 would show.
     rounded = any(edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits)
     precise = None
     if not rounded:

@@ -1,7 +1,4 @@
-"""DO: fit the values of a step's result to images, where its scheme has a `fit`.
-
-The structure that a plan gives never depends on data. A scheme's `fit` sets values of the converted network afterwards.
-"""
+"""DO: fit values of a step's result to images, where its scheme has a `fit`; the structure never depends on data."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from normswap.surgery.network import Batches, Network
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """The images that a step's values are fitted to, if any; raises OptionError: it needs some, or needs real ones."""
+    """The images to fit a step to, if any; raises OptionError: it needs images, or images of the user's."""
     if not chosen.fits:
         return None
     images = network.images
@@ -43,12 +40,13 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 def _exact_options(chosen: Chosen) -> list[str]:
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    return [spelled(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    return [spelled(name, word) for name, word in exact]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The outcome of a fit: calls that nothing was fitted to, why there are none, what the user should know."""
+    """The outcome of a fit: held-out calls, why there are none, and notes for the user."""
 
     held: tuple[Example, ...] = ()
     unmeasured: str = ""
@@ -56,7 +54,7 @@ class Fitted:
 
 
 class _Calls:
-    """Batches of any form, or a function that gives them, or a single one, as calls of a network."""
+    """Batches of any form, a function that returns them, or a single batch, as calls of a network."""
 
     def __init__(self, calibrate: Batches, form: Example) -> None:
         batches: object = calibrate
@@ -76,7 +74,7 @@ class _Calls:
 
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Images as calls of the network, which can be iterated as often as the images can."""
+    """Images as calls of the network; iterable repeatedly if the images are."""
     calls = _Calls(images, network.form)
     if isinstance(calls.batches, Iterator):
         return iter(calls)
@@ -89,14 +87,21 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         return Fitted()
     batches = None if images is None else calls_of(images, network)
     split: HeldOutSplit | None = None
-    # A step of its own measures statistics, and does that on all images.
+    # Steps that are no targets measure statistics, on all images.
     if batches is not None and chosen.scheme.name not in schemes.STEPS and not isinstance(images, SyntheticImages):
         batches = split = HeldOutSplit(list(batches) if isinstance(batches, Iterator) else batches, network.device)
     assert chosen.scheme.fit is not None
     after = functools.partial(applying.apply_step, network.module)
-    part = selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part
     task = FitTask(
-        network.module, result, step, batches, network.examples[0], after, part, network.seed, network.progress
+        source=network.module,
+        result=result,
+        step=step,
+        batches=batches,
+        example=network.examples[0],
+        after=after,
+        takes_part=selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part,
+        seed=network.seed,
+        progress=network.progress,
     )
     notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):

@@ -1,4 +1,4 @@
-"""Images that nothing is fitted to: every fourth of the user's, on which source and result are compared."""
+"""Held-out images: every fourth of the user's, on which source and result are compared."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from normswap.models.calling import Example
 from normswap.surgery import comparison, running
 from normswap.surgery.report import Kept
 
-# Every fourth image is held out, and at most so many are kept in memory.
+# Every fourth image is held out, and at most so many stay in memory.
 EVERY, MOST = 4, 512
 TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
 
 
 class HeldOutSplit:
-    """The calls to fit to, which can be iterated repeatedly. Every fourth image is held out of them, in `held`.
+    """The calls to fit to, which can be iterated repeatedly, and every fourth image held out, in `held`.
 
-    Of calls that cannot be split, every fourth one is held out. Calls are cut to a size that suits the device
-    (`checked_batches.parts`). After an iteration no copies of what was fitted to, `copies` of them, are in `held`.
+    Of calls that cannot be split, every fourth call is held out. Calls are cut to a size that suits the device
+    (`checked_batches.parts`). After an iteration, `held` is without the `copies` of images that were fitted to.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
@@ -58,7 +58,7 @@ class HeldOutSplit:
 
 
 def _hashes(call: Example) -> list[bytes]:
-    """What tells each sample from others; nothing of a call that cannot be parted."""
+    """A hash of each sample; none of a call that cannot be split."""
     if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()):
         return []
     rows = zip(*(tensor.cpu().double().numpy() for tensor in call.tensors()), strict=True)
@@ -66,7 +66,7 @@ def _hashes(call: Example) -> list[bytes]:
 
 
 def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
-    """The samples that do not stand in `fitted_to`, which they join; None where there are none."""
+    """The samples whose hashes are not in `fitted_to`, or None; adds their hashes."""
     hashes = _hashes(call)
     if not hashes:
         return call
@@ -78,12 +78,9 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
 def measured(
     source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
 ) -> Kept | None:
-    """How far both networks agree on these batches of images; None without any.
+    """The agreement of both networks on these calls, or None without calls; raises VerificationError: one fails to run.
 
-    Args:
-        anatomy: of the source, which tells scores of classes from other outputs.
-
-    Raises VerificationError: one of them does not run.
+    `anatomy`, the source's, tells scores of classes from other outputs.
     """
     off = size = 0.0
     count, same, compared = 0, defaultdict[str, float](float), defaultdict[str, int](int)

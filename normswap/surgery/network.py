@@ -1,6 +1,6 @@
-"""The record of a network: the module, and all that `convert` and the others must know to work on it.
+"""The record of a network: the module, and what `convert` and other functions need to know of it.
 
-The public functions make it. Its anatomy, calls and images are computed when first asked for, and then kept.
+Its anatomy, calls and images are computed once, when they are first needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from normswap.provenance import Provenance
 from normswap.surgery import running
 
 Batches: TypeAlias = Iterable[object] | Callable[[], Iterable[object]]
-"""The images that values are fitted to: batches of what the network takes, or a function that gives them."""
+"""The images that values are fitted to: batches of what the network takes, or a function that returns them."""
 
 
 class HasModel(Protocol):
@@ -41,17 +41,17 @@ class HasModel(Protocol):
 class Network:
     """A network, how it is called, and the images that its values are fitted to. No function that takes it changes it.
 
-    After the module was changed by hand, make another record: this one keeps what it has computed.
+    After a change of the module, make another record: this one stores what it has computed.
 
     Args:
         module: the network itself.
         inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
-            default random ones that its record states (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
-        size: (C, H, W) of one input; by default what the network says of itself (`network_input.size`).
-        seed: of all that is drawn.
-        calibrate: batches to fit values to, a function that gives them, or "synthetic": images made from the statistics
-            that the network's BatchNorms keep.
-        progress: called while values are fitted, with what is done and the total.
+            default random ones of its stated shapes (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
+        size: (C, H, W) of one input; by default the network's own (`network_input.size`).
+        seed: of all random numbers.
+        calibrate: batches to fit values to, a function that returns them, or "synthetic": images made from the
+            statistics of the network's BatchNorms.
+        progress: called while values are fitted, with the layers done and their total.
     """
 
     module: nn.Module
@@ -81,7 +81,7 @@ class Network:
         calibrate: Batches | str | None = None,
         progress: Progress | None = None,
     ) -> Network:
-        """The record of a module, or of a result that holds one; of a record itself: with what else is given set."""
+        """The record of a module, or of a result that holds one; a record itself gets the other arguments."""
         if inputs is not None and size is not None:
             raise OptionError("inputs= and input_size= both say what the network takes", remedy="Give one of them")
         if not isinstance(model, Network):
@@ -98,7 +98,7 @@ class Network:
         return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
-        """The same network, as it was looked at, with other images to fit values to."""
+        """The same network, with its anatomy and calls, and other images to fit values to."""
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
@@ -119,12 +119,11 @@ class Network:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its tensors."""
         return self._anchor.dtype
 
     @property
     def has_double(self) -> bool:
-        """Whether the network can be made in float64, and is not yet."""
+        """Whether a float64 copy of the network can be made, and would differ from it."""
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module))
         return self.dtype != torch.float64 and self.device_has_double and not scripted
 
@@ -145,7 +144,6 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """That of its tensors."""
         return self._anchor.device
 
     @cached_property
@@ -154,7 +152,7 @@ class Network:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy, from one recorded forward; raises TraceError where it does not run, or cannot be seen."""
+        """The anatomy, from a recorded forward; raises TraceError: it does not run, or cannot be recorded."""
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
         if self.size:
@@ -189,7 +187,7 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that tell whether a result is right: of noise, one where every size takes the same way."""
+        """The calls that a result is proven on; a single one of noise where every size takes the same way."""
         if self.inputs is not None:
             return self.calls
         traced = self.anatomy.traced
@@ -200,7 +198,7 @@ class Network:
 
     @cached_property
     def images(self) -> Batches | None:
-        """The images that values are fitted to: those given, or synthetic ones of the network as it is now."""
+        """The images that values are fitted to: the user's, or synthetic ones of this network."""
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size

@@ -1,7 +1,7 @@
 """Recalibrate: the same network with statistics of other images, as one more step of its plan.
 
-Where BatchNorms are, theirs are measured. Where none is left, the layers' outputs get the means and variances that they
-have in another network, the one before the change: a network alone does not say what they were.
+BatchNorms get statistics measured on the images. Without BatchNorms, the layers' outputs get the means and variances
+that they have in another network, the one before the change.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def recalibrate(
         batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one size, or a function
             that gives them.
         against: for a network without BatchNorm: the network before it was pruned, rounded or averaged, or several
-            whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`). One
-            that still has its BatchNorms is folded for that.
+            whose average it is. Mean and variance per channel of each layer's output become theirs (`restoring`).
+            BatchNorms in it are folded first.
         inputs: as in `convert`: what the change is measured on, and how the network is called; by default noise.
         input_size: (C, H, W) of the noise.
         progress: called after each batch with the batches done and their total; with `against`, after each layer.
-        record: what the plan shall remember of the data: data, samples, batch_size; and means_only: with `against`,
-            the means alone, by biases.
+        record: what the plan records of the data: data, samples, batch_size; and means_only: with `against`, the means
+            alone, by biases.
 
-    Statistics that are broken (NaN, a variance below zero) are no obstacle, as new ones take their place.
+    Broken statistics (NaN, a variance below zero) are replaced, too.
 
     Raises:
-        RefusedError: no BatchNorm with running statistics, and nothing to go by; or BatchNorms, and `against`.
-        OptionError: something else than that is to be remembered.
+        RefusedError: no BatchNorm with running statistics, and no `against`; or BatchNorms, and `against`.
+        OptionError: an unknown key of `record`.
         SourceError: unusable images, or batches of less than two.
     """
     means_only = bool(record.pop("means_only", False))

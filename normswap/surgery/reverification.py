@@ -1,4 +1,4 @@
-"""PROVE, later: a converted network that was loaded from disk against its source, opened again."""
+"""PROVE again: a converted network that was loaded from disk against its source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """The source that a converted network was made from; a SourceError where it cannot be had again."""
+    """The source of a converted network; raises SourceError: it had random weights, which are lost."""
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record.sha256 is None:
@@ -30,7 +30,7 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """The options that `recorded` must be opened with."""
+    """The options for opening the source (`recorded`)."""
     record = provenance.of(result)
     if record.arch is None:
         return {}
@@ -46,7 +46,7 @@ def how(result: nn.Module) -> Body:
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
-    """Whether the source has the tensors that it had when `result` was made; None where that was not recorded."""
+    """Whether the source has the same tensors as when `result` was made; None where that was not recorded."""
     hashed = provenance.of(result).sha256
     if hashed is None:
         return None
@@ -54,15 +54,13 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a loaded result with its source; raises TraceError or VerificationError where that does not run."""
-    exact = all(schemes.exact(step) for step in Network(result).provenance.plan.steps)
+    """Compare a loaded result with its source; raises TraceError, VerificationError: one of them does not run."""
+    exact = all(schemes.of(step).exact for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
 
 
 def on_images(source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:
-    """Top-1 in percent of both on labelled images, and the fraction of equal answers.
-
-    Of images without labels, and of features, there is no top-1: the relative L2 stands in its place.
+    """Top-1 in percent of both networks and the fraction of equal answers; without labels or classes, the relative L2.
 
     Args:
         loader: batches of images and labels; -1: no label.

@@ -71,10 +71,11 @@ def both(
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
     """The outputs in float64: by parts, or of a copy where a forward reads another module's tensors."""
     outputs = by_parts(model, example)
-    if outputs is None:
-        double = to_double(model)
-        outputs = widely(lambda: run(double, example)[0])
-    return outputs
+    if outputs is not None:
+        return outputs
+    double = to_double(model)
+    with Widening():
+        return run(double, example)[0]
 
 
 def by_parts(
@@ -119,8 +120,8 @@ def by_parts(
     handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
     handles += [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
     try:
-        with hooked(handles):
-            return widely(lambda: run(model, example)[0])
+        with hooked(handles), Widening():
+            return run(model, example)[0]
     except (RuntimeError, KeyError):
         return None
     finally:
@@ -141,12 +142,6 @@ def _unseen(work: Callable[..., None]) -> Callable[..., None]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def widely(work: Callable[[], Outputs]) -> Outputs:
-    """The result of `work` while every tensor that forward makes is float64."""
-    with Widening():
-        return work()
 
 
 def noise(

@@ -1,9 +1,8 @@
 """Unfold: back to the source's BatchNorm, from the norm tensors that a checkpoint keeps beside its weights.
 
 The converted network is first brought to its canonical form C. The bare source architecture, with its old norms, has
-the same canonical form, by a plan that is linear in its convolutions: W_C = s W, b_C = s b + t. So W = W_C / s, and
-whatever fine-tuning did to b_C goes to beta. A channel with s = 0 keeps the value t and gets fresh weights, which are
-exact (they are multiplied by 0) and alive.
+the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A
+channel with s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from normswap.surgery.network import Network
 
 @torch.no_grad()
 def unfold(network: Network) -> Network:
-    """The network that this one was converted from, with its norms, and with what it has learned since.
+    """The network that this one was converted from, with its norms and what was learned since.
 
-    The gammas and betas of LayerNorms, and LayerScales, that went into the layers around them are ones and zeros.
+    Gammas and betas of LayerNorms, and LayerScales, that were folded into other layers are ones and zeros.
 
-    Raises RefusedError: the network was not converted, or was changed in a way the source cannot express.
+    Raises RefusedError: the network was not converted, or the source cannot express its changes.
     """
     record = network.provenance
     if not record.plan.steps:
@@ -66,7 +65,7 @@ def unfold(network: Network) -> Network:
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
-    """Another module that takes what the network takes, carrying where that is from."""
+    """The record of another module with the network's inputs and origin."""
     attributes, record = network.module.__dict__, network.provenance
     module.__dict__.update({name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes})
     origin = Provenance(arch, record.source, record.sha256, record.pretrained_cfg)
@@ -74,13 +73,13 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 
 
 def architecture(model: nn.Module) -> Arch | None:
-    """How to build the network that `model` was converted from, if that is known."""
+    """How to build the network that `model` was converted from, if known."""
     record = provenance.of(model)
-    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan))
+    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network without scalars."""
+    """The network's canonical form, without scalars; raises RefusedError: it has none that the source shares."""
     builder, anatomy = fold_norms(network.anatomy), network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
@@ -112,7 +111,7 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _tensors(model: nn.Module, among: Callable[[nn.Module], bool] = lambda module: True) -> dict[str, Tensor]:
-    """The tensors of the modules for which `among` holds, by the names that they had before anything was chained."""
+    """The tensors of the modules for which `among` holds, by their names in the source."""
     tensors = {}
     for path, module in _by_old_path(model).items():
         if among(module):
@@ -136,7 +135,7 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
-    """Set the tensors at the path of `edit`, in the source, so that the edit would give `now`."""
+    """Set the source's tensors at the path of `edit` so that the edit would give `now`."""
     reads = tuple(modules[path] for path in edit.reads)
     try:
         applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)

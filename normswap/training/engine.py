@@ -323,7 +323,7 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, in which the order of processes does not matter, but on MPS."""
+    """Return the dtype of sums: float64, so that the order of processes hardly matters; float32 on MPS."""
     if device.type == "mps":
         return torch.float32
     return torch.float64

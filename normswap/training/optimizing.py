@@ -105,7 +105,8 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
     Raises:
         OptionError: nobody knows which layer that is.
     """
-    head = find_head(model) if head is None else head
+    if head is None:
+        head = find_head(model)
     spared = {id(parameter) for parameter in head.parameters()}
     transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
     weights: list[Tensor] = []

@@ -93,14 +93,14 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """Return the recipe as YAML for `load_recipe`, every key with its value: defaults may change, a record must not."""
+    """Return the recipe as YAML for `load_recipe`, with every key, as defaults may change later."""
     out = io.StringIO()
     _yaml().dump(recipe.model_dump(mode="json"), out)
     return out.getvalue()
 
 
 def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, object]:
-    """Return every key of the recipe, or below some key, by its dotted name, as on the command line."""
+    """Return every value of the recipe, or of a group, by its dotted key, as on the command line."""
     keys: dict[str, object] = {}
     for name, value in (recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe).items():
         if isinstance(value, Mapping) and value:
@@ -163,7 +163,7 @@ def _parsed(content: str, label: str) -> object:
 
 
 def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
-    """`tree` with one key set; groups on the way to it are made where they are missing or null."""
+    """`tree` with one key set; missing groups on the way to it are made."""
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):

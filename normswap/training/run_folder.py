@@ -42,13 +42,13 @@ class State(TypedDict):
 
 @dataclass
 class TrainingState:
-    """How far a run is.
+    """The position of a run.
 
     Args:
         update: updates done.
         rows: of metrics.csv.
         loss, seconds: sums over the epoch's updates so far.
-        best, best_epoch: the score of the network in best/, and when that was.
+        best, best_epoch: score and epoch of the network in best/.
     """
 
     update: int = 0
@@ -67,7 +67,7 @@ class Folder:
         self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
 
     def check_new(self) -> None:
-        """See, before any work, that a run can begin here; raises OutputError where the folder holds something."""
+        """Raise OutputError where no run can begin because the folder holds something."""
         if self.state.is_file():
             remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
             raise OutputError(f"{self.place} holds a run", remedy=remedy)
@@ -76,7 +76,7 @@ class Folder:
             raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another folder")
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder; raises OutputError where it cannot be made, or holds something else."""
+        """Make the folder; raises OutputError: it cannot be made, or holds something else."""
         self.check_new()
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +85,11 @@ class Folder:
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
 
     def write_state(self, position: TrainingState, parts: State) -> None:
-        """Replace the state by this one, at once; where that fails (OutputError), the old one is still there."""
+        """Replace the state atomically; raises OutputError, and the old state stays."""
         body = {"identity": self.identity, "position": vars(position), **parts}
-        # torch.save raises various errors on a full disk, and may leave a part.
+        # On a full disk torch.save raises various errors, and may leave half a file.
         buffer = io.BytesIO()
-        # torch would save the whole storage of a view, and its device.
+        # Of a view, torch would save the whole storage, and the device.
         torch.save(calling.changed(body, Tensor.cpu), buffer)
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
@@ -110,20 +110,19 @@ class Folder:
         return position, body
 
     def write_network(self, model: nn.Module, place: Path) -> None:
-        """Replace best/ or last/."""
         for stale in self.place.glob(f".{place.name}.*"):
             shutil.rmtree(stale, ignore_errors=True)
         checkpoint.save(model, place, force=True)
 
 
 def check_no_run(place: Path) -> None:
-    """Refuse the folder of a run where a network is wanted: the SourceError says where its networks are."""
+    """Raise SourceError for the folder of a run where a network is needed; says where its networks are."""
     if (place / "recipe.yaml").is_file() and (place / "best").is_dir():
         raise SourceError(f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last")
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """Return what makes a run the same run: the recipe, the network it starts from, the images."""
+    """Return what must not change when a run continues: the recipe, the network it starts from, the images."""
     keys = recipe_files.flat(recipe)
     for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
         keys.pop(free, None)

@@ -1,4 +1,4 @@
-"""The network that a run trains: opened, converted as the recipe says, and what the run asks of it."""
+"""The network that a run trains: opened, converted as the recipe says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The network as training begins, and before the recipe's conversion (`source`). No function changes it."""
+    """The network as training begins, and before the recipe's conversion (`source`)."""
 
     network: Network
     source: nn.Module
@@ -38,21 +38,21 @@ class Subject:
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy that knows its architecture, so that saving need not find it out each time."""
+        """Return a copy with its architecture recorded, which saving would look for each time."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copy.deepcopy(self.module), record)
 
     def preprocessing(self, side: int | None) -> Body:
-        """Return what images for it are like, `side` pixels high and wide if the recipe says so."""
+        """Return the preprocessing of its images, `side` pixels high and wide if the recipe says so."""
         record = datasets.image_record(self.module)
         if side is not None:
             record["input_size"] = (record["input_size"][0], side, side)
         return record
 
     def teacher(self, distill: Distill) -> nn.Module:
-        """Return the network to learn from: a MODEL, or what this one was made from; unconverted, its own copy.
+        """Return the teacher: a MODEL, this network's source, or, of an unconverted network, a copy.
 
-        Raises SourceError: it cannot be had, or is no longer what the network was made from.
+        Raises SourceError: the source cannot be opened, or has changed.
         """
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)
@@ -70,19 +70,19 @@ class Subject:
 
 
 def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
-    """Open the recipe's network if none is given; or raises NormswapError."""
+    """Open the recipe's network if `model` is None; raises NormswapError: it cannot."""
     settings = recipe.model
     if model is None:
         if settings is None:
             raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
-        # Random weights follow from the seed, so that a run can be continued.
+        # Random weights depend on the seed, so that a run can be continued.
         with drawn_by(recipe.train.seed, "weights"):
             model = checkpoint.open_model(settings.name, weights=settings.weights, arch_args=settings.args, named=False)
     return Subject(Network.of(model), model)
 
 
 def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
-    """Convert the network if the recipe says so; it is not changed itself. `say` is told what the user should know."""
+    """Convert the network if the recipe says so, as a new one; `say` is called with notes for the user."""
     network, model, how = subject.network, subject.source, recipe.convert
     if how is not None:
         say(f"converting to {how.to}")

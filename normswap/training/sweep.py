@@ -66,8 +66,11 @@ class Line:
     @property
     def text(self) -> str:
         """`91.20 ± 0.31`, or nothing where no run has succeeded."""
-        spread = "" if self.std is None else f" ± {self.std:.2f}"
-        return "" if self.mean is None else f"{self.mean:.2f}{spread}"
+        if self.mean is None:
+            return ""
+        if self.std is None:
+            return f"{self.mean:.2f}"
+        return f"{self.mean:.2f} ± {self.std:.2f}"
 
 
 def count_best(seeds: int, best: int | None = None) -> int:

@@ -1,8 +1,8 @@
 """Training images: where they are, in which order they come, and what is done to them at random.
 
 Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of processes, nor of
-loader workers, nor of where a run was interrupted. So N processes see together what one process sees, and a resumed
-run sees what the uninterrupted one would have seen.
+loader workers, nor of where a run was interrupted. So N processes together see what one would see, and a resumed run
+what an uninterrupted one would see.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every batch is this process's own: of `world` processes, in `accumulate` micro-batches."""
+    """This process's share of every batch: `rank` of `world` processes, in `accumulate` micro-batches."""
 
     rank: int = 0
     world: int = 1
     accumulate: int = 1
 
     def micro(self, batch: int) -> int:
-        """Return the images per micro-batch; raises OptionError where the batch cannot be divided so."""
+        """Return the images per micro-batch; raises OptionError: the batch cannot be divided so."""
         parts = self.world * self.accumulate
         if batch % parts:
             asked = f"{self.world} processes x train.accumulate {self.accumulate}"
@@ -97,7 +97,7 @@ def _slice(images: list[int], which: int, size: int) -> list[int]:
 
 
 def key(*parts: object) -> int:
-    """Return a seed of 32 bits for what these parts name."""
+    """Return a seed of 32 bits that is a function of `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
@@ -118,7 +118,7 @@ def drawn_by(*parts: object) -> Iterator[None]:
 
 
 class Seeded(Dataset[Example]):
-    """Some images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
+    """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
 
     def __init__(self, images: Any, rows: Sequence[int], seed: int) -> None:
         self.images, self.rows, self.seed = images, rows, seed
@@ -188,7 +188,7 @@ def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: i
 
 
 def ignore_sigterm(worker: int) -> None:
-    """For a loader's process: schedulers signal all processes of a job, and this one is needed until the run stops."""
+    """Ignore SIGTERM in a loader's process: schedulers send it to all processes, and the run still needs this one."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -211,13 +211,13 @@ def places(data: DataPart) -> tuple[str, str | None]:
 
 
 def require_validation(data: DataPart) -> None:
-    """Check that there are validation images, for what is decided by top-1; raises SourceError."""
+    """Raise SourceError where there are no validation images."""
     if places(data)[1] is None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
 
 def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None) -> list[str]:
-    """Say which images are trained and validated on, where the recipe leaves that open, and how labels were read."""
+    """List notes: the images of training and validation, where the recipe leaves that open, and how labels are read."""
     place, validated = places(data)
     taken = [] if place == data.root else [f"training images of {place}, validation images of {validated}"]
     if checked is None:
@@ -227,9 +227,9 @@ def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None
 
 
 def _digest(images: LabelledImages) -> str:
-    """Return the SHA-256 of the names of all images, where they are files, else of their number.
+    """Return the SHA-256 of all images' names, where they are files, else of their number.
 
-    Rows of a Hugging Face dataset have names, too, which come with the bytes of the images: all of them would be read.
+    A Hugging Face dataset has names, too, but reading them reads all images.
     """
     digest = hashlib.sha256(str(len(images)).encode())
     reader = getattr(images.images, "reader", None)
@@ -240,7 +240,7 @@ def _digest(images: LabelledImages) -> str:
 
 
 def transform(model: Body, augment: Augment) -> transforms.Compose:
-    """timm's training transform for the network; without `scale`, its images are cropped after padding, or whole."""
+    """timm's training transform for the network; without `scale`, images are padded and cropped, or whole."""
     size = tuple(model["input_size"][1:])
     interpolation = model.get("interpolation", "bilinear")
     make: Any = transforms_imagenet_train

@@ -118,4 +118,7 @@ def test_images_that_can_be_read_once_are_kept_for_each_step() -> None:
         normswap.convert(net, "dyt", inputs=batches[0], calibrate=images) for images in (batches, iter(batches))
     )
     assert [step.scheme for step in listed.plan.steps] == ["estimate", "dyt"]
+    assert listed.report.unmeasured.startswith("2 steps were fitted")
+    folded = normswap.convert(net, "folded", inputs=batches[0], calibrate=batches)
+    assert folded.report.unmeasured == "no calibration image was held out to measure on", "its other step is exact"
     assert all(value.equal(once.model.state_dict()[name]) for name, value in listed.model.state_dict().items())

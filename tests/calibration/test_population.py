@@ -167,6 +167,6 @@ def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
     torch.manual_seed(0)
     flat = nn.Sequential(nn.Conv2d(3, 64, 32), nn.BatchNorm2d(64)).eval()
     few, many = (torch.randn(count, *SIZE) for count in (8, 14))
-    with pytest.raises(SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] of its deviation.*Give 1[0-3] or"):
+    with pytest.raises(SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] deviations.*Give 1[0-3] or"):
         recalibrate(flat, [few], input_size=SIZE)
     assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]

@@ -308,14 +308,6 @@ def test_random_weights_cannot_be_verified_against(here: Path, capfd: Capture) -
     refused(("verify", "out"), ("random weights", "--against MODEL"), here, capfd)
 
 
-def test_a_full_disk_leaves_nothing(here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    refused((*DEMO, "folded", "-o", "out", "--plan", "p.json"), ("cannot write", "No space"), here, capfd)
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

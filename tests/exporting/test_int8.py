@@ -22,7 +22,7 @@ import normswap
 from normswap.cli.app import main
 from normswap.cli.commands import export_command
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError
-from normswap.exporting import exporter, formats, pt2
+from normswap.exporting import exporter, formats, pt2_file
 from normswap.exporting.exported_module import Shipped, correct_biases
 from normswap.exporting.settings import Quantization
 from normswap.images import datasets
@@ -111,7 +111,7 @@ def test_bits_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path)
 
 def held(file: Path) -> dict[str, Tensor]:
     """Tensors of more than one dimension in a pt2 file."""
-    return {name: value for name, value in pt2.load(file).state_dict.items() if value.ndim > 1}
+    return {name: value for name, value in pt2_file.load(file).state_dict.items() if value.ndim > 1}
 
 
 @pytest.mark.parametrize("batch", quick([1, 7, 64], [7]))
@@ -160,7 +160,7 @@ def test_ranges_in_pt2(normalize: bool, tmp_path: Path) -> None:
     network[3].weight.data *= 1e-6
     given: dict[str, Any] = {"calibrate": x, "images": x, "input_size": (3, 16, 16), "normalize": normalize}
     normswap.export(network, file, dtype="int8", **given)
-    found = [node.args[1:] for node in pt2.load(file).graph.nodes if "quantize_per_tensor" in node.name]
+    found = [node.args[1:] for node in pt2_file.load(file).graph.nodes if "quantize_per_tensor" in node.name]
     assert all(args[2:] == (0, 255, torch.uint8) for args in found)
     step, zero = found[0][:2]
     assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)

@@ -10,7 +10,7 @@ from lived import distance, run
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError, quiet
-from normswap.exporting import pt2
+from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.simpler_graph import or_simpler, simpler
 
@@ -161,6 +161,6 @@ def test_what_torch_cannot_export_is_refused_as_before(monkeypatch: pytest.Monke
     def refuse(*asked: object) -> None:
         raise RefusedError("by the tool" if len(asked) == 1 else "by torch")
 
-    monkeypatch.setattr(pt2, "traced", refuse)
+    monkeypatch.setattr(pt2_file, "traced", refuse)
     with pytest.raises(RefusedError, match="by the tool"):
         or_simpler(contents, refuse)

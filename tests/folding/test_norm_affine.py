@@ -90,7 +90,7 @@ def test_replay_and_gradients(name: str) -> None:
     model, x = small(name)
     planned, _ = step(model, "folded")
     result = applying.apply_step(model, planned)
-    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()).steps)
     assert distance(run(result, x), run(fresh, x)) > 1e-3
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(result, x), run(fresh, x))

@@ -36,7 +36,7 @@ def test_folded_exactly(arch: str) -> None:
     with torch.no_grad():
         assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
     fresh = timm.create_model(arch, num_classes=10, **NORM_FREE[arch]).double().eval()
-    fresh = applying.apply(fresh, Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(fresh, Plan.from_json(Plan().then(planned).to_json()).steps)
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(fresh, x), run(result, x))
 

@@ -169,7 +169,7 @@ def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
 
 def test_what_a_record_does_not_show_is_said() -> None:
     model, _ = build(next(case for case in CASES if case.name == "buffers used directly"))
-    assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, on what nobody can replace"),)
+    assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, not a module"),)
     model, _ = build(CASES[0])
     assert any("takes another way" in remark for remark in inspection.inspect(model).traced.remarks)
 

@@ -66,7 +66,7 @@ FORMAT = '''"""Example: what pt2 files hold, under another name."""
 
 from __future__ import annotations
 
-from normswap.exporting.pt2 import metadata, nodes, open, write
+from normswap.exporting.pt2_file import metadata, nodes, open, write
 
 __all__ = ["metadata", "nodes", "open", "write"]
 '''
@@ -117,12 +117,12 @@ ADDITIONS = (
         "tests/house tests/cli",
     ),
     Addition(
-        "export format", "example_file",
+        "export format", "example",
         {
             "normswap/exporting/example_file.py": FORMAT,
             "normswap/exporting/formats.py": (
                 "    for form in (\n",
-                '    for form in (\n        Format("example", "example_file", ".example", "Example", "Example"),\n'),
+                '    for form in (\n        Format("example", ".example", "Example", "Example"),\n'),
             "normswap/models/kinds.py": ('EXPORTED = {".onnx"', 'EXPORTED = {".example": "example", ".onnx"'),
             "tests/alone.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
         },

@@ -123,6 +123,21 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     same(recalibrated, recalibrate(IMAGES[form](trunk()), data, input_size=SIZE).model)
 
 
+def test_a_tuple_of_as_many_tensors_as_arguments_is_one_batch() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.norm(self.conv(x)).mean((2, 3)) + y
+
+    batch = torch.randn(40, 3, 9, 9), torch.randn(40, 4)
+    network = Two().eval()
+    one, listed = (normswap.convert(network, "groupnorm", inputs=batch, calibrate=data) for data in (batch, [batch]))
+    assert all(value.equal(listed.model.state_dict()[name]) for name, value in one.model.state_dict().items())
+
+
 def test_a_detector_is_fitted() -> None:
     """How much of a fit is kept, its boxes decide, and not the trunk's answers; the fit is the same."""
     data = [scaled(x) for x in batches()]

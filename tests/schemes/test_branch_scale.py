@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers.placeholders import Chain
 from normswap.layers.scalars import Scale
+from normswap.schemes import skipinit
 from normswap.surgery import applying
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -89,6 +91,12 @@ def test_one_scalar_per_block_in_its_place(arch: str) -> None:
             assert isinstance(scalar.then, Scale), "alpha stands after the gate"
         else:
             assert isinstance(scalar, Scale)
+
+
+def test_moments_behind_an_activation_are_those_of_a_normal_variable() -> None:
+    mean, variance = skipinit._through([nn.ReLU()], torch.zeros(1).double(), 2 * torch.ones(1).double())
+    assert mean.item() == pytest.approx(2 / math.sqrt(2 * math.pi), rel=0.02)
+    assert variance.item() == pytest.approx(2 - 2 / math.pi, rel=0.02)
 
 
 @pytest.mark.parametrize("arch", LAST)

@@ -18,7 +18,6 @@ from scheme_rows import EXACT, ROWS, Row
 from torch import Tensor, fx, nn
 
 from normswap import schemes
-from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.layers.scalars import Scale
 from normswap.plan import Step
@@ -155,13 +154,6 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
             assert torch.equal(tensor, after[renamed.get(name, name)])
     for name in after.keys() - before.keys() - set(renamed.values()):
         assert any(name.startswith(f"{path}.") for path in edited), f"{name} is new"
-
-
-@architectures
-def test_a_second_fold_refuses(arch: str) -> None:
-    folded = case(arch, ROWS[0]).result
-    with pytest.raises(RefusedError, match="nothing to convert"):
-        conversion.plan_step(inspection.inspect(folded), "folded")
 
 
 @exact_everywhere

@@ -48,6 +48,10 @@ def features(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str) -> None:
     model, x = small(name)
+    _, builder = step(model, "rmsnorm")
+    outcomes = [builder.outcomes[path] for path in kinds(model, nn.LayerNorm)]
+    assert all(outcome.counted == "became RMSNorm" and outcome.reason for outcome in outcomes)
+    assert bool(builder.notes) is ("averaged" in name)
     result: Any = converted(model)
     assert type(result) is type(model)
     assert kinds(result, nn.LayerNorm) == []
@@ -86,7 +90,7 @@ def test_laws(name: str) -> None:
     result = applying.apply_step(model, planned)
     backwards = applying.apply_step(model, Step("rmsnorm", {}, planned.edits[::-1]))
     assert torch.equal(run(result, x), run(backwards, x))
-    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()))
+    fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()).steps)
     assert distance(run(result, x), run(fresh, x)) > 1e-3
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(result, x), run(fresh, x))

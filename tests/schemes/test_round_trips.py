@@ -11,6 +11,7 @@ from lived import batchnorms, distance, lived_in, run
 from narrow_networks import NORM_FREE, norm_free
 from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, net
+from torch import nn
 
 import normswap
 from normswap.layers.scalars import Scale
@@ -27,6 +28,13 @@ def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
     assert not any(isinstance(module, ScaledStdConv2d) for module in done.model.modules())
     blocks = len(normswap.inspect(model).blocks)
     assert sum(isinstance(module, Scale) for module in done.model.modules()) == blocks > 0
+
+
+def test_a_standardized_layer_with_a_hook_stays() -> None:
+    model = nn.Sequential(ScaledStdConv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).double().eval()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    done = normswap.convert(model, "folded", inputs=torch.randn(2, 3, 9, 9).double())
+    assert done.notes == ("0 stays a ScaledStdConv2d: 0 has forward hooks, which see its output",)
 
 
 @pytest.mark.parametrize("cut", ["not called any more", "taken out"])

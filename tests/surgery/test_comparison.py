@@ -197,6 +197,10 @@ def test_empty_outputs_are_reported() -> None:
     )
 
 
+def test_one_image_is_warned_of_nothing() -> None:
+    assert comparison.verify(source(), copy.deepcopy(source()), inputs()[:1]).vacuous == ()
+
+
 def test_an_input_that_moves_nothing_is_reported() -> None:
     model = copy.deepcopy(source())
     model.get_submodule("fc").get_parameter("weight").data.mul_(1e-6)

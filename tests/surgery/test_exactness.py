@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a compiled layer": (_compiled, "conv is compiled"),
     "a forward that asks its layers": (
         lambda: Called(lambda net, x: net.norm(net.conv(x)) / net.norm.num_features),
-        "asks a layer for what the new",
+        "asks a layer for something that the new",
     ),
 }
 

@@ -76,7 +76,7 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
 
 def _round_trip(model: nn.Module, bare: nn.Module, done: normswap.Conversion, x: Tensor) -> None:
     """What was learned goes into the same plan on other weights, and out again."""
-    fresh = applying.apply(bare, done.plan).eval()
+    fresh = applying.apply(bare, done.plan.steps).eval()
     state = model.state_dict()
     assert any(not torch.equal(state[name], tensor) for name, tensor in fresh.state_dict().items())
     fresh.load_state_dict(state, strict=True)

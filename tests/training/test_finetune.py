@@ -52,21 +52,21 @@ def write(file: Path, **parts: Any) -> Path:
 @pytest.mark.parametrize("answer", ["maps", "two outputs", "features", "two heads"])
 def test_any_network_learns_again_from_its_source(answer: str, images: Path, tmp_path: Path) -> None:
     """On other images of the kind, it ends at most two thirds as far from the source as it began."""
-    answers = {"maps": lambda y: {"out": y}, "two outputs": lambda y: (y, y.sigmoid()[:, :1])}
-    answers["features"] = lambda y: y.mean((2, 3))
-    heads = lambda y: {"policy": y.mean((2, 3)), "value": y.amax((1, 2, 3))}  # noqa: E731
+    answers: dict[str, Any] = {"maps": lambda y: {"out": y}, "features": lambda y: y.mean((2, 3))}
+    answers["two outputs"] = lambda y: (y, y.sigmoid()[:, :1])
+    answers["two heads"] = lambda y: {"policy": y.mean((2, 3)), "value": y.amax((1, 2, 3))}
     torch.manual_seed(0)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     x = (torch.rand(16, 3, 32, 32) - mean) / std
-    source = lived_in(Answers(answers.get(answer, heads)), x.double()).float()
+    source = lived_in(Answers(answers[answer]), x.double()).float()
     if answer == "features":
         source.__dict__["num_classes"] = 0
     convert: dict[str, Any] = {"to": "groupnorm", "options": {"groups": 4, "relative_eps": 0}}
     start = normswap.convert(source, convert["to"], **convert["options"]).model
-    optim = {"lr": 0.003, "name": "adamw", "weight_decay": 0}
-    how = {"distill": {"weight": 1}, "optim": optim, "train": {"epochs": 12}, "convert": convert}
-    data = {"input_size": 32, "augment": {"scale": [1, 1]}}
-    result = train(source, recipe(images / "train", data=data, **how), tmp_path / "run")
+    how: dict[str, Any] = {"distill": {"weight": 1}, "train": {"epochs": 12}, "convert": convert}
+    how["data"] = {"input_size": 32, "augment": {"scale": [1, 1]}}
+    plan = recipe(images / "train", optim={"lr": 0.003, "name": "adamw", "weight_decay": 0}, **how)
+    result = train(source, plan, tmp_path / "run")
     before, after = (normswap.verify(source, m, x, exact=False).worst.relative_l2 for m in (start, result.model))
     assert after < before * 2 / 3
 

@@ -1,4 +1,4 @@
-"""`normswap convert`: a network brought to another scheme, verified, saved."""
+"""`normswap convert`: convert a network to another scheme, verify the result, save it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXAMPLES = ("convert demo --to skipinit", "convert resnet50 --to groupnorm --cal
 
 @dataclass(frozen=True)
 class Request:
-    """What is converted, to what, for what use, and where it goes."""
+    """The target, the modules that take part, the purpose, and the files to write."""
 
     to: Annotated[str | None, typer.Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")] = None
     output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-SCHEME].")] = None
@@ -71,7 +71,7 @@ class Fitting:
     device: Device = "cpu"
 
     def record(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
-        """The record of a network whose values are fitted to them."""
+        """The record of a network with these images to fit values to."""
         from normswap.surgery.network import Network
 
         images: Batches | str | None = self.calibrate
@@ -91,7 +91,7 @@ def _number(text: str) -> float | str:
 
 
 def _scheme_options() -> type[Any]:
-    """Return a dataclass of the options of all schemes, made from their records; `object`: a word or a number."""
+    """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
     fields = []
     for option, names in all_options().values():
         is_word_or_number = option.kind is object

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
-from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, quietly, refusing
 from normswap.exporting.settings import Quantization
 from normswap.graph.node_reader import LINEAR
@@ -33,7 +33,10 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     network = contents.network
     if network.stored != network.dtype:
-        network = _with_bf16(network)
+        network = copy.deepcopy(network)
+        for module in [module for module in network.modules() if isinstance(module, LINEAR)]:
+            module.weight.data = module.weight.data.bfloat16()
+            parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
     save(traced(contents, network), contents, file)
 
 
@@ -61,14 +64,6 @@ def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
 class _Cast(nn.Module):
     def forward(self, stored: Tensor) -> Tensor:
         return stored.float()
-
-
-def _with_bf16(network: Shipped) -> Shipped:
-    twin = copy.deepcopy(network)
-    for module in [module for module in twin.modules() if isinstance(module, LINEAR)]:
-        module.weight.data = module.weight.data.bfloat16()
-        parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
-    return twin
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
