@@ -53,10 +53,11 @@ def fused(case: Case) -> Iterator[Finding]:
     record = provenance.of(case.model)
     if record.arch is None or case.bare is None or record.plan.steps:
         return
-    kwargs = {name: value for name, value in record.arch.kwargs.items() if name != "fused"}
-    built = zoo.skeleton(replace(record.arch, kwargs=kwargs)) if kwargs != record.arch.kwargs else case.bare
+    whole = case.bare
+    if record.arch.kwargs.get("fused"):
+        whole = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
     modules = dict(case.model.named_modules())
-    pairs = {path: (module, modules.get(path, nn.Identity())) for path, module in built.named_modules()}
+    pairs = {path: (module, modules.get(path, nn.Identity())) for path, module in whole.named_modules()}
     gone = [path for path, (norm, now) in pairs.items() if affine.is_batchnorm(norm) and isinstance(now, nn.Identity)]
     biased = [layer for layer, now in pairs.values() if getattr(layer, "bias", 0) is None and now.bias is not None]
     if gone and biased:

@@ -25,7 +25,7 @@ import normswap
 from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.provenance import Provenance
-from normswap.storage import checkpoint, model_card, publishing
+from normswap.storage import checkpoint, model_card
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
@@ -150,32 +150,6 @@ def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Pat
     assert not hub
 
 
-def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
-    assert publishing._arguments(nn.Linear(2, 2), None) is None
-
-
-def test_license_and_base_model_are_those_of_the_repository_and_timm_alone_loads_what_is_pushed(
-    source: nn.Module, hub: dict[str, Path], tmp_path: Path
-) -> None:
-    write_folder(tmp_path / "base", source.state_dict(), num_classes=4, model_args={"channels": ARGS["channels"]})
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
-    hub["some/base"] = tmp_path / "base"
-    assert main(["convert", "hf-hub:some/base", "--to", "folded", "-o", "out"]) == 0
-    assert main(["push", "out", "me/folded"]) == 0
-    card = ModelCard.load("me/folded")
-    assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
-    (result,) = card.data.eval_results
-    assert 0 < result.metric_value < 1e-5
-    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-    block = "import sys\nsys.modules['normswap'] = None\n"
-    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    torch.save(x, "x.pt")
-    run = f"{block}{code}\nimport torch\ntorch.save(model(torch.load('x.pt')), 'y.pt')\n"
-    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "fresh")}
-    subprocess.run([sys.executable, "-I", "-c", run], env=environment, check=True)
-    torch.testing.assert_close(torch.load("y.pt"), outputs(source), rtol=1e-4, atol=1e-4)
-
-
 BASES = {
     "resnet18.a1_in1k": "timm/resnet18.a1_in1k",
     "hf-hub:me/net@v2": "me/net",
@@ -196,17 +170,32 @@ def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) ->
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_035"])
-def test_a_folded_network_is_loaded_into_timms_class_by_the_code_on_its_card(
+def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sources_card_has(
     name: str, hub: dict[str, Path], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     args = ARGS if name == "resnet18" else {"num_classes": 4}
     source = lived_in(checkpoint.open_model(name, weights="random", arch_args=args), torch.randn(8, 3, 64, 64)).float()
-    place = normswap.save(normswap.convert(source.eval(), to="folded"), tmp_path / "out")
-    assert not normswap.push(place, "me/folded", license="mit").alone
+    write_folder(tmp_path / "base", source.eval().state_dict(), architecture=name, num_classes=4, model_args=args)
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    hub["some/base"] = tmp_path / "base"
+    folded = normswap.convert(normswap.open("hf-hub:some/base"), to="folded")
+    assert not normswap.push(normswap.save(folded, tmp_path / "out"), "me/folded").alone
     card = ModelCard.load("me/folded")
-    assert card.data.library_name == "timm"
-    assert "import normswap" not in card.text
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
+    (result,) = card.data.eval_results
+    assert result.metric_value == folded.report.worst.relative_l2
     model = by_its_card(card)
     assert type(model) is type(timm.create_model(name))
-    assert torch.equal(outputs(model), outputs(normswap.load(place)))
+    assert torch.equal(outputs(model), outputs(folded.model))
+    torch.save(outputs(source), "wanted.pt")
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    alone = f"""import sys, torch
+sys.modules["normswap"] = None
+{code}
+x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+wanted = torch.load("wanted.pt")
+assert (model(x) - wanted).norm() < 1e-5 * wanted.norm()
+"""
+    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "fresh")}
+    subprocess.run([sys.executable, "-I", "-c", alone], env=environment, check=True)
