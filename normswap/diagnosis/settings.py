@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
 from normswap import provenance
 from normswap.calibration import population
@@ -56,12 +56,11 @@ def fused(case: Case) -> Iterator[Finding]:
     whole = case.bare
     if record.arch.kwargs.get("fused"):
         whole = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
-    modules = dict(case.model.named_modules())
-    pairs = {path: (module, modules.get(path, nn.Identity())) for path, module in whole.named_modules()}
-    gone = [path for path, (norm, now) in pairs.items() if affine.is_batchnorm(norm) and isinstance(now, nn.Identity)]
-    biased = [layer for layer, now in pairs.values() if getattr(layer, "bias", 0) is None and now.bias is not None]
-    if gone and biased:
-        evidence = f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(biased)} layers have a bias instead"
+    built, here = whole.state_dict().keys(), case.model.state_dict().keys()
+    gone = sorted(name.removesuffix(".running_mean") for name in built - here if name.endswith(".running_mean"))
+    biases = [name for name in here - built if name.endswith(".bias")]
+    if gone and biases:
+        evidence = f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(biases)} layers have a bias instead"
         cost = "it is trained without norms, and its tensors load into no network that has them"
         like = f"--like {kinds.named(record.arch)} --calibrate {case.data}"
         mend = f"normswap convert {case.name} --to batchnorm {like}"

@@ -362,15 +362,10 @@ class Outputs:
 def label_map(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
 ) -> tuple[dict[int, int], str]:
-    """The network's output for each number of a label, and a note on how that was found, where it should be known.
+    """The network's output for each number of a label (by its name), and a note on how it was found, if to be known.
 
-    Where labels are not needed and mean nothing, the output is -1.
-
-    Args:
-        labels: the dataset's number of a label, by its name.
-        origin: what the user named, for errors.
-
-    Raises SourceError: some names are the network's and others are not, or nothing says which output a label is.
+    Where labels are not needed and mean nothing, the output is -1. Raises SourceError: some names are the network's
+    and others are not, or nothing says which output a label is.
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):

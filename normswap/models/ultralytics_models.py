@@ -1,19 +1,17 @@
 """Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a description that it ships.
 
 A checkpoint's tensors are read without its code (`pickled_networks`), and the network is built from the description of
-the name that it says. One that lies in the working directory is not taken: Ultralytics evaluates what it holds.
+the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import ultralytics
 from torch import nn
-from ultralytics import YOLO
 
 from normswap.errors import SourceError, first_line, spelled
 from normswap.models import pickled_networks
@@ -59,11 +57,13 @@ def build(name: str, request: BuildRequest) -> Built:
 def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
     check_allowed(arch.name, arch.kwargs, arch.kwargs.keys() - {"num_classes", "fused"})
-    if not re.fullmatch(r"[\w.-]+\.yaml", arch.name):
-        raise SourceError(f"{arch.name} is no description that Ultralytics ships", remedy=_BY_FACTORY)
-    # Where there are no files, it takes its own.
-    with tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):
-        usual: Any = make(arch.name, YOLO, {"model": arch.name}).model
+    folder = Path(ultralytics.__file__).parent / "cfg" / "models"
+    # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
+    names = {arch.name, re.sub(r"(\d+)[nslmx]", r"\1", arch.name)}
+    file = next((file for file in folder.rglob("*.yaml") if file.name in names), None)
+    if file is None:
+        raise SourceError(f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY)
+    usual: Any = make(arch.name, ultralytics.YOLO, {"model": str(file.with_name(arch.name))}).model
     settings = {"cfg": usual.yaml, "nc": arch.kwargs.get("num_classes"), "verbose": False}
     model = make(arch.name, type(usual), settings)
     if arch.kwargs.get("fused"):

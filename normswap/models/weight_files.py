@@ -84,7 +84,10 @@ def read_wrapped(file: Path) -> Wrapped:
         except Exception:
             raise _unreadable(file, error) from None
     wrapped = _unwrapped(content, file)
-    check_plain(wrapped.state, str(file))
+    for name, tensor in wrapped.state.items():
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            remedy = "Save what it was made from: plain tensors of numbers."
+            raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
     check_finite(wrapped.state, str(file))
     return wrapped
 
@@ -132,10 +135,9 @@ def _unwrapped(content: object, file: Path) -> Wrapped:
 
 
 def _without_prefix(state: State, bare: State) -> State:
-    """Return the tensors by names without what wrappers put before all of them.
+    """Return the tensors by names without what wrappers put before all of them: `module.` is DDP's or AveragedModel's.
 
-    DistributedDataParallel and AveragedModel, which counts its updates beside them, put `module.`; Lightning puts what
-    the attribute is called, which goes where more names fit without it.
+    Lightning puts what the attribute is called, which goes where more names fit without it.
     """
     while not _fits(state, bare):
         named = {name.partition(".")[::2]: tensor for name, tensor in state.items() if name != "n_averaged"}
@@ -170,10 +172,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than the file's.
 
-    Args:
-        cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
-            `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
-
+    `cfg` is timm's record of the weights: how stem and head are adapted; empty where they must be the file's.
     Raises SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
@@ -251,14 +250,6 @@ def some(items: Iterable[str]) -> str:
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
     """Return how many names there are of each kind of misfit, and the first few of them."""
     return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names)
-
-
-def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming a tensor that is sparse or quantized, which no weights here may be."""
-    for name, tensor in state.items():
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            what = f"{origin} holds a sparse or quantized tensor"
-            raise SourceError(what, name, "Save what it was made from: plain tensors of numbers.")
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:

@@ -101,22 +101,14 @@ def open_source(
     in_chans: int | None = None,
     trust_factory: bool = True,
 ) -> nn.Module:
-    """Return the network that `source` names, in eval mode on the CPU, carrying its Provenance.
+    """Return the network that a MODEL names, in eval mode on the CPU, carrying its Provenance.
 
     Args:
-        source: a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, a directory with config.json and weights,
-            a name of another kind (`kinds`), or a weights file (then with `arch`). A timm name wins over a directory
-            of that name.
         weights: "pretrained"; "random" for the bare architecture; or a weights file.
-        arch: the architecture of a weights file, named as a source is.
-        arch_args: further arguments of the architecture.
-        num_classes: another head than the source's; for a weights file, the head it has.
-        in_chans: another number of input channels; for a weights file, the number it has.
+        arch: the architecture of a weights file; then `num_classes` and `in_chans` are those that the file has.
         trust_factory: a factory may be imported; false where the name was read from a file.
 
-    Raises:
-        SourceError: the source cannot be found, read, understood or built.
-        OptionError: options that do not go together.
+    Raises SourceError: it cannot be found, read or built; OptionError: options that do not go together.
     """
     name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)

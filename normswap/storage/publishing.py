@@ -21,7 +21,6 @@ from normswap import provenance
 from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet, spelled
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
-from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card
 from normswap.storage.header_record import read_header
 from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
@@ -76,7 +75,9 @@ def push(
     folder = Path(directory)
     model = checkpoint.load(folder, trust_factory=trust_factory)
     record = provenance.of(model)
-    license = license or _license(record)
+    # Random weights are nobody's.
+    license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
+    license = license or _license_on_card(model_card.base_model(record))
     if license is None:
         remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
@@ -113,15 +114,10 @@ def push(
     return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
 
 
-def _license(record: Provenance) -> str | None:
-    """The license of the source, by its own record or by the card of its repository; None where neither states it."""
-    # Random weights are nobody's.
-    stated: object = record.pretrained_cfg.get("license") if record.sha256 else None
-    repo = model_card.base_model(record)
-    if not stated and repo is not None:
-        with suppress(Exception):
-            stated = client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
-    return str(stated) if stated else None
+def _license_on_card(repo: str | None) -> str | None:
+    with suppress(Exception):
+        return repo and client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
+    return None
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
