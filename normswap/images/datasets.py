@@ -177,7 +177,10 @@ def open_images(
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
     mode = modes[channels]
-    place = _place(data, split)
+    path = Path(data)
+    if data == demo_files.NAME and not path.exists():
+        path = demo_files.IMAGES
+    place = part_of(path, split) if path.exists() else None
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
@@ -214,15 +217,6 @@ def _counted(model: nn.Module) -> int | None:
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
     except Exception:
         return None
-
-
-def _place(data: str, split: str) -> Path | None:
-    path = Path(data)
-    if data == demo_files.NAME and not path.exists():
-        path = demo_files.IMAGES
-    if not path.exists():
-        return None
-    return part_of(path, split)
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:

@@ -86,10 +86,7 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
-    """Check that `file` may be written, before any work is done for it.
-
-    Args:
-        folder_with: it is to be a directory; one that is replaced must have a file of this name.
+    """Check, before any work, that `file` may be written, or a directory that has a file of the name `folder_with`.
 
     Raises OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """
