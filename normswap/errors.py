@@ -147,6 +147,10 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
             raise OptionError(f"{what} needs the package {package}", "it is not installed", remedy)
 
 
+class WeightsNote(UserWarning):
+    """What a user should know of weights that were read: the command line prints it."""
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import sys
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from normswap.cli import progress
-from normswap.errors import OptionError, flag
+from normswap.errors import OptionError, WeightsNote, flag
 from normswap.models import kinds
 
 if TYPE_CHECKING:
@@ -120,7 +121,11 @@ def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: A
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
     # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
-    with progress.working(f"opening {name}") if local else nullcontext():
+    with (
+        progress.working(f"opening {name}") if local else nullcontext(),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always", WeightsNote)
         from normswap.models import devices, zoo
         from normswap.storage import checkpoint
         from normswap.training.run_folder import check_no_run
@@ -130,7 +135,9 @@ def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: A
         if file is not None:
             zoo.check_unasked(name, asked)
             return devices.place(file.network(), device)
-        return devices.place(checkpoint.open_model(name, **asked), device)
+        model = devices.place(checkpoint.open_model(name, **asked), device)
+    remark(str(warning.message) for warning in caught if warning.category is WeightsNote)
+    return model
 
 
 def trusting(model: nn.Module) -> list[str]:

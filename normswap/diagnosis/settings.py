@@ -58,12 +58,11 @@ def fused(case: Case) -> Iterator[Finding]:
         whole = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
     built, here = whole.state_dict().keys(), case.model.state_dict().keys()
     gone = sorted(name.removesuffix(".running_mean") for name in built - here if name.endswith(".running_mean"))
-    biases = [name for name in here - built if name.endswith(".bias")]
+    biases = [name for name in here - built if name.endswith("bias") and f"{name.removesuffix('bias')}weight" in built]
     if gone and biases:
         evidence = f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(biases)} layers have a bias instead"
         cost = "it is trained without norms, and its tensors load into no network that has them"
-        like = f"--like {kinds.named(record.arch)} --calibrate {case.data}"
-        mend = f"normswap convert {case.name} --to batchnorm {like}"
+        mend = f"normswap convert {case.name} --to batchnorm --like {kinds.named(record.arch)} --calibrate {case.data}"
         yield Finding("fused", tuple(gone), evidence, Certainty.CERTAIN, cost, mend)
 
 

@@ -117,9 +117,11 @@ class ExportedFile:
     def _require_images(self) -> None:
         if not {"input", "normalize", "output"} <= self.body.keys():
             what, why = "does not say how images are prepared for it", "`normswap export` did not write it"
+            remedy = "Run it in its own runtime, or export the network again"
             if self.body:
-                what, why = "takes more than images", "inputs= was given when it was exported"
-            raise SourceError(f"{self.file} {what}", why, "Run it in its own runtime, or export the network again")
+                what, why = "takes more than images", "it was exported with inputs by name"
+                remedy = f"`normswap verify {self.file} --against MODEL` runs it beside its network"
+            raise SourceError(f"{self.file} {what}", why, remedy)
 
 
 def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = None) -> Figures:

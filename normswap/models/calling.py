@@ -161,10 +161,8 @@ class Example:
     def read(self, batch: object) -> tuple[Example, object]:
         """Read a batch for a network that is called like this: the call, and the labels beside it, or None.
 
-        Args:
-            batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
-                in a dict of keywords are labels, too, unless this call has some. Where the network takes a list of
-                images, that list.
+        A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
+        in a dict of keywords are labels, too, unless this call has some. A list of images may be one argument.
         """
         if isinstance(batch, Example):
             return batch, None

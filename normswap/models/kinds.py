@@ -32,10 +32,8 @@ FOLDERS = {".mlpackage": "Manifest.json"}
 class Kind:
     """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package that it needs.
 
-    Args:
-        prefix: what stands before the colon in MODEL, and before the architecture's name when it is spelled; also:
-            further prefixes, which are a part of the name.
-        foreign: its networks are built by code that this machine's user brings.
+    `prefix` stands before the colon in MODEL and where an architecture is spelled, each of `also` is part of the name;
+    foreign: its networks are built by code that this machine's user brings.
     """
 
     builder: str

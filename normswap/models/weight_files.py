@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, first_line, quiet
+from normswap.errors import SourceError, WeightsNote, first_line, quiet
 from normswap.models import pickled_networks
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
@@ -63,7 +63,7 @@ def read(file: Path) -> State:
     """The state dict in a weights file (`read_wrapped`); a warning says which others in it were not taken."""
     state, notes = read_wrapped(file)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, WeightsNote, stacklevel=2)
     return state
 
 
@@ -179,6 +179,14 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     state = _without_prefix(state, bare)
     if not _fits(state, bare):
         state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
+    narrow = {
+        str(state[name].dtype).removeprefix("torch.")
+        for name in state.keys() & bare.keys()
+        if state[name].is_floating_point() and state[name].itemsize < bare[name].itemsize
+    }
+    if narrow:
+        note = f"{origin} is in {', '.join(sorted(narrow))}, and becomes float32, which is exact and twice as large"
+        warnings.warn(note, WeightsNote, stacklevel=2)
     check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
     try:
         model.load_state_dict(state)

@@ -34,14 +34,7 @@ _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a push.
-
-    Args:
-        url: of the commit.
-        repo: owner/name.
-        files: names of the files that were uploaded.
-        alone: whether timm loads it without normswap.
-    """
+    """The result of a push: the commit's url, the names of its files, and whether timm alone builds the network."""
 
     url: str
     repo: str

@@ -110,12 +110,12 @@ def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, ob
     return keys
 
 
-def keys(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str, object]]:
+def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str, object]]:
     """Yield every key of a recipe: its dotted name, what it takes, its default, and what it is for."""
     for name, field in group.model_fields.items():
         inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
         if inner:
-            yield from keys(inner[0], f"{above}{name}.")
+            yield from every_key(inner[0], f"{above}{name}.")
             continue
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         takes = "|".join(_takes(field.annotation))

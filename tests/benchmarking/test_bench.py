@@ -23,10 +23,7 @@ SIZE = ("--input-size", "3,32,32")
 SHORT = ("--seconds", "0.02")
 CPU = torch.device("cpu")
 IMAGES = torch.ones(4, 3, 2, 2)
-KEYS = {
-    "form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "images_per_s",
-    "speedup",
-}  # fmt: skip
+KEYS = {"form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup"}
 
 
 def bench(capfd: Capture, *arguments: str) -> Any:
@@ -98,9 +95,7 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     body = bench(capfd, "skip", "a.onnx", "a.pt2", *SIZE, "--batch-size", "2,1")
     assert body["settings"]["size"] == [3, 32, 32]
     found = [(row["form"], row["runtime"], row["batch"], row["status"]) for row in body["rows"]]
-    forms = [
-        ("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2"),
-    ]  # fmt: skip
+    forms = [("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2")]
     assert found == [(*form, batch, "ok") for batch in (2, 1) for form in forms]
     for row in body["rows"]:
         assert row.keys() == KEYS

@@ -369,6 +369,12 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
     assert logging.root.manager.disable == 0
 
 
+def test_half_precision_that_becomes_float32_is_said(here: Path, capfd: Capture) -> None:
+    torch.save(checkpoint.open_model("demo").half().state_dict(), "half.pth")
+    assert main(["inspect", MODEL, "--weights", "half.pth"]) == 0
+    assert "note: half.pth is in float16, and becomes float32" in capfd.readouterr().err
+
+
 def test_module_runs_as_the_command(here: Path) -> None:
     """In a process of its own: exit code and streams are those of `main`. A command that does not import torch."""
     words = ["recipes", "nowhere"]

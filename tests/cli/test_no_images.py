@@ -94,8 +94,10 @@ def test_to_a_verified_file(name: str, here: Path, capfd: Capture, monkeypatch: 
     expected = run(getattr(importlib.import_module("no_images"), name)(), *samples.values())
     actual = [session.run(None, {key: value[i : i + 1].numpy() for key, value in samples.items()})[0] for i in range(3)]
     np.testing.assert_allclose(np.concatenate(actual), expected[:3].numpy(), rtol=1e-3, atol=1e-4)
-    other = "signal" if name == "two" else "two"
     np.save(here / "arrays/00.npy", np.zeros(7, dtype="float32"))
     refused(("evaluate", source, *options, *data), ("arrays/00.npy",), here, capfd)
-    if other == "two":
+    if name == "two":
+        refused(("bench", source, *options), ("bench times networks that take one tensor",), here, capfd)
+        refused(("evaluate", "it.onnx", *data), ("`normswap verify it.onnx --against MODEL`",), here, capfd)
+    else:
         refused(("inspect", "no_images:two"), ("takes 2 tensors. Say what each is: '--input NAME=SHAPE'",), here, capfd)

@@ -20,9 +20,7 @@ FIELDS = {"block", "stage", "depth", "mean_sq", "variance", "branch_variance", "
 
 def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
-    body = run_json(
-        capfd, "spp", MODEL, "after", "-o", "a.png", "--data", IMAGES, "--samples", "8", "--workers", "0",
-    )  # fmt: skip
+    body = run_json(capfd, "spp", MODEL, "after", "-o", "a.png", "--data", IMAGES, "--samples", "8", "--workers", "0")
     before, after = body["curves"].values()
     assert list(body["curves"]) == [demo_files.FOLDER.name, "after"]
     assert set(before[0]) == FIELDS

@@ -189,19 +189,15 @@ def test_a_network_of_grey_images_is_well() -> None:
     assert faults(normswap.diagnose(recalibrate(model, batches).model, images=batches)) == []
 
 
-def test_a_healthy_network_on_its_images_has_no_fault() -> None:
-    model = trained()
+def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
+    model, batches = trained(), images(trained())
     before = copy.deepcopy(model.state_dict())
-    diagnosis = normswap.diagnose(model, images=images(model))
-    assert diagnosis.faults == ()
+    assert (
+        faults(normswap.diagnose(model, images=batches)) == faults(normswap.diagnose(model, images=batches[:2])) == []
+    )
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-
-
-def test_few_images_raise_no_false_alarm() -> None:
-    model = trained()
-    assert faults(normswap.diagnose(model, images=images(model)[:2])) == []
     with pytest.raises(SourceError, match="too few"):
-        normswap.diagnose(model, images=[images(model)[0][:6]])
+        normswap.diagnose(model, images=[batches[0][:6]])
 
 
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
@@ -229,12 +225,10 @@ def _case(model: nn.Module, batches: list[Tensor]) -> Any:
 
 @pytest.mark.slow
 def test_the_command(capfd: Capture) -> None:
-    well = run_json(capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+    command = ("doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+    well = run_json(capfd, *command)
     assert (well["faults"], well["findings"]) == (0, [])
-    ill = run_json(
-        capfd, "doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0", "--image-mean", "0",
-        "--image-std", "1", code=1,
-    )  # fmt: skip
+    ill = run_json(capfd, *command, "--image-mean", "0", "--image-std", "1", code=1)
     assert ill["findings"][0]["name"] == "preprocessing"
     assert "--image-mean 0.485" in ill["findings"][0]["mend"]
 

@@ -59,7 +59,6 @@ def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_pat
 
 @pytest.mark.slow
 def test_the_rest_works(tmp_path: Path) -> None:
-    words = [["convert", "demo", "--to", "folded", "-o", "folded"], ["verify", "folded"],
-             ["spp", "folded"]]  # fmt: skip
+    words = [["convert", "demo", "--to", "folded", "-o", "folded"], ["verify", "folded"], ["spp", "folded"]]
     done = without(f"from normswap.cli.app import main; sys.exit(max(main(one) for one in {words}))", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -185,14 +185,12 @@ def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sour
     assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
     (result,) = card.data.eval_results
     assert result.metric_value == folded.report.worst.relative_l2
-    model = by_its_card(card)
-    assert type(model) is type(timm.create_model(name))
-    assert torch.equal(outputs(model), outputs(folded.model))
     torch.save(outputs(source), "wanted.pt")
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     alone = f"""import sys, torch
 sys.modules["normswap"] = None
 {code}
+assert type(model) is type(timm.create_model("{name}"))
 x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 wanted = torch.load("wanted.pt")
 assert (model(x) - wanted).norm() < 1e-5 * wanted.norm()

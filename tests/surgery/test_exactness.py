@@ -186,6 +186,13 @@ def test_a_result_that_was_made_in_inference_mode_can_be_trained(scheme: str) ->
     assert any(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_the_memory_format_stays() -> None:
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=2)
+    source = nn.Sequential(*layers).eval().to(memory_format=torch.channels_last)
+    done = normswap.convert(source, "folded", inputs=IMAGES[:2]).model
+    assert all(done[i].weight.is_contiguous(memory_format=torch.channels_last) for i in (0, 2))  # type: ignore[index]
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + super().forward(x)

@@ -135,6 +135,13 @@ def test_overrides_that_make_no_sense_name_themselves(file: Path, override: str)
         recipe_files.load_recipe(file, [override])
 
 
+def test_every_key_is_listed_with_what_it_takes() -> None:
+    rows = {row["key"]: row for row in recipe_files.every_key()}
+    assert rows.keys() == recipe_files.flat(recipe_files._EVERY_GROUP).keys()
+    assert all(row["help"] for row in rows.values())
+    assert (rows["train.precision"]["takes"], rows["data.samples"]["takes"]) == ("no|bf16|fp16", "whole number")
+
+
 def test_every_error_of_a_recipe_is_told(file: Path) -> None:
     with pytest.raises(RecipeError, match=r"optim\.lr must be a valid number.*; train\.seed must be a valid integer"):
         recipe_files.load_recipe(file, ["optim.lr=x", "train.seed=y"])

@@ -21,5 +21,5 @@ SUMMARIES = {
     "report": "Write what was done and measured as one HTML page.",
     "spp": "Plot mean and variance of the signal, block by block.",
     "decay": "Show which parameters weight decay applies to, and why.",
-    "recipes": "List the recipes of `normswap finetune`; show one.",
+    "recipes": "List the recipes of `normswap finetune`; show one, or all keys.",
 }

@@ -75,7 +75,6 @@ def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
     from normswap.benchmarking.timing import Contender
-    from normswap.models import network_input
 
     network: nn.Module | None = None
     contenders: list[Contender] = []
@@ -85,7 +84,7 @@ def _contenders(
         files = [model, *files]
     else:
         network, contenders, notes = _networks(model, opening, device)
-        image_size = network_input.size(network)
+        image_size = _input_size(model, network)
     for name in files:
         file = exported_file(name)
         if file is None:
@@ -103,6 +102,18 @@ def _contenders(
                 contender.expected = lambda logits: logits.log_softmax(-1)
         contenders.append(contender)
     return contenders, image_size, notes
+
+
+def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
+    from normswap.models import network_input
+
+    drawn = network_input.drawn_calls(network)
+    if drawn is None:
+        return network_input.size(network)
+    if len(drawn[0].tensors()) > 1 or not drawn[0].images.is_floating_point():
+        remedy = "`normswap export` writes a file of it, and `normswap verify` compares that with it"
+        raise OptionError("bench times networks that take one tensor of numbers", f"{name} takes {drawn[0]}", remedy)
+    return drawn[0].size
 
 
 def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Module, list[Contender], list[str]]:

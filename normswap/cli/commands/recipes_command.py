@@ -35,7 +35,7 @@ def run(
     from normswap.training import recipe_files
 
     if keys:
-        show([*recipe_files.keys()], json, _print_keys)
+        show([*recipe_files.every_key()], json, _print_keys)
         return 0
     if name is not None:
         recipe = recipe_files.load_recipe(name)

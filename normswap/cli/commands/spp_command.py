@@ -17,7 +17,9 @@ from normswap.plan import Body
 from normswap.storage import atomic_write
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+
+    from normswap.models.calling import Example
 
 KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"
 EXAMPLES = ("spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png")
@@ -33,17 +35,19 @@ class ImagesOrNoise(Images):
     batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 16
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Take this many images.")] = 16
 
-    def batches(self, model: nn.Module, seed: int) -> tuple[list[Tensor], str]:
-        """The images as the network takes them, and their description."""
-        import torch
-
-        from normswap.models import network_input
+    def calls(self, model: nn.Module, seed: int) -> tuple[list[Example], str]:
+        """The calls of the network, and their description."""
+        from normswap.models import calling, network_input
 
         if self.data != "noise":
-            batches = [batch for batch, _ in self.loader(model)]
-            return batches, f"{sum(map(len, batches))} images of {self.data}"
+            form = calling.form(model)
+            calls = [form.read(batch)[0] for batch in self.loader(model)]
+            return calls, f"{sum(call.count for call in calls)} images of {self.data}"
+        drawn = network_input.drawn_calls(model, self.samples, seed)
+        if drawn is not None:
+            return drawn, f"{self.samples} samples of random inputs, seed {seed}"
         size = network_input.size(model)
-        noise = torch.randn(self.samples, *size, generator=torch.Generator().manual_seed(seed))
+        noise = network_input.noise(model, size, self.samples, seed)
         return [noise], f"{self.samples} x N(0, 1) noise, {' x '.join(map(str, size[1:]))}, seed {seed}"
 
 
@@ -82,10 +86,10 @@ def run(
         name = last_part(source)
         if name in curves:
             name = f"{name} ({len(curves) + 1})"
-        batches, inputs[name] = images.batches(model, seed)
+        calls, inputs[name] = images.calls(model, seed)
         with progress.working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
-            curves[name] = signal_propagation(network, batches, batch_statistics=is_random)
+            curves[name] = signal_propagation(network, calls, batch_statistics=is_random)
     body = {
         "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
         "inputs": inputs,

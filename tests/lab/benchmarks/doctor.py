@@ -1,4 +1,4 @@
-"""Thirty networks with a fault planted each, and fifteen healthy ones: what the doctor says, what its mend is worth.
+"""Thirty-three networks with a planted fault, fifteen healthy ones: what the doctor says, what its mend is worth.
 
     PYTHONPATH=tests:tests/diagnosis python tests/lab/benchmarks/doctor.py > FILE.md
 
