@@ -76,7 +76,7 @@ def proof(body: Body) -> None:
             outcome = "ok" if error["within"] else "FAILED"
             row += [same, small(body["tolerance"].get(error["precision"])), outcome]
         rows.append(row)
-    title = "Verification on {}: the function is kept" if exact else "Distance from the source on {}"
+    title = "Verification on {}" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
     # A row of scores of classes needs no word.
     answers = dict.fromkeys(error["answer"] for error in body["logits"])

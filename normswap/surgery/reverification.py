@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import nn
 
 from normswap import provenance, schemes
-from normswap.errors import SourceError, spelled
+from normswap.errors import NormswapError, SourceError, spelled
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import calling, kinds, network_input
 from normswap.models.modes import Progress
 from normswap.plan import Body
-from normswap.surgery import comparison, held_out
+from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report
+from normswap.surgery.report import Error, Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -57,6 +57,29 @@ def again(source: Network, result: nn.Module) -> Report:
     """Compare a loaded result with its source; raises TraceError, VerificationError: one of them does not run."""
     exact = all(schemes.of(step).exact for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
+
+
+def first_apart(source: Network, result: nn.Module, report: Report) -> Error | None:
+    """The first layer, in the order of forward, whose output differs from what the recorded plan makes of the source.
+
+    None where the report passed, where values were fitted, which no plan tells, and where the plan does not fit.
+    """
+    if report.passed or not report.exact:
+        return None
+    try:
+        expected = applying.apply(source.module, Network(result).provenance.plan.steps)
+    except NormswapError:
+        return None
+    example = source.examples[0]
+    layers = [path for path, module in nn.Module.named_modules(result) if not any(module.children())]
+    (_, expected_outputs), (_, outputs) = (running.run(model, example, layers) for model in (expected, result))
+    precision, allowed = report.worst.precision, report.tolerance[report.worst.precision]
+    for path in (path for path in expected_outputs if path in outputs):
+        pair = {path: expected_outputs[path]}, {path: outputs[path]}
+        error = comparison.worst(precision, example.images, *pair)
+        if error.relative_l2 > allowed:
+            return replace(error, site=path)
+    return None
 
 
 def on_images(source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:

@@ -151,7 +151,6 @@ def test_lines_are_numpys(shift: float, scale: float) -> None:
         assert float(slope[channel]) == pytest.approx(wanted[0], rel=1e-5)
         assert float(offset[channel] + slope[channel] * shift) == pytest.approx(wanted[1], rel=1e-5, abs=1e-5)
     assert (float(slope[3]), float(offset[3])) == (0, pytest.approx(float(y[3].mean())))
-    # Sums of squares alone would give it a variance below 0.
     constant = ChannelLine(1, torch.device("cpu"))
     constant.add(torch.full((1, 999), 1e3 / 7).double(), torch.zeros(1, 999).double())
     assert constant.moments()[1].item() >= 0

@@ -223,13 +223,14 @@ def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, convert
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
 
-def test_verify_fails_on_changed_weights(capfd: Capture, converted: Path, here: Path) -> None:
+@pytest.mark.parametrize("path", ["layer2.0.conv1", "layer3.0.downsample.0"])
+def test_verify_names_the_layer_that_was_changed(path: str, capfd: Capture, converted: Path, here: Path) -> None:
     model = checkpoint.load(converted / "folded")
     with torch.no_grad():
-        model.get_parameter("layer2.0.conv1.weight").mul_(1.01)
+        model.get_parameter(f"{path}.weight").mul_(1.01)
     checkpoint.save(model, here / "tuned")
     assert main(["verify", "tuned"]) == 1
-    assert "FAILED" in capfd.readouterr().out
+    assert f"FAILED: they differ, first at {path} (" in capfd.readouterr().out
 
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:

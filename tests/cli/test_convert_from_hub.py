@@ -39,7 +39,7 @@ def test_downloads_converts_and_verifies(
     with hub_server(repos) as url:
         use_hub(monkeypatch, url, tmp_path / "home")
         assert main(["convert", "resnet18", "--to", "skipinit", "-o", "out"]) == 0
-        assert "the function is kept" in capsys.readouterr().out
+        assert "kept exactly" in capsys.readouterr().out
         assert main(["verify", "out"]) == 0  # the source again, by its recorded name
     result = checkpoint.load("out")
     record = provenance.of(result)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), report, data (null, or "
-    "agreement, count, top-1 of source and result, or relative_l2); of an exported file: directory, against, passed, "
+    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), first_apart (the first "
+    "layer that differs: site, relative_l2 and more), report, data (null, or agreement, count, top-1 of source and "
+    "result, or relative_l2); of an exported file: directory, against, passed, "
     "enough, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
@@ -88,11 +89,18 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
     with progress.working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
+        apart = reverification.first_apart(network, result, report)
     if images.data is not None:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
-    body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
+    body = {
+        "directory": directory,
+        "against": name,
+        "passed": report.passed,
+        "source_unchanged": None,
+        "first_apart": apart and asdict(apart),
+    }
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
     return {**body, "report": summary.of_report(report), "data": data}
@@ -113,6 +121,7 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 def _print(body: Body) -> None:
     directory, against, figures = body["directory"], body["against"], body.get("figures")
+    apart = body.get("first_apart")
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
@@ -131,7 +140,8 @@ def _print(body: Body) -> None:
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
     if not body["passed"]:
-        print("FAILED: they differ")
+        place = f", first at {apart['site']} (relative L2 {small(apart['relative_l2'])})" if apart else ""
+        print(f"FAILED: they differ{place}")
     elif not body["enough"]:
         print(result_tables.TOO_LITTLE)
     elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
