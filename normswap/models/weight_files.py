@@ -75,14 +75,17 @@ def read_wrapped(file: Path) -> Wrapped:
         if file.suffix == ".safetensors":
             content: object = load_file(file)
         else:
-            # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
-            with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
-                content = torch.load(file, map_location="cpu", weights_only=True)
+            content = _unpickled(file)
     except Exception as error:
-        try:
-            _, content = pickled_networks.read(file)
-        except Exception:
-            raise _unreadable(file, error) from None
+        names = re.findall(r"GLOBAL (\S+)", str(error))
+        with suppress(Exception):
+            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file))) or names
+        if names:
+            what = f"{file} is a pickle of Python objects, and normswap never executes those"
+            remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
+            raise SourceError(what, f"it needs {some(names)}", remedy) from None
+        remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
+        raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
     wrapped = _unwrapped(content, file)
     for name, tensor in wrapped.state.items():
         if tensor.is_quantized or tensor.layout is not torch.strided:
@@ -92,16 +95,15 @@ def read_wrapped(file: Path) -> Wrapped:
     return wrapped
 
 
-def _unreadable(file: Path, error: Exception) -> SourceError:
-    names = re.findall(r"GLOBAL (\S+)", str(error))
-    with suppress(Exception):
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file))) or names
-    if names:
-        what = f"{file} is a pickle of Python objects, and normswap never executes those"
-        remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-        return SourceError(what, f"it needs {some(names)}", remedy)
-    remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
-    return SourceError(f"{file} is not a readable weights file", first_line(error), remedy)
+def _unpickled(file: Path) -> object:
+    try:
+        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
+        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        with suppress(Exception):
+            return pickled_networks.read(file)[1]
+        raise
 
 
 def _unwrapped(content: object, file: Path) -> Wrapped:
