@@ -50,10 +50,8 @@ _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mo
 class Loader:
     """Batches of images (N, C, H, W) and labels (N,), or of several inputs and labels by name, in a fixed order.
 
-    Args:
-        origin: what the user named, for errors.
-        count: how many images one pass has, of a stream at most; None where that is not known.
-        notes: which part of a dataset they are, and how labels were read, where the user should know.
+    `origin` is what the user named; `count` how many images one pass has, of a stream at most, None where nobody knows;
+    `notes` which part of a dataset they are, and how labels were read, where the user should know.
     """
 
     def __init__(self, batches: DataLoader[Any], origin: str, count: int | None, notes: tuple[str, ...] = ()) -> None:
@@ -109,9 +107,7 @@ def make_loader(
         labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
             a classifier; else they are -1.
 
-    Raises:
-        SourceError: nothing there, no images, an unreadable archive, or other classes than the network's.
-        OptionError: a batch size or number of samples below one.
+    Raises SourceError: no images there, or of other classes than the network's; OptionError: a number below one.
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")

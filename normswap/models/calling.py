@@ -222,8 +222,7 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 def form(model: nn.Module) -> Example:
     """Find how images are given to a network, from the signature of its forward.
 
-    They are its first argument, or one by name; a tensor or, where it is annotated so, a list. Whatever else has no
-    default is a tensor, too.
+    They are its first argument, or one by name; a tensor, or a list by its annotation. What has no default is one, too.
     """
     empty = torch.empty(0)
     positional = [p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

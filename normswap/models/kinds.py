@@ -1,8 +1,7 @@
 """What a MODEL may be: the kinds of sources, files of weights and exported files; known before torch is imported.
 
-A kind is a row, and a file that builds its networks, imported when first needed. A file has `build(name, wanted)`, from
-a name to a `Built`, and `create(arch)`, from a recorded `Arch` to the bare network; it may have
-`identify(model, rebuild)`, from a network that somebody else built to its `Arch`.
+A kind is a row, and a file that is imported when first needed. It has `build(name, wanted)`, from a name to a `Built`,
+`create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model, rebuild)`, from a network to an `Arch`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def read(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     Raises TypeError, or what torch raises: it holds none, is damaged, or needs what torch refuses by its name.
     """
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-    inert = [(type(name, (_Inert,), {}), name) for name in names]
-    with quiet(), torch.serialization.safe_globals(inert):
+    with quiet(), torch.serialization.safe_globals([(type(name, (_Inert,), {}), name) for name in names]):
         content = torch.load(file, map_location="cpu", weights_only=True)
     places = (content, *map(content.get, _PLACES))
     network = next((place for place in places if "_modules" in getattr(place, "attributes", ())), None)

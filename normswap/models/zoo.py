@@ -58,8 +58,8 @@ def skeleton(arch: Arch) -> nn.Module:
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
 
-    `network` finds it in what `build` returns. It is built as ever where a state dict does not hold each of its tensors
-    once, or where building it needs values. A state dict is then loaded into it, strictly.
+    `network` finds it in what `build` returns. It is built as ever where building it needs values, or a state dict,
+    which is then loaded, does not hold each of its tensors once.
     """
     try:
         with torch.device("meta"):

@@ -88,9 +88,7 @@ def save(
             `Arch("package.module:factory", kwargs, "factory")`.
         force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
 
-    Raises:
-        OutputError: the place is taken, or cannot be written.
-        SourceError: the network's weights are broken: NaN, infinite, or without values.
+    Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN, infinite, or missing.
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)

@@ -58,10 +58,8 @@ def push(
         private: of a new repository.
         message: of the commit.
 
-    Raises:
-        OptionError: `repo` is no name of that form, or nobody knows the license.
-        SourceError: it is no such directory, or is damaged.
-        OutputError: the hub does not take it.
+    Raises SourceError: it is no such directory, or is damaged; OptionError: `repo` is no such name, or nobody knows the
+    license; OutputError: the hub does not take it.
     """
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
@@ -70,7 +68,6 @@ def push(
     record = provenance.of(model)
     # Random weights are nobody's.
     license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
-    license = license or _license_on_card(model_card.base_model(record))
     if license is None:
         remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
@@ -105,12 +102,6 @@ def push(
             remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
     return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
-
-
-def _license_on_card(repo: str | None) -> str | None:
-    with suppress(Exception):
-        return repo and client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
-    return None
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:

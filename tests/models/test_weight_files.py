@@ -168,10 +168,7 @@ def test_a_whole_network_is_read_without_its_code(protocol: int, tmp_path: Path)
     model.fc.register_buffer("sliced", torch.arange(12.0).reshape(3, 4).T[1:], persistent=True)
     model.fc.register_buffer("empty", torch.ones(0, 3, dtype=torch.bfloat16))
     torch.save({"epoch": 3, "ema": None, "model": model}, tmp_path / "w.pt", pickle_protocol=protocol)
-    state = read(tmp_path / "w.pt")
-    assert list(state) == list(model.state_dict())
-    assert all(state[name].dtype is tensor.dtype for name, tensor in model.state_dict().items())
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert same(model, read(tmp_path / "w.pt"))
     assert (tmp_path / "w.pt").exists()
 
 
