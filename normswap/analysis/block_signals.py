@@ -69,9 +69,7 @@ def signal_propagation(
     Returns:
         A point for each block, in order: Brock et al. 2021, arXiv:2101.08692.
 
-    Raises:
-        TraceError: the network cannot be traced.
-        RefusedError: it has no residual blocks, or does not run on such inputs.
+    Raises TraceError: it cannot be traced; RefusedError: it has no residual blocks, or does not run on such inputs.
     """
     network = Network.of(model)
     anatomy, model = network.anatomy, network.module

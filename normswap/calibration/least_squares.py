@@ -173,14 +173,14 @@ class Kernel:
 
 
 @contextmanager
-def naming(path: str, action: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
     """Turn a LinAlgError into a SourceError that names the layer."""
     try:
         yield
     except torch.linalg.LinAlgError as error:
         why = f"{error}: on these images its input overflows when squared"
         remedy = "Check that these are the network's trained weights, and images prepared for it"
-        raise SourceError(f"{path} cannot be {action}", why, remedy) from None
+        raise SourceError(f"{path} cannot be fitted", why, remedy) from None
 
 
 @dataclass(frozen=True)

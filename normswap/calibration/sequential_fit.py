@@ -74,7 +74,7 @@ def refit(
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(layer[2])]
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
-            with naming(path, "fitted"):
+            with naming(path):
                 if isinstance(module, SiteNorm):
                     _estimate_norm(module, source.get_submodule(path), place)
                 elif normalizes(module):

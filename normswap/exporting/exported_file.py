@@ -50,9 +50,9 @@ class ExportedFile:
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
     @property
-    def precision(self) -> str | None:
-        """The precision of its weights, where the file says it."""
-        return self.metadata.get("dtype")
+    def precision(self) -> str:
+        """The precision of its weights, as far as the file says it."""
+        return self.metadata.get("dtype", "fp32")
 
     def described(self) -> Body:
         """The file as plain records, read without running it."""
@@ -98,7 +98,7 @@ class ExportedFile:
 
         Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
-        dtype, inputs = self.precision or "fp32", self.body.get("inputs")
+        dtype, inputs = self.precision, self.body.get("inputs")
         if inputs and "normalize" not in self.body:
             stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}
             settings = FileSettings(self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None)

@@ -84,22 +84,21 @@ def export(
     log: Callable[[str], None] = lambda line: None,
     **options: Unpack[FileOptions],
 ) -> Exported:
-    """Fold `model`, which is not changed, and write it as a file for another runtime, or as one with another beside it.
+    """Fold `model`, which is not changed, and write it as a file for another runtime.
 
-    The file is run in that runtime against `model` before it gets its name (one that this system cannot run, Core ML's
-    away from macOS, is not: there the folded network is, in PyTorch); FILE.preprocess.json, beside it, says what
-    is to be done with an image first. Images come in and answers go out in float32, whatever its precision is.
+    The file is compared with `model` in that runtime before it gets its name. Where this system has no such runtime
+    (Core ML's is macOS's), the folded network is compared in PyTorch. FILE.preprocess.json, beside it, says how to
+    prepare an image. Images and answers are in float32, whatever the file's precision.
 
     Args:
-        inputs: what the network takes, as in `convert`. Then every tensor of it goes into the file by itself, and every
-            tensor that the network gives comes out, under the names that dicts, records and the arguments of forward
-            give them, and all of them are checked, on these inputs. Without, images go in, and one answer comes out, or
-            all that a network gives that has none, such as boxes and their scores.
+        inputs: what the network takes, as in `convert`. Then all tensors that it takes and gives are the file's, under
+            the names of dicts, records and forward's arguments, and are checked on these inputs. Without `inputs`,
+            images go in and one answer comes out, or all outputs where none is the answer, such as boxes and scores.
         images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
-            default smooth noise. The cost of int8 is measured on them, so there they have to be given. With `inputs`:
-            batches of such inputs, by default those.
+            default smooth noise. int8 needs them, as its cost is measured on them. With `inputs`: batches of such
+            inputs, by default `inputs`.
         calibrate: for int8: other batches, which set the ranges.
-        log: called with what is going on.
+        log: called with the name of each step.
         options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, weight_bits, force.
 
     Returns:

@@ -55,9 +55,9 @@ class LinearBuilder:
     layer: str = "Folded"
     extra: Body = field(default_factory=dict)
 
-    def add(self, path: str, way: AbsorbMode, part: tuple[int, int] | None = None) -> None:
+    def add(self, path: str, way: AbsorbMode, channels: tuple[int, int] | None = None) -> None:
         """Absorb the module at `path`, or a range of its channels."""
-        self.reads.append((path, Absorption(way, part)))
+        self.reads.append((path, Absorption(way, channels)))
 
     def edit(self, path: str) -> Edit:
         # What comes before the convolution is absorbed first; among those after it, the nearest first.

@@ -118,7 +118,8 @@ class Anatomy:
         """Whether what sits at the path of a module, or of a block, may be converted."""
         return path.partition("+")[0] not in self.outside
 
-    def part(self) -> tuple[Block, ...]:
+    @property
+    def included_blocks(self) -> tuple[Block, ...]:
         """The blocks that may be converted."""
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 

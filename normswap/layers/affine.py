@@ -225,13 +225,13 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in own.items()}
 
 
-def set_shift(norm: nn.Module, shift: Tensor, part: slice = slice(None)) -> None:
-    """Set a norm's beta, in place, so that t is `shift` in a slice of its channels; raises RefusedError: no beta."""
+def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> None:
+    """Set a norm's beta, in place, so that t is `shift` in the channels `where`; raises RefusedError: no beta."""
     beta = getattr(norm, "bias", None)
     if not isinstance(beta, Tensor):
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
-    beta[part].copy_(beta.double()[part] + shift - read(norm)[1][part])
-    _check_read(norm, "beta", read(norm)[1][part], shift)
+    beta[where].copy_(beta.double()[where] + shift - read(norm)[1][where])
+    _check_read(norm, "beta", read(norm)[1][where], shift)
 
 
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:

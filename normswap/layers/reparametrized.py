@@ -164,13 +164,6 @@ def plain(module: Linearity) -> Linearity:
     return new
 
 
-def weight(module: Linearity) -> Tensor:
-    """The weight with which a linear layer computes in eval mode, in float64."""
-    if is_reparametrized(module):
-        module = plain(module)
-    return module.weight.detach().double()
-
-
 def plain_class(module: Linearity) -> type[Linearity]:
     """The class of the layer that `plain` makes of this one (its own, if it is plain already)."""
     if not is_reparametrized(module):

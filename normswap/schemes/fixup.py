@@ -35,7 +35,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
 def _place_scales(builder: PlanBuilder) -> None:
     modules = builder.traced.modules
-    for block in builder.anatomy.part():
+    for block in builder.anatomy.included_blocks:
         if block.tail is None:
             builder.refusals[block.path] = no_tail(builder.anatomy, block)
         elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
@@ -81,7 +81,7 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
 def _reset(builder: PlanBuilder) -> None:
     """Plan the paper's initialization, rules 1 and 2, as factors of the weights."""
     anatomy = builder.anatomy
-    for block in anatomy.part():
+    for block in anatomy.included_blocks:
         try:
             last, _ = last_linear(builder, block.branch, block.total)
         except NotFoldable as why:

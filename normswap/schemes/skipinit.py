@@ -70,9 +70,9 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     check_blocks(anatomy)
     modules = anatomy.traced.modules
-    scaled = {block.tail for block in anatomy.part() if block.tail and _stays(modules[block.tail], bias)}
+    scaled = {block.tail for block in anatomy.included_blocks if block.tail and _stays(modules[block.tail], bias)}
     builder = fold_norms(anatomy, leave=scaled)
-    for block in anatomy.part():
+    for block in anatomy.included_blocks:
         if block.tail is None:
             builder.refusals[block.path] = no_tail(anatomy, block)
             continue
@@ -111,7 +111,7 @@ def check_blocks(anatomy: Anatomy) -> None:
     if not anatomy.blocks:
         remedy = f"`{spelled('to', 'folded')}` works on any network"
         raise RefusedError("the network has no residual blocks", remedy=remedy)
-    if not anatomy.part():
+    if not anatomy.included_blocks:
         examples = ", ".join(block.path for block in anatomy.blocks[:2])
         raise RefusedError("no residual block is chosen", "scalars sit on whole blocks", f"Name blocks, as {examples}")
 
@@ -234,8 +234,10 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
             return moments
         node = traced.main_input(node)
     mean, variance = _input_moments(anatomy, call)
-    weight = reparametrized.weight(traced.linear(conv))
-    weight = weight.reshape(*weight.shape[:2], -1)
+    linear = traced.linear(conv)
+    if reparametrized.is_reparametrized(linear):
+        linear = reparametrized.plain(linear)
+    weight = linear.weight.detach().double().reshape(*linear.weight.shape[:2], -1)
     # The first group of a grouped convolution stands for all.
     mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]
     return weight.sum(2) @ mean, (weight.square().sum(2) @ variance).sqrt()

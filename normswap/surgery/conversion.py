@@ -200,7 +200,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     before: list[str] = []
     if averaged:
         before.append("estimate")
-    if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.part()):
+    if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.included_blocks):
         before.append("folded")
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):

@@ -93,17 +93,15 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
 def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
     """Clip the gradients of each output's weights, in place, to a share of those weights' norm. Returns nothing.
 
-    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a fifth of
-    the kernels; the classifier is left alone, and the outputs of a transposed convolution are found in the second
-    dimension of its weight.
+    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a fifth of the kernels,
+    but leaves the classifier alone, and finds a transposed convolution's outputs in dimension 1 of its weight.
 
     Args:
         model: after `backward`, and after the gradients were unscaled.
         share: of the norm of an output's weights; norms below 1e-3 count as 1e-3.
-        head: what is left alone; by default the layer that gives the logits, looked for at the first call.
+        head: the classifier; by default the layer that gives the logits, looked for at the first call.
 
-    Raises:
-        OptionError: nobody knows which layer that is.
+    Raises OptionError: no layer is known to give the logits.
     """
     if head is None:
         head = find_head(model)
@@ -165,8 +163,7 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
         taught: that of the teacher on the same images.
         temperature: T, which softens both; None: an output (N, features) is no scores.
 
-    Raises:
-        OptionError: they have no output of one name and shape.
+    Raises OptionError: they have no output of one name and shape.
     """
     if temperature is not None:
         with suppress(OptionError):

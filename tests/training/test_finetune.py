@@ -177,7 +177,7 @@ def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.Monkey
 
 Bad = tuple[str, Callable[[Path], Any], str]
 BAD: list[Bad] = [
-    ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*data.root=PATH"),
+    ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*--data PATH"),
     ("no such data", lambda p: recipe(p / "x", data={"validation": None}), r"x does not exist"),
     ("no images", lambda p: recipe(p / "empty", data={"validation": None}), r"empty is not a dataset of images"),
     ("other classes", lambda p: recipe(p / "three"), r"has 3 classes \(a, b, c\): the network has 10"),

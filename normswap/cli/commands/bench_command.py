@@ -94,7 +94,7 @@ def _contenders(
             raise OptionError(
                 f"{name} takes images of {size(file.shape[1])}", f"{model} is timed on {size(image_size)}"
             )
-        contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision or "fp32")
+        contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
         if network is not None:
             request = file.request(network)
             contender.prepare = request.raw
