@@ -43,7 +43,7 @@ def read(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     with quiet(), torch.serialization.safe_globals([(type(name, (_Inert,), {}), name) for name in names]):
         content = torch.load(file, map_location="cpu", weights_only=True)
     places = (content, *map(content.get, _PLACES))
-    network = next((place for place in places if "_modules" in getattr(place, "attributes", ())), None)
+    network = next((place for place in places if getattr(place, "attributes", {}).get("_modules")), None)
     if network is None:
         raise TypeError("it holds no whole network")
     return network.attributes, dict(_named(network, ""))
