@@ -104,6 +104,9 @@ def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int
     assert error.agreement == pytest.approx(kept.agreement)
     assert (kept.agreement is None) is (answer is None)
     assert kept.answer.startswith(answer or "")
+    if answer and answer[-1].isdigit():
+        before, after = (net(x).argmax(int(answer[-1])) for net in (one, two))
+        assert kept.agreement == pytest.approx(float((before == after).double().mean()))
     if answer and answer.endswith(" of "):
         shares = {name: float((one(x)[name].argmax(1) == two(x)[name].argmax(1)).double().mean()) for name in "ab"}
         least, other = sorted(shares, key=lambda name: shares[name])
