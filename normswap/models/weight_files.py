@@ -181,13 +181,10 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     state = _without_prefix(state, bare)
     if not _fits(state, bare):
         state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
-    narrow = {
-        str(state[name].dtype).removeprefix("torch.")
-        for name in state.keys() & bare.keys()
-        if state[name].is_floating_point() and state[name].itemsize < bare[name].itemsize
-    }
-    if narrow:
-        note = f"{origin} is in {', '.join(sorted(narrow))}, and becomes float32, which is exact and twice as large"
+    floats = [name for name in state.keys() & bare.keys() if bare[name].dtype == torch.float32]
+    if halves := {state[name].dtype for name in floats} & {torch.half, torch.bfloat16}:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
+        note = f"{origin} is in {shown}, and becomes float32: the same numbers, in twice the size"
         warnings.warn(note, WeightsNote, stacklevel=2)
     check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
     try:
