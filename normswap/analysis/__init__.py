@@ -1,4 +1,1 @@
-"""The views of a network, as data: signal propagation, decay groups, summaries, advice, and its plots.
-
-Imports: `storage` and what is below.
-"""
+"""The views of a network, as data: signal propagation, decay groups, summaries, advice, and its plots."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODEL = (
     "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by normswap), "
-    "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), package.module:factory "
+    "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), ultralytics:FILE.pt, package.module:factory "
     "of your own, or a .safetensors/.pth file with --arch"
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]

@@ -1,4 +1,1 @@
-"""The troubles of BatchNorms: found, named, and what mends them.
-
-Imports: `analysis` and what is below.
-"""
+"""The troubles of BatchNorms: found, named, and what mends them."""

@@ -38,7 +38,7 @@ CHECKS: tuple[Check, ...] = (
 
 ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)
 # What only images show.
-_NOT_LOOKED_AT = "whether images are prepared as in training, and eps and statistics fit them, was not looked at"
+_NOT_LOOKED_AT = "only images show whether they are prepared as in training, and whether statistics and eps fit them"
 
 
 def diagnose(

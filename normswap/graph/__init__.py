@@ -1,5 +1,1 @@
-"""SEE: a forward becomes an anatomy of residual blocks, norms with their roles, and channel axes. Changes nothing.
-
-Enters: the record and questions that a graph alone can answer. The ways to change it are `folding`'s.
-Imports: `layers`, `models`.
-"""
+"""SEE: a forward becomes an anatomy of residual blocks, norms with their roles, and channel axes. Changes nothing."""

@@ -1,4 +1,1 @@
-"""Folders and tars of images with labels; accuracy on them, and how often two networks agree.
-
-Imports: `models` and what is below it.
-"""
+"""Folders and tars of images with labels; accuracy on them, and how often two networks agree."""

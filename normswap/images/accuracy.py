@@ -38,14 +38,11 @@ def classify(
     """Classify every image of `loader` in eval mode; also gives the answers (N,) in its order.
 
     Args:
-        model: gives logits (N, classes), perhaps among other things; its modes are restored.
         loader: batches of images (N, C, H, W), or of whatever the network takes, and labels (N,): as pairs, after its
             arguments, or as "labels" in a dict of keywords.
         progress: called after each batch with the images done and their total (0 when unknown).
 
-    Raises:
-        SourceError: no images, none that it takes, no labels, or a label that is no class of the network.
-        OptionError: it does not classify images.
+    Raises SourceError: no images, none that it takes, or no labels of its classes; OptionError: it does not classify.
     """
     total, start = getattr(loader, "count", 0), time.perf_counter()
     if not isinstance(total, int):

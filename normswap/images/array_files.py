@@ -26,13 +26,8 @@ def find(place: Path) -> list[Path]:
 class Arrays(Dataset[object]):
     """Samples of files: (tensor, label) for a network of one input, else a dict by input with "labels"; -1: no label.
 
-    A file holds one sample, of a shape as stated, or many, with one dimension more in front.
-
-    Args:
-        inputs: shape and type of each input by name; the name is empty where the network has one input.
-
-    Raises:
-        SourceError: a file cannot be read, or holds something else than these inputs.
+    A file holds one sample, of a shape as stated, or many, with one dimension more in front. `inputs` has shape and
+    type of each input by name, which is empty where there is one. Raises SourceError: a file does not hold these.
     """
 
     notes = ("arrays are taken as they are: nothing is resized or normalized",)

@@ -50,10 +50,8 @@ _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mo
 class Loader:
     """Batches of images (N, C, H, W) and labels (N,), or of several inputs and labels by name, in a fixed order.
 
-    Args:
-        origin: what the user named, for errors.
-        count: how many images one pass has, of a stream at most; None where that is not known.
-        notes: which part of a dataset they are, and how labels were read, where the user should know.
+    `origin` is what the user named; `count` how many images one pass has, of a stream at most, None where nobody knows;
+    `notes` which part of a dataset they are, and how labels were read, where the user should know.
     """
 
     def __init__(self, batches: DataLoader[Any], origin: str, count: int | None, notes: tuple[str, ...] = ()) -> None:
@@ -109,9 +107,7 @@ def make_loader(
         labelled: false: labels mean nothing, and the folders may be any; None: only where there are class folders and
             a classifier; else they are -1.
 
-    Raises:
-        SourceError: nothing there, no images, an unreadable archive, or other classes than the network's.
-        OptionError: a batch size or number of samples below one.
+    Raises SourceError: no images there, or of other classes than the network's; OptionError: a number below one.
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive")
@@ -177,7 +173,10 @@ def open_images(
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
     mode = modes[channels]
-    place = _place(data, split)
+    path = Path(data)
+    if data == demo_files.NAME and not path.exists():
+        path = demo_files.IMAGES
+    place = part_of(path, split) if path.exists() else None
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
@@ -214,15 +213,6 @@ def _counted(model: nn.Module) -> int | None:
             return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
     except Exception:
         return None
-
-
-def _place(data: str, split: str) -> Path | None:
-    path = Path(data)
-    if data == demo_files.NAME and not path.exists():
-        path = demo_files.IMAGES
-    if not path.exists():
-        return None
-    return part_of(path, split)
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
@@ -362,15 +352,10 @@ class Outputs:
 def label_map(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
 ) -> tuple[dict[int, int], str]:
-    """The network's output for each number of a label, and a note on how that was found, where it should be known.
+    """The network's output for each number of a label (by its name), and a note on how it was found, if to be known.
 
-    Where labels are not needed and mean nothing, the output is -1.
-
-    Args:
-        labels: the dataset's number of a label, by its name.
-        origin: what the user named, for errors.
-
-    Raises SourceError: some names are the network's and others are not, or nothing says which output a label is.
+    Where labels are not needed and mean nothing, the output is -1. Raises SourceError: some names are the network's
+    and others are not, or nothing says which output a label is.
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):

@@ -39,10 +39,9 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Built:
-    """A bare network.
+    """A bare network: random values, on the CPU, in eval mode; arch and source say how to build and open it again.
 
     Args:
-        model: random values, on the CPU, in eval mode; arch and source say how to build and to open it again.
         preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
         pretrained: gives the network with the weights that the source stands for.
     """

@@ -161,10 +161,8 @@ class Example:
     def read(self, batch: object) -> tuple[Example, object]:
         """Read a batch for a network that is called like this: the call, and the labels beside it, or None.
 
-        Args:
-            batch: what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
-                in a dict of keywords are labels, too, unless this call has some. Where the network takes a list of
-                images, that list.
+        A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
+        in a dict of keywords are labels, too, unless this call has some. A list of images may be one argument.
         """
         if isinstance(batch, Example):
             return batch, None
@@ -224,8 +222,7 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 def form(model: nn.Module) -> Example:
     """Find how images are given to a network, from the signature of its forward.
 
-    They are its first argument, or one by name; a tensor or, where it is annotated so, a list. Whatever else has no
-    default is a tensor, too.
+    They are its first argument, or one by name; a tensor, or a list by its annotation. What has no default is one, too.
     """
     empty = torch.empty(0)
     positional = [p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -41,11 +41,7 @@ def endpoint() -> str:
 
 
 def fetch(repo: str, filenames: Sequence[str]) -> Path:
-    """Return the local path of the first of `filenames` that the repository has, downloaded unless the cache has it.
-
-    Args:
-        repo: `org/name` or `org/name@revision`.
-        filenames: in order of preference.
+    """Return the path of the first of `filenames` that a repository (org/name[@revision]) has, downloaded or cached.
 
     Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
     """
@@ -114,10 +110,7 @@ def read_json(file: Path, origin: str) -> Cfg:
 
 
 def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
-    """Read a config.json of timm's hub layout (also the old flat one, without `pretrained_cfg`).
-
-    Returns:
-        The architecture's name, its arguments, and what is stated of weights and preprocessing.
+    """Return name, arguments, and what is stated of weights and images, of a config.json in timm's layout, old or new.
 
     Raises SourceError: missing, not JSON, or not that of a timm model.
     """

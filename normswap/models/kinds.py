@@ -1,8 +1,7 @@
 """What a MODEL may be: the kinds of sources, files of weights and exported files; known before torch is imported.
 
-A kind is a row, and a file that builds its networks, imported when first needed. A file has `build(name, wanted)`, from
-a name to a `Built`, and `create(arch)`, from a recorded `Arch` to the bare network; it may have
-`identify(model, rebuild)`, from a network that somebody else built to its `Arch`.
+A kind is a row, and a file that is imported when first needed. It has `build(name, wanted)`, from a name to a `Built`,
+`create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model, rebuild)`, from a network to an `Arch`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ FOLDERS = {".mlpackage": "Manifest.json"}
 class Kind:
     """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package that it needs.
 
-    Args:
-        prefix: what stands before the colon in MODEL, and before the architecture's name when it is spelled; also:
-            further prefixes, which are a part of the name.
-        foreign: its networks are built by code that this machine's user brings.
+    `prefix` stands before the colon in MODEL and where an architecture is spelled, each of `also` is part of the name;
+    foreign: its networks are built by code that this machine's user brings.
     """
 
     builder: str
@@ -62,16 +59,20 @@ class Kind:
 
 TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
 FACTORY = Kind("factory", "factories", foreign=True)
+ULTRALYTICS = Kind("ultralytics", "ultralytics_models", prefix="ultralytics", package="ultralytics")
 KINDS = (
     TIMM,
     Kind("torchvision", "torchvision_models", prefix="torchvision"),
     Kind("transformers", "transformers_models", prefix="hf", package="transformers"),
+    ULTRALYTICS,
     FACTORY,
 )
 
 
 def of(name: str) -> Kind:
-    """Find the kind of source that a MODEL names: by its prefix; else a factory, if it is written so, else timm's."""
+    """Find the kind of source that a MODEL names: by prefix or ending; else a factory, if written so, else timm's."""
+    if name.endswith(".yaml"):
+        return ULTRALYTICS
     prefix = name.partition(":")[0]
     matches = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
     return next(matches, FACTORY if _FACTORY.fullmatch(name) else TIMM)
@@ -112,7 +113,7 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
     if exported(file):
         remedy = "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was exported from"
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
-    named_so = (colon and prefix in prefixes()) or file.is_dir()
+    named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
     if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
         if not file.is_file():
             raise SourceError(f"{file} does not exist")

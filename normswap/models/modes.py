@@ -35,8 +35,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def undisturbed(*models: nn.Module) -> Iterator[None]:
     """Eval mode for networks that belong to somebody: whatever a forward writes meanwhile is undone afterwards.
 
-    Counters, caches, a first batch that sets a scale: attributes and tensors of every module whose class is not torch's
-    own, which writes nothing in eval mode.
+    Counters, caches, a first batch that sets a scale: attributes and tensors of modules whose class is not torch's own.
     """
     with ExitStack() as stack:
         for module in {module for model in models for module in nn.Module.modules(model)}:

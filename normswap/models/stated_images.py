@@ -14,10 +14,8 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 class Preprocessing:
     """The preprocessing of an image before the network; None: as its record says, or as is assumed.
 
-    Args:
-        mean, std: of pixels in 0..1, one number per channel, or one for all.
-        crop_pct: the share of the resized image's side that the crop in its centre keeps.
-        interpolation: how it is resized.
+    Mean and std are those of pixels in 0..1, per channel or one for all; crop_pct is the share of the resized image's
+    side that the crop in its centre keeps.
     """
 
     mean: tuple[float, ...] | None = None

@@ -21,6 +21,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, WeightsNote, first_line, quiet
+from normswap.models import pickled_networks
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
@@ -74,28 +75,35 @@ def read_wrapped(file: Path) -> Wrapped:
         if file.suffix == ".safetensors":
             content: object = load_file(file)
         else:
-            # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
-            with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
-                content = torch.load(file, map_location="cpu", weights_only=True)
+            content = _unpickled(file)
     except Exception as error:
-        if names := _foreign_names(file) or re.findall(r"GLOBAL (\S+)", str(error)):
+        names = re.findall(r"GLOBAL (\S+)", str(error))
+        with suppress(Exception):
+            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file))) or names
+        if names:
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
-            if any(name.startswith("ultralytics.") for name in names):
-                remedy = f"If you trust it: torch.save(ultralytics.YOLO('{file}').model.float().state_dict(), FILE)"
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
     wrapped = _unwrapped(content, file)
-    check_plain(wrapped.state, str(file))
+    for name, tensor in wrapped.state.items():
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            remedy = "Save what it was made from: plain tensors of numbers."
+            raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
     check_finite(wrapped.state, str(file))
     return wrapped
 
 
-def _foreign_names(file: Path) -> list[str]:
-    with suppress(Exception):
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    return []
+def _unpickled(file: Path) -> object:
+    try:
+        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
+        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        with suppress(Exception):
+            return pickled_networks.read(file)[1]
+        raise
 
 
 def _unwrapped(content: object, file: Path) -> Wrapped:
@@ -129,10 +137,9 @@ def _unwrapped(content: object, file: Path) -> Wrapped:
 
 
 def _without_prefix(state: State, bare: State) -> State:
-    """Return the tensors by names without what wrappers put before all of them.
+    """Return the tensors by names without what wrappers put before all of them: `module.` is DDP's or AveragedModel's.
 
-    DistributedDataParallel and AveragedModel, which counts its updates beside them, put `module.`; Lightning puts what
-    the attribute is called, which goes where more names fit without it.
+    Lightning puts what the attribute is called, which goes where more names fit without it.
     """
     while not _fits(state, bare):
         named = {name.partition(".")[::2]: tensor for name, tensor in state.items() if name != "n_averaged"}
@@ -167,23 +174,17 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than the file's.
 
-    Args:
-        cfg: timm's record of the weights: `first_conv` and `input_size` to adapt the stem, `classifier`,
-            `num_classes` and `label_offset` to reset the head; empty when the network must equal the file.
-
+    `cfg` is timm's record of the weights: how stem and head are adapted; empty where they must be the file's.
     Raises SourceError: missing or unexpected keys, or other shapes, listed.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)
     if not _fits(state, bare):
         state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
-    narrow = {
-        str(state[name].dtype).removeprefix("torch.")
-        for name in state.keys() & bare.keys()
-        if state[name].is_floating_point() and state[name].itemsize < bare[name].itemsize
-    }
-    if narrow:
-        note = f"{origin} is in {', '.join(sorted(narrow))}, and becomes float32, which is exact and twice as large"
+    floats = [name for name in state.keys() & bare.keys() if bare[name].dtype == torch.float32]
+    if halves := {state[name].dtype for name in floats} & {torch.half, torch.bfloat16}:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
+        note = f"{origin} is in {shown}, and becomes float32: the same numbers, in twice the size"
         warnings.warn(note, WeightsNote, stacklevel=2)
     check_fit(state, bare, origin, str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")))
     try:
@@ -256,14 +257,6 @@ def some(items: Iterable[str]) -> str:
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
     """Return how many names there are of each kind of misfit, and the first few of them."""
     return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names)
-
-
-def check_plain(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming a tensor that is sparse or quantized, which no weights here may be."""
-    for name, tensor in state.items():
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            what = f"{origin} holds a sparse or quantized tensor"
-            raise SourceError(what, name, "Save what it was made from: plain tensors of numbers.")
 
 
 def check_fit(state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str) -> None:

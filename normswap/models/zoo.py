@@ -50,14 +50,16 @@ def create(arch: Arch) -> nn.Module:
 
 def skeleton(arch: Arch) -> nn.Module:
     """Build the bare network with zeros for random values: it is then filled, strictly."""
+    # A library that is imported while the meta device is the default would keep its constants there.
+    kinds.by_builder(arch.builder).load()
     return _undrawn(lambda: create(arch), lambda model: model)
 
 
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
 
-    `network` finds it in what `build` returns. It is built as ever where a state dict does not hold each of its tensors
-    once, or where building it needs values. A state dict is then loaded into it, strictly.
+    `network` finds it in what `build` returns. It is built as ever where building it needs values, or a state dict,
+    which is then loaded, does not hold each of its tensors once.
     """
     try:
         with torch.device("meta"):
@@ -99,31 +101,24 @@ def open_source(
     in_chans: int | None = None,
     trust_factory: bool = True,
 ) -> nn.Module:
-    """Return the network that `source` names, in eval mode on the CPU, carrying its Provenance.
+    """Return the network that a MODEL names, in eval mode on the CPU, carrying its Provenance.
 
     Args:
-        source: a timm name, `hf-hub:org/name[@revision]`, `local-dir:DIR`, a directory with config.json and weights,
-            a name of another kind (`kinds`), or a weights file (then with `arch`). A timm name wins over a directory
-            of that name.
         weights: "pretrained"; "random" for the bare architecture; or a weights file.
-        arch: the architecture of a weights file, named as a source is.
-        arch_args: further arguments of the architecture.
-        num_classes: another head than the source's; for a weights file, the head it has.
-        in_chans: another number of input channels; for a weights file, the number it has.
+        arch: the architecture of a weights file; then `num_classes` and `in_chans` are those that the file has.
         trust_factory: a factory may be imported; false where the name was read from a file.
 
-    Raises:
-        SourceError: the source cannot be found, read, understood or built.
-        OptionError: options that do not go together.
+    Raises SourceError: it cannot be found, read or built; OptionError: options that do not go together.
     """
     name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)
     check_trust(name, kind, trusted=trust_factory)
     trained = file is None and weights == "pretrained"
     request = BuildRequest(dict(arch_args or {}), num_classes, in_chans, trained)
+    builder = kind.load()
     if file is not None:
-        return _filled(lambda: kind.load().build(name, request), file)
-    built: Built = kind.load().build(name, request)
+        return _filled(lambda: builder.build(name, request), file)
+    built: Built = builder.build(name, request)
     if not trained:
         return _carry(built, built.model, built.source, None)
     model = built.pretrained()

@@ -1,7 +1,6 @@
 """The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme` adds more.
 
 A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record in the catalogue.
-Imports: `calibration` and what is below; the catalogue imports no torch.
 """
 
 from __future__ import annotations

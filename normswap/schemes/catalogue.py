@@ -38,9 +38,8 @@ def _keeps(option: str, value: str) -> Callable[[Options], bool]:
 _ALPHA = Option(
     "alpha", object, "match", "`match`, 1 / sqrt(blocks) or a number", "NUMBER", choices=("match", "inv-sqrt-depth")
 )
-_RELATIVE_EPS = Option(
-    "relative_eps", float, 9.0, "eps, in multiples of the mean variance; 0: the plain norm", "RATIO", range=Range(0)
-)
+_EPS_HELP = "eps, in multiples of the mean variance; 0: the plain norm; more keeps more and normalizes less"
+_RELATIVE_EPS = Option("relative_eps", float, 9.0, _EPS_HELP, "RATIO", range=Range(0))
 _BEND = Range(0, 4, low_open=True, high_open=False)
 _FILTER_MEANS = (
     Option("mean", str, "fit", "`fit` or `keep` the filters' means", choices=("fit", "keep")),

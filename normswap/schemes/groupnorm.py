@@ -110,7 +110,9 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
-        builder.notes.append(f"{path}: groups of {channels // count} channels, as groups of 1 erase its mean")
+        builder.notes.append(
+            f"{path}: groups of {channels // count} channels, as groups of 1 erase each channel's mean"
+        )
     elif count != groups:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
     return count

@@ -197,7 +197,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         conv, readers = last_linear(builder, block.branch, block.total)
         mean, deviation = _output_moments(builder.anatomy, block, conv)
     except NotFoldable as why:
-        builder.notes.append(f"{block.path}: its last convolution stays as large as it is, because {why}")
+        builder.notes.append(f"{block.path}: its last layer stays as large as it is, because {why}")
         return 1.0
     reads = builder.linear(conv).reads
     rms = math.sqrt(float(deviation.square().mean()))
@@ -207,7 +207,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
     if not math.isfinite(rms) or rms < 1e-12:
-        builder.notes.append(f"{block.path}: its last convolution stays as large as it is: its output does not vary")
+        builder.notes.append(f"{block.path}: its last layer stays as large as it is: its output does not vary")
         return 1.0
     _divide(builder, conv, readers, rms)
     return rms

@@ -17,9 +17,8 @@ from normswap.errors import OutputError, spelled
 def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
     """Give a place for a file or directory of the same name, beside `file`, which takes its place at the end.
 
-    Args:
-        beside: names of further files that are written there, and that belong to it. Where a process is killed, the
-            name has all of the old files, all of the new ones, or no `file`: never one beside parts of another.
+    Further files that belong to it are written there by the names `beside`. Where a process is killed, the place has
+    all of the old files, all of the new ones, or no `file`: never one beside parts of another.
 
     Raises OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
     """
@@ -86,10 +85,7 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
 
 
 def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
-    """Check that `file` may be written, before any work is done for it.
-
-    Args:
-        folder_with: it is to be a directory; one that is replaced must have a file of this name.
+    """Check, before any work, that `file` may be written, or a directory that has a file of the name `folder_with`.
 
     Raises OutputError: it exists (and `force` is not given), its folder does not, or it is another folder.
     """

@@ -51,14 +51,13 @@ def open_model(
 ) -> nn.Module:
     """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its weights file alone.
 
+    Returns the network in eval mode, on the CPU, carrying its provenance.
+
     Args:
         input_size: (C, H, W) of its images, where it states another or none (`zoo.for_size`); inputs: what it takes, by
             name, where that is no image (`zoo.for_inputs`).
         trust_factory: as in `load`; named: whether the user named the MODEL, so that its factory may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
-
-    Returns:
-        The network in eval mode, on the CPU, carrying its provenance.
 
     Raises SourceError: it cannot be found, read or understood.
     """
@@ -80,7 +79,7 @@ def open_model(
 def save(
     result: Conversion | nn.Module, directory: str | Path, *, arch: Arch | None = None, force: bool = False
 ) -> Path:
-    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`.
+    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`. Returns the directory.
 
     A network that nobody knows how to build is saved too; `load` then needs its skeleton.
 
@@ -89,12 +88,7 @@ def save(
             `Arch("package.module:factory", kwargs, "factory")`.
         force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
 
-    Returns:
-        The directory.
-
-    Raises:
-        OutputError: the place is taken, or cannot be written.
-        SourceError: the network's weights are broken: NaN, infinite, or without values.
+    Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN, infinite, or missing.
     """
     place = Path(directory)
     model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)

@@ -18,12 +18,7 @@ VERSION = 1
 
 
 class Header(BaseModel):
-    """The record as it is read.
-
-    Args:
-        hashes: of the tensors, by the name of their file.
-        report: of what was measured when the directory was written.
-    """
+    """The record as it is read: hashes are those of the tensors, by file; the report is that of the conversion."""
 
     model_config = ConfigDict(strict=True)
     version: int

@@ -16,12 +16,7 @@ _CARD = Path(__file__).with_suffix(".md")
 
 
 def render(record: Provenance, report: Report | None, *, code: str = "", license: str | None = None) -> str:
-    """Write in Markdown what this is, what was done, what was measured, and how to use it.
-
-    Args:
-        code: loads it; by default from the working directory.
-        license: of the weights, if it is known.
-    """
+    """Write in Markdown what this is, what was done and measured, and the code that loads it, by default from here."""
     steps = [_said(step) for step in record.plan.steps]
     arch = getattr(record.arch, "name", "network")
     task = "image-classification" if record.pretrained_cfg.get("num_classes") else "image-feature-extraction"

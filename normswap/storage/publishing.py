@@ -34,14 +34,7 @@ _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a push.
-
-    Args:
-        url: of the commit.
-        repo: owner/name.
-        files: names of the files that were uploaded.
-        alone: whether timm loads it without normswap.
-    """
+    """The result of a push: the commit's url, the names of its files, and whether timm alone builds the network."""
 
     url: str
     repo: str
@@ -65,10 +58,8 @@ def push(
         private: of a new repository.
         message: of the commit.
 
-    Raises:
-        OptionError: `repo` is no name of that form, or nobody knows the license.
-        SourceError: it is no such directory, or is damaged.
-        OutputError: the hub does not take it.
+    Raises SourceError: it is no such directory, or is damaged; OptionError: `repo` is no such name, or nobody knows the
+    license; OutputError: the hub does not take it.
     """
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")

@@ -18,7 +18,6 @@ from normswap import copying, provenance
 from normswap.calibration import channel_moments
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
-from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, site_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
@@ -77,16 +76,18 @@ def _built(network: Network, like: str) -> nn.Module:
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
-    target, source = (_classes(each) for each in (Network(module, size=network.input_size).anatomy, network.anatomy))
-    if target == source or not (target and source):
+    target, classes = _classes(Network(module, size=network.input_size)), _classes(network)
+    if target == classes or not (target and classes):
         return module
-    return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=source)
+    return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=classes)
 
 
-def _classes(anatomy: Anatomy) -> int:
-    if anatomy.classifier is None:
-        return 0
-    return int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
+def _classes(network: Network) -> int:
+    """How many classes it tells apart, by its classifier or by what its builder was told; 0 where neither says it."""
+    anatomy, arch = network.anatomy, provenance.of(network.module).arch
+    if anatomy.classifier is not None:
+        return int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
+    return 0 if arch is None else int(arch.kwargs.get("num_classes", 0))
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:

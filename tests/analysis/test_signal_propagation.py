@@ -1,26 +1,36 @@
-"""Signal propagation: measured against hooks, against theory, and before and after exact conversions."""
+"""Signal propagation: measured against hooks, against theory, and before and after exact conversions.
+
+`PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints signals.md.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from lived import lived_in, swapped
 from matplotlib.figure import Figure
 from timm.layers import ScaledStdConv2d
+from tiny import Net, conv
 from torch import Tensor, nn
 
+from normswap import shipped
 from normswap.analysis import plots
 from normswap.analysis.block_signals import Point, awake, signal_propagation
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
-from normswap.graph.inspection import Anatomy
 from normswap.surgery.network import Network
 
+shipped.register_networks()
 NARROW = {"resnet18": {"channels": (8, 16, 32, 64)}, "resnetv2_18": {"channels": (8, 16, 32, 64)}}
 
 
@@ -33,19 +43,10 @@ def fresh(name: str, seed: int = 0, **kwargs: object) -> nn.Module:
     return awake(timm.create_model(name, **kwargs))
 
 
-class TwoFactors(nn.Module):
-    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(self.conv1(x).relu()) * 3.0 * 0.5
-
-
 def test_one_constant_factor_is_taken_off_the_branch() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), TwoFactors(), nn.ReLU()).double().eval()
+    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
+    block = Net(lambda m, x: x + m.conv2(m.conv1(x).relu()) * 3.0 * 0.5, conv1=conv(), conv2=conv())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), block, nn.ReLU()).double().eval()
     x = noise(seed=1).double()
     seen: list[Tensor] = []
     model.get_submodule("1.conv2").register_forward_hook(lambda m, a, y: seen.append(y.clone()))
@@ -77,18 +78,6 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
     assert 0.3 < one.branch_variance < 3  # f was divided by its own deviation
 
 
-def expected_nf(seen: Anatomy, alpha: float) -> list[float]:
-    """The variance after each block if all branches have 1 (the code of the ICLR 2022 blog post, "Multi-layer SPPs").
-
-    1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block.
-    """
-    variances: list[float] = []
-    for block in seen.blocks:
-        before = 1.0 if block.skip == "projection" else variances[-1]
-        variances.append(before + alpha**2)
-    return variances
-
-
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:
     """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's filters are scaled
     by ReLU's gamma though no ReLU comes before them, and the shortcuts average 2x2 pixels, which takes variance
@@ -105,25 +94,96 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
     seen = inspection.inspect(model)
-    wanted = expected_nf(seen, alpha=0.2)
+    # 1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block:
+    # the code of the ICLR 2022 blog post, "Multi-layer SPPs".
+    wanted: list[float] = []
+    for block in seen.blocks:
+        wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
     points = signal_propagation(Network(model), noise(8, 128))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
     assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
 
 
-def test_normalized_branches_add_one_each() -> None:
-    """De & Smith 2020, section 2.1: every branch adds 1; a projection starts anew, from 1."""
-    model = fresh("resnet50")
-    points = signal_propagation(Network(model, noise(8, 64)), batch_statistics=True)
-    assert [p.branch_variance for p in points] == pytest.approx([1.0] * 16, rel=1e-2)
-    starts = [
-        p for p, block in zip(points, inspection.inspect(model).blocks, strict=True) if block.skip == "projection"
-    ]
-    assert [p.variance for p in starts] == pytest.approx([2.0] * 4, rel=0.05)
-    assert expected_nf(inspection.inspect(model), alpha=1.0)[:4] == [2.0, 3.0, 4.0, 2.0]
-    # E[x^2] of what the blocks of the second stage read after its reset: 1, 1, 1 by Kim et al., equation 11.
-    assert [p.variance + p.mean_sq - 1 for p in points[4:7]] == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
+def stack(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
+    """Fully connected blocks x + W act(norm(x)), on normal inputs; with ReLUs, on W act(norm(inputs))."""
+    torch.manual_seed(0)
+    x, blocks = torch.randn(width, width), nn.Sequential()
+    for _ in range(depth + relu):
+        linear = nn.Linear(width, width, bias=False)
+        nn.init.normal_(linear.weight, std=math.sqrt((1 + relu) / width))
+        layers = [*[nn.BatchNorm1d(width, eps=1e-12)] * norm, *[nn.ReLU()] * relu, linear]
+        blocks.append(Net(lambda m, x: x + m.branch(x), branch=nn.Sequential(*layers)))
+    if relu:
+        x = (blocks.pop(0)(x) - x).detach()
+    return signal_propagation(Network(blocks, x), batch_statistics=True)
+
+
+def wide_resnet(depth: int, width: int, norm: bool, seed: int = 0) -> list[Point]:
+    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has none."""
+    torch.manual_seed(seed)
+    network = timm.create_model("wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True).double()
+    network = network if norm else swapped(network.eval(), "skipinit", alpha=1)
+    for module in network.modules():
+        module.padding_mode = "circular"  # type: ignore[assignment]
+    return signal_propagation(Network(network, noise(8, 16, seed).double()), batch_statistics=norm)
+
+
+def second(points: list[Point]) -> list[float]:
+    """E[x^2] of what the next block reads."""
+    return [point.variance + point.mean_sq for point in points]
+
+
+def of_papers(depth: int, width: int, seeds: int) -> Iterator[tuple[str, list[float], str, Any]]:
+    """What is measured of blocks l = 2, 3 ..., with the formula of the paper and its values."""
+    block = np.arange(2, 200)
+    plain, normed, relu = (stack(depth, width, *kind) for kind in ((False, False), (True, False), (True, True)))
+    yield "De & Smith, figure 2 (a), linear, no norm: skip", second(plain), "2^(l - 1)", 2.0 ** (block - 1)
+    yield "the same: branch", [point.branch_variance for point in plain[1:]], "2^(l - 1)", 2.0 ** (block - 1)
+    yield "figure 2 (b), linear, BatchNorm: skip", second(normed), "l", block
+    yield "the same: branch", [point.branch_variance for point in normed[1:]], "1", block**0
+    yield "figure 5, ReLU, BatchNorm: skip", second(relu), "l", block
+    yield "the same: moving variance", [point.variance for point in relu], "l (1 - 1/pi)", block * (1 - 1 / math.pi)
+    yield "the same: squared moving mean", [point.mean_sq for point in relu], "l / pi", block / math.pi
+    for layers, wide in ((16, 8), (100, 2)):
+        skips = [second(wide_resnet(layers, wide, norm=False, seed=seed)) for seed in range(seeds)]
+        added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
+        yield f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip", list(np.mean(added, 0)), "1", block**0
+        stage = wide_resnet(layers, wide, norm=True)[1 : len(skips[0]) // 3]
+        shares = [point.added_variance / point.variance for point in stage]
+        yield f"section 2.1, {layers}-{wide}, BatchNorm: share of the branch", shares, "1 / (l + 1)", 1 / (block + 1)
+
+
+def after_reset() -> list[float]:
+    """E[x^2] of blocks 2, 3 and 4 of a ResNet-50's second stage, where the branch adds 1."""
+    points = signal_propagation(Network(fresh("resnet50"), noise(8, 64)), batch_statistics=True)
+    return [value - 1 for value in second(points)[4:7]]
+
+
+def slope(role: str) -> float:
+    """Figure 6 of Kim et al. for a class of gammas: log-log slope of the first update of gamma / |gamma| by |gamma|."""
+    powers, updates = (-3, 0, 3), []
+    for power in powers:
+        network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
+        for module in network.modules():
+            # A larger eps is seen beside the variance that a small gamma leaves.
+            module.eps = 1e-15  # type: ignore[assignment]
+        gammas = [network.get_parameter(f"{norm.path}.weight")
+                  for norm in inspection.inspect(network).norms if norm.role == role]  # fmt: skip
+        for gamma in gammas:
+            nn.init.constant_(gamma, 2.0**power)
+        F.cross_entropy(network(noise(8, 32).double()), torch.arange(8)).backward()
+        size = torch.nn.utils.get_total_norm(gammas)
+        updates.append(math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size)))
+    return float(np.polyfit(powers, updates, 1)[0])
+
+
+def test_the_signal_at_initialization_is_the_papers() -> None:
+    for name, values, formula, theory in of_papers(24, 400, 1):
+        assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
+    assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
+    assert slope("other") == pytest.approx(-2, abs=0.01)
+    assert slope("last") > -1
 
 
 def test_awake_revives_what_timm_zeroes() -> None:
@@ -187,3 +247,21 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
     with pytest.raises(OutputError, match="cannot write"):
         plots.plot(CURVES, tmp_path / "taken.png")
     assert [f.name for f in tmp_path.iterdir()] == ["taken.png"]
+
+
+if __name__ == "__main__":
+    import circumstances
+
+    print("# Signals at initialization, beside De & Smith's and Kim et al.'s\n")
+    print("\n".join(circumstances.lines("python tests/analysis/test_signal_propagation.py", "cpu")))
+    print("Of block l, and how far off, on average over blocks and at most; of one seed, branch by skip of eight.\n")
+    print("| where | paper | l = 2 | l = 4 | l = 48 | off, % | at most |\n|---|---|---|---|---|---|---|")
+    reset = "Kim et al., equation 11, resnet50: E[x^2]", after_reset(), "1", np.ones(3)
+    for name, values, formula, theory in (*of_papers(48, 1000, 8), reset):
+        cells = [f"{value:.3g}" for value in [*values, *[math.nan] * 48]]
+        off = 100 * (values / theory[: len(values)] - 1)
+        ends = f"{np.mean(off):+.0f} | {max(abs(off)):.0f}"
+        print(f"| {name} | {formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |".replace("nan", ""))
+    print("\n| Kim et al., figure 6 | paper | slope |\n|---|---|---|")
+    for role in ("other", "stem", "down", "last"):
+        print(f"| {role} | near -2 | {slope(role):.2f} |")

@@ -109,6 +109,7 @@ NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
     "resnetv2_18": {"channels": (64, 16, 16, 16)},
     "vit_tiny_patch16_224": {"img_size": 32, "embed_dim": 24},
 }
+TUNED_V2 = {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1}
 CONVERTED = [
     ("resnet18", "skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8}),
     ("resnet18", "regularized-skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 8}),
@@ -119,12 +120,7 @@ CONVERTED = [
     ("resnet18", "batchnorm", {"ghost_batch": 2}, TABLE["resnet18"]),
     ("resnet18", "tune", {}, TABLE["resnet18"]),
     # 12 norms of v2 follow no convolution of their own and keep their statistics; 8 go into one
-    (
-        "resnetv2_18",
-        "tune",
-        {},
-        {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1},
-    ),
+    ("resnetv2_18", "tune", {}, TUNED_V2),
     ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
     # as `resnet18` itself: every gamma and beta is in its place
     ("resnet18", "affine", {}, TABLE["resnet18"]),

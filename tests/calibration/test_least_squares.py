@@ -317,7 +317,7 @@ def test_groups_are_explained_or_refused() -> None:
     assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in builder.notes  # resnet18's stem has 64
     assert any("nearest to 5" in note for note in builder.notes)
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=8)
-    assert "layer1.0.bn1: groups of 2 channels, as groups of 1 erase its mean" in builder.notes
+    assert "layer1.0.bn1: groups of 2 channels, as groups of 1 erase each channel's mean" in builder.notes
     assert "9 times the mean variance, so 90% of variance + eps is constant" in builder.notes[-1]
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", relative_eps=0)
     assert not any("eps" in note for note in builder.notes)

@@ -6,7 +6,6 @@ import copy
 import csv
 import importlib.util
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from docs_pages import ROOT, blocks
 from PIL import Image
+from small import same
 from torch import nn
 
 import normswap
@@ -53,33 +53,32 @@ def boxes(model: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
 def test_a_fused_detector_is_trained_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ultralytics import YOLO
+    from ultralytics.nn.tasks import DetectionModel
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "detectors", raising=False)
     write_images()
     page = {block.file: block.text for block in blocks(ROOT / "docs" / "your_loop.md") if block.file}
-    files = {file: text.replace("yolo11n", name) for file, text in page.items()}
-    Path("detectors.py").write_text(files["detectors.py"])
     torch.manual_seed(0)
     detector = YOLO(f"{name}.yaml")
+    detector.model = DetectionModel(f"{name}.yaml", nc=3, verbose=False)
     for norm in filter(affine.is_batchnorm, detector.model.modules()):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
         norm.momentum = 0.5
     for _ in range(8):
-        detector.model.train()(torch.rand(4, 3, SIDE, SIDE))
+        detector.model.train()(torch.randn(4, 3, SIDE, SIDE))
     detector.model.eval()
     detector.model.fuse()
     detector.save("best.pt")
-    x = torch.rand(1, 3, SIDE, SIDE)
+    theirs = YOLO("best.pt").model.float()
+    assert same(normswap.open("ultralytics:best.pt"), theirs.state_dict())
 
-    save, convert = files["unfuse.sh"].replace("\\\n", " ").strip().splitlines()
-    exec(shlex.split(save)[2], {})
-    words = shlex.split(convert.replace("3,640,640", f"3,{SIDE},{SIDE}").replace("IMAGES", "images"))
-    assert main(words[1:]) == 0
-    before, train = files["train.py"].rsplit("\n", 2)[0], files["train.py"].strip().rsplit("\n", 1)[1]
+    x = torch.rand(1, 3, SIDE, SIDE)
+    wanted = boxes(theirs, x)
+    words = shlex.split(page["unfuse.sh"].replace("yolo11n", name).replace("IMAGES", "images"))
+    assert main([*words[1:], "--input-size", f"3,{SIDE},{SIDE}"]) == 0
+    before, train = page["train.py"].rsplit("\n", 2)[0], page["train.py"].strip().rsplit("\n", 1)[1]
     names: dict[str, Any] = {}
     exec(before, names)
-    wanted = boxes(YOLO("best.pt").model.float(), x)
     assert (boxes(names["detector"].model, x) - wanted).abs()[:, :4].max() < 0.05  # pixels
     exec(train.replace("epochs=10", f"{TRAINING}{str(tmp_path / 'runs')!r}"), names)
 

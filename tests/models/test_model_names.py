@@ -51,7 +51,6 @@ def broken():
     return net
 
 def number(): return 3
-def kind(): return Net
 constant = 5
 """
 
@@ -218,15 +217,6 @@ def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [*names.values()]  # type: ignore[union-attr]
 
 
-def test_hugging_face_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hugging_face(here / "hf")
-    with hub_server({"own/net": here / "hf"}) as url:
-        use_hub(monkeypatch, url, here / "cache")
-        model = zoo.open_source("hf:own/net")
-    assert network_input.size(model) == (3, 40, 40)
-    assert zoo.open_source("hf:own/net").state_dict().keys() == model.state_dict().keys()  # from the cache
-
-
 def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = hugging_face(here / "hf")
     zoo.open_source(f"hf:{whole}").save_pretrained(here / "parts", max_shard_size="20KB")
@@ -235,6 +225,7 @@ def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytes
     with hub_server({"own/net": here / "parts"}) as url:
         use_hub(monkeypatch, url, here / "cache")
         found = zoo.open_source("hf:own/net").state_dict()
+    assert network_input.size(zoo.open_source("hf:own/net")) == (3, 40, 40)  # from the cache
     assert all(torch.equal(found[name], value) for name, value in load_file(whole / "model.safetensors").items())
 
 
@@ -251,27 +242,20 @@ def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run
 BAD = {
     "torchvision:resnet51": ["no model 'resnet51'", "resnet50"],
     "torchvision:resnet18@IMAGENET1K_V9": ["no weights 'IMAGENET1K_V9'", "IMAGENET1K_V1"],
-    "torchvision:mnasnet0_75@V": ["no weights 'V'"],
     "torchvison:resnet18": ["No module named 'torchvison'", "Did you mean torchvision?"],
     "hf:nothing": ["hf:nothing is no directory"],
     "hf:images": ["images has no config.json"],
-    "hf:NoSuchNet": ["is no directory"],
     "hf:ResNetModel": ["no model_type"],
     "smp:Unet:resnet18": ["is neither a file nor a directory"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
     "users_nets:number": ["something of type int"],
-    "users_nets:kind": ["of type type"],
     "users_nets:constant": ["of type int"],
     "users_nets:broken": ["NaN or inf in conv.weight"],
     "users_broken:make": ["RuntimeError: no licence"],
     "users_neither:make": ["No module named 'users_neither'", "working directory"],
     "users_nets:make --arch-arg size=3": ["cannot be built with size=3", "unexpected keyword"],
-    "users_nets:make --weights none.pth": ["none.pth does not exist"],
     "users_nets:make --weights wrong.safetensors": ["does not fit", "missing", "unexpected: other"],
-    "users_nets:make --weights nan.safetensors": ["NaN or inf in conv.weight"],
     "users_nets:make --weights pickled.pth": ["never executes"],
-    "users_nets:make --weights best": ["'pretrained' or 'random', or a weights file"],
-    "wrong.safetensors --arch torchvision:resnet18": ["does not fit"],
     "torchvision:resnet18 --weights random --arch-arg depth=3": ["cannot be built with depth=3"],
     "torchvision:resnet18 --weights random --in-chans 1": ["cannot be built with in_chans=1"],
     "torchvision:resnet18 --weights random --arch-arg weights_backbone=x": ["not part of an architecture"],
@@ -281,7 +265,6 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_names(here: Path, fails: Run, words: str) -> None:
     save_file({"other": torch.zeros(2)}, "wrong.safetensors")
-    save_file({"conv.weight": torch.full((8, 3, 3, 3), math.nan)}, "nan.safetensors")
     torch.save({"state_dict": {"a": torch.zeros(1)}, "model": nn.ReLU()}, "pickled.pth")
     said = fails("inspect", *words.split())
     assert all(word in said for word in BAD[words]), said

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from itertools import pairwise
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -16,11 +14,9 @@ from lived import distance, run, step, swapped
 from torch import Tensor, nn
 
 from normswap import shipped
-from normswap.analysis.block_signals import signal_propagation
 from normswap.errors import SourceError
 from normswap.models import zoo
 from normswap.plan import Arch
-from normswap.surgery.network import Network
 
 shipped.register_networks()
 wide_resnet: Any = sys.modules["normswap.recipes.wide_resnet"]
@@ -136,27 +132,6 @@ def rescaling_of(block: Any, new: Any) -> float:
 
 def projection(block: Any) -> nn.Module:
     return block.downsample if isinstance(block.downsample, nn.Conv2d) else block.downsample[0]
-
-
-@pytest.mark.parametrize(("depth", "width"), [(16, 8), (100, 2)])
-@pytest.mark.one_in(2)
-def test_the_signal_at_initialization_is_the_papers(depth: int, width: int) -> None:
-    """De & Smith 2020, section 2.1: without norms 2^(l-1), with them 1 / (l + 1) of block l is the branch's share.
-
-    Without norms, as in Table 1, weights stay He's; the bordering zeros are left out, and alpha = 0 leaves the skip.
-    """
-    plain, normed = (network(depth=depth, width=width, norm=norm, per_image=True) for norm in (False, True))
-    one, zero = (swapped(plain, "skipinit", alpha=alpha) for alpha in (1, 0))
-    for module in [*one.modules(), *zero.modules(), *normed.modules()]:
-        module.padding_mode = "circular"  # type: ignore[assignment]
-    grown = [point.variance + point.mean_sq for point in signal_propagation(Network(one, images(8)))]
-    assert mean(after / before for before, after in pairwise(grown)) == pytest.approx(2, rel=0.1)
-    stage = signal_propagation(Network(zero, images(8)))[: len(grown) // 3]
-    assert stage[0].variance == stage[-1].variance
-    assert [name for name, _ in zero.named_parameters() if name.endswith("bias")] == ["fc.bias"]
-    points = signal_propagation(Network(normed, images(8)), batch_statistics=True)
-    shares = [point.added_variance / point.variance for point in points]
-    assert shares == pytest.approx([1 / (place + 2) for place in range(len(stage))] * 3, rel=0.12)
 
 
 def test_a_factor_of_the_skip_that_leaves_half_precision_is_refused() -> None:

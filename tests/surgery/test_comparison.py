@@ -198,7 +198,7 @@ def test_empty_outputs_are_reported() -> None:
 
 
 def test_one_image_is_warned_of_nothing() -> None:
-    assert comparison.verify(source(), copy.deepcopy(source()), inputs()[:1]).vacuous == ()
+    assert comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).vacuous == ()
 
 
 def test_an_input_that_moves_nothing_is_reported() -> None:

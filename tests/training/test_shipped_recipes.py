@@ -69,10 +69,8 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
 
 @functools.cache
 def help_of(command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "normswap", command, "--help"], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    words = [sys.executable, "-m", "normswap", command, "--help"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 TINY = ("model.name=resnet18", "model.weights=random", "model.args={channels: [8, 8, 16, 16], num_classes: 10}")
@@ -97,13 +95,8 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
     if recipe.convert and recipe.convert.calibrate:  # takes its time
         needed = recipe.convert.to == "nf" or "cifar10" in name
         given.append("convert.samples=20" if needed else "convert.calibrate=false")
-    result = finetune(
-        None,
-        recipe_files.load_recipe(name, [*SMALL[name.split("_")[0]], *given]),
-        tmp_path / "run",
-        device="cpu",
-        track="none",
-    )
+    plan = recipe_files.load_recipe(name, [*SMALL[name.split("_")[0]], *given])
+    result = finetune(None, plan, tmp_path / "run", device="cpu", track="none")
     assert result.updates == 2
     assert result.rows[-1]["train_loss"] is not None
     assert recipe_files.load_recipe(tmp_path / "run" / "recipe.yaml").summary == recipe.summary

@@ -43,7 +43,9 @@ def run(
 def _print(body: Body) -> None:
     targets = [body["choose"], *body["others"]]
     facts(("choose", targets[0]["scheme"]), ("because", targets[0]["why"]))
-    listing("run", (target["command"] for target in targets if target["command"]))
+    # What is kept as it is needs no command.
+    label = "run" if targets[0]["command"] else "or"
+    listing(label, (target["command"] for target in targets if target["command"]))
     rows = [(target["scheme"], "kept" if target["exact"] else "approximate", target["why"]) for target in targets]
     table("Targets that this network admits", ("target", "function", "why"), rows)
     if not all(target["exact"] for target in targets):

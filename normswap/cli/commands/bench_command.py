@@ -112,7 +112,8 @@ def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
         return network_input.size(network)
     if len(drawn[0].tensors()) > 1 or not drawn[0].images.is_floating_point():
         remedy = "`normswap export` writes a file of it, and `normswap verify` compares that with it"
-        raise OptionError("bench times networks that take one tensor of numbers", f"{name} takes {drawn[0]}", remedy)
+        takes = f"{name} takes {', '.join(drawn[0].kwargs)}"
+        raise OptionError("bench times networks that take one tensor of numbers", takes, remedy)
     return drawn[0].size
 
 

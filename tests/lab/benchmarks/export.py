@@ -190,9 +190,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    if args.fresh:
-        KEPT.unlink(missing_ok=True)
-    kept = Kept(KEPT)
+    kept = Kept(KEPT, fresh=args.fresh)
     measure, names, head = WAYS[args.what]
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for name in args.names or names:

@@ -3,24 +3,28 @@
     nice python tests/lab/benchmarks/recover.py --data cifar10 --work DIR -o tests/lab/benchmarks/recover.md
     python tests/lab/benchmarks/recover.py --device cuda --data cifar10 --work DIR -o recover-cuda.md \\
         train.epochs=10 train.precision=bf16       # longer
+    python tests/lab/benchmarks/recover.py --kinds --work DIR -o tests/lab/benchmarks/recover_kinds.md train.epochs=1
 
 Runs the shipped recipes `cifar10_recover_*` in folders of DIR, one per network, row and seed; a run that is there is
 not repeated, one that was interrupted is continued. KEY=VALUE overrides go to every recipe alike, BatchNorm's too. The
 table is written anew after every run, of all runs that are there, and says what is missing. Two commands with other
-`--rows` or `--seeds` can fill one DIR at the same time; `--table` then writes what both made.
+`--rows` or `--seeds` can fill one DIR at the same time; `--table` then writes what both made. `--kinds`: networks of
+tests/data/zoo that are no ResNets.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
+import itertools
 from pathlib import Path
 from statistics import mean, stdev
 
 import circumstances
 import trained
+from kinds_zoo import folder
+from torch import nn
 from trained import Rows
+from zoo_networks import trained as network_of_kind
 
 from normswap.errors import NormswapError
 from normswap.training import recipe_files
@@ -36,6 +40,14 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "groupnorm, fitted": ("cifar10_recover_groupnorm", ()),
     "nf, means fitted": ("cifar10_recover_nf", ()),
 }
+KIND_ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    BN: ("cifar10_recover_bn", ()),
+    "groupnorm": ("cifar10_recover_groupnorm", ()),
+    "groupnorm --relative-eps 3": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=3",)),
+    "groupnorm --relative-eps 1": ("cifar10_recover_groupnorm", ("convert.options.relative_eps=1",)),
+    "nf": ("cifar10_recover_nf", ()),
+}
+KINDS = ("depthwise", "dense", "plain", "plain_norm_after")
 Known = dict[tuple[str, str], dict[int, Rows]]  # by network and row, then by seed
 MARGIN = 0.3  # points below BatchNorm that are allowed
 HOW = (
@@ -48,15 +60,6 @@ HOW = (
 )
 
 
-def run(name: str, network: Path, place: Path, overrides: Sequence[str], device: str) -> float:
-    """One row; returns the processor seconds it took (of this process)."""
-    recipe, own = ROWS[name]
-    plan = recipe_files.load_recipe(recipe, [*own, *overrides])
-    before = time.process_time()
-    trained.run(network, plan, place, device)
-    return time.process_time() - before
-
-
 def table(known: Known) -> list[str]:
     """The Markdown rows: what is there, and what is missing."""
     columns = ("network", "to", "runs", "at conversion", "after 1 epoch", "after the recipe", "averaged", "to BN's",
@@ -66,7 +69,7 @@ def table(known: Known) -> list[str]:
         if not runs:
             out.append(f"| `{network}` | {name} | not run yet | | | | | | |")
             continue
-        first, one, last = (mean([top(rows, at) for rows in runs.values()]) for at in (0, 1, -1))
+        first, one, last = (mean([rows[at]["top1"] or 0.0 for rows in runs.values()]) for at in (0, 1, -1))
         ends = [end(rows) for rows in runs.values()]
         averaged = f"{mean(ends):.2f}" + (f" ± {stdev(ends):.2f}" if len(ends) > 1 else "")
         speed = mean([rows[-1]["images_per_s"] or 0.0 for rows in runs.values()])
@@ -83,16 +86,6 @@ def against(runs: dict[int, Rows], rival: dict[int, Rows]) -> str:
         return "BN not run"
     gap = round(mean(gaps), 2)  # as it is shown: top-1 has steps of a hundredth
     return f"{gap:+.2f}" + (" (misses)" if gap < -MARGIN else "")
-
-
-def top(rows: Rows, epoch: int) -> float:
-    """Top-1 of the network itself."""
-    return rows[epoch]["top1"] or 0.0
-
-
-def folder(work: Path, network: Path, name: str) -> Path:
-    """Where a row's runs are kept."""
-    return work / network.name / trained.called(name)
 
 
 def made(place: Path) -> dict[int, Rows]:
@@ -114,10 +107,10 @@ def end(rows: Rows) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", type=Path, default=NETWORKS)
-    parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
+    parser.add_argument("--kinds", action="store_true")
+    parser.add_argument("--data", help="a folder of images [default: CIFAR-10, unpacked]")
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=[*ROWS, *KIND_ROWS], help="to make [default: all]")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the runs to make")
     parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
     parser.add_argument("--device", default="cpu")
@@ -126,25 +119,29 @@ def main() -> None:
     wrong = [word for word in overrides if "=" not in word or word.startswith("-")]
     if wrong:
         parser.error(f"{wrong[0]} is no KEY=VALUE")
-    rows = [(network, name) for network in given.networks for name in ROWS]
-    command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(overrides)}".strip()
-    summary = (__doc__ or "").splitlines()[0]
-    head = ["# Recovery, measured", "", summary, "", *HOW, *circumstances.lines(command, given.device)]
+    networks: dict[str, Path | nn.Module] = {path.name: path for path in NETWORKS}
+    recipes = KIND_ROWS if given.kinds else ROWS
+    if given.kinds:
+        networks = {kind: network_of_kind(kind) for kind in KINDS}
+    words = ["--kinds"] * given.kinds + overrides
+    command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(words)}".strip()
+    head = ["# Recovery, measured", "", (__doc__ or "").splitlines()[0], "", *HOW]
+    head += circumstances.lines(command, given.device)
 
     def write() -> None:
-        known = {(network.name, name): made(folder(given.work, network, name)) for network, name in rows}
+        rows = itertools.product(networks, recipes)
+        known = {(network, name): made(given.work / network / trained.called(name)) for network, name in rows}
         given.output.write_text("\n".join([*head, *table(known)]) + "\n")
 
-    for seed in () if given.table else given.seeds:
-        for network, name in rows:
-            if name in given.rows:
-                options = [f"data.root={given.data}", f"train.seed={seed}", *overrides]
-                place = folder(given.work, network, name) / f"seed-{seed}"
-                try:
-                    print(f"{place}: {run(name, network, place, options, given.device):.0f} processor seconds")
-                except NormswapError as error:
-                    print(f"{place}: {error}")
-                write()
+    for seed, network, name in () if given.table else itertools.product(given.seeds, networks, given.rows or recipes):
+        recipe, own = recipes[name]
+        options = [*own, f"data.root={given.data or folder()}", f"train.seed={seed}", *overrides]
+        place = given.work / network / trained.called(name) / f"seed-{seed}"
+        try:
+            trained.run(networks[network], recipe_files.load_recipe(recipe, options), place, given.device)
+        except NormswapError as error:
+            print(f"{place}: {error}")
+        write()
     write()
 
 

@@ -29,7 +29,8 @@ ROWS = {
     "groupnorm, not fitted": ("cifar10_recover_groupnorm", (*CLIPPED, HALF, "convert.calibrate=false")),
     "fixup": ("cifar10_recover_fixup", ()),
 }
-BATCHES = (2, 4)
+NETWORK = trained.SHARED / "checkpoints" / "resnet18_narrow"
+BATCHES, LR, TESTED = (2, 4), 0.0005, 2000
 PLAIN = ("distill=null", "train.ema=null", "train.epochs=2", "schedule.name=constant", "schedule.warmup=0.1")
 
 
@@ -45,44 +46,30 @@ def row(name: str, batch: int, place: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", type=Path, default=trained.SHARED / "checkpoints" / "resnet18_narrow")
     parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--updates", type=int, default=2000)
-    parser.add_argument("--lr", type=float, default=0.0005)
-    parser.add_argument("--validation", type=int, default=2000, help="test images")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--table", action="store_true", help="only write the table, of the runs that are there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    places = {(batch, name): given.work / f"{trained.called(name)}-{batch}"
-              for batch in BATCHES for name in ROWS}  # fmt: skip
-    command = (f"python tests/lab/benchmarks/small_batch.py --device {given.device} --updates {given.updates} "
-               f"--lr {given.lr:g} --validation {given.validation}")  # fmt: skip
-    how = (f"`{given.network.name}`, {given.updates} updates at lr {given.lr:g} (the same images twice), top-1 on "
-           f"{given.validation} test images, mean training loss of the first and the second pass.")  # fmt: skip
+    cells = [(batch, name) for batch in BATCHES for name in ROWS]
+    places = {(batch, name): given.work / f"{trained.called(name)}-{batch}" for batch, name in cells}
+    command = f"python tests/lab/benchmarks/small_batch.py --device {given.device} --updates {given.updates}"
+    how = (f"`{NETWORK.name}`, {given.updates} updates at lr {LR:g} (the same images twice), top-1 on "
+           f"{TESTED} test images, mean training loss of the first and the second pass.")  # fmt: skip
     head = ["# Small batches, measured", "", (__doc__ or "").splitlines()[0], "", how, "",
             *circumstances.lines(command, given.device),
             "| batch | to | top-1 before | after | change | training loss |", "|---|---|---|---|---|---|"]  # fmt: skip
-
-    def write() -> None:
-        given.output.write_text(
-            "\n".join([*head, *(row(name, batch, at) for (batch, name), at in places.items())]) + "\n"
-        )
-
     given.work.mkdir(parents=True, exist_ok=True)
-    for (batch, name), place in places.items() if not given.table else ():
-        if name in given.rows:
-            images = batch * given.updates // 2
-            options = [f"data.root={given.data}", f"data.batch_size={batch}", f"optim.lr={given.lr}",
-                       f"data.samples={images}", f"data.validation_samples={given.validation}"]  # fmt: skip
-            recipe, own = ROWS[name]
-            plan = recipe_files.load_recipe(recipe, [*own, *PLAIN, *options])
-            trained.attempt(given.network, plan, place, given.device)
-            print(row(name, batch, place), flush=True)
-            write()
-    write()
+    for (batch, name), place in places.items():
+        images = batch * given.updates // 2
+        options = [f"data.root={given.data}", f"data.batch_size={batch}", f"optim.lr={LR}", f"data.samples={images}",
+                   f"data.validation_samples={TESTED}"]  # fmt: skip
+        recipe, own = ROWS[name]
+        trained.attempt(NETWORK, recipe_files.load_recipe(recipe, [*own, *PLAIN, *options]), place, given.device)
+        print(row(name, batch, place), flush=True)
+        rows = (row(name, batch, at) for (batch, name), at in places.items())
+        given.output.write_text("\n".join([*head, *rows]) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import csv
 import re
 from pathlib import Path
 
+from torch import nn
+
 from normswap.errors import TrainingError
 from normswap.storage import checkpoint
 from normswap.training.engine import finetune
@@ -22,13 +24,13 @@ def called(name: str) -> str:
     return re.sub(r"\W+", "-", name).strip("-")
 
 
-def run(network: Path | None, recipe: Recipe, place: Path, device: str) -> None:
+def run(network: Path | nn.Module | None, recipe: Recipe, place: Path, device: str) -> None:
     """Train in `place`, unless that is done; nothing is tracked.
 
     Args:
-        network: a checkpoint; None: the recipe names the network.
+        network: it, or a checkpoint; None: the recipe names it.
     """
-    model = None if network is None else checkpoint.open_model(str(network))
+    model = checkpoint.open_model(str(network)) if isinstance(network, Path) else network
     finetune(model, recipe, place, resume="auto", device=device, track="none")
 
 

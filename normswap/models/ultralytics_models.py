@@ -1,0 +1,71 @@
+"""Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a description that it ships.
+
+A checkpoint's tensors are read without its code (`pickled_networks`), and the network is built from the description of
+the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import ultralytics
+from torch import nn
+
+from normswap.errors import SourceError, first_line, spelled
+from normswap.models import pickled_networks
+from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
+from normswap.models.weight_files import State, check_finite, load_into
+from normswap.plan import Arch
+
+_BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.module:factory"
+
+
+def build(name: str, request: BuildRequest) -> Built:
+    """Build the network of a checkpoint, with its tensors, or of a description; or raises SourceError."""
+    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.given
+    described = place
+    if not place.endswith(".yaml"):
+        place = str(Path(place).resolve())
+        if not Path(place).is_file():
+            raise SourceError(f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it")
+        try:
+            attributes, state = pickled_networks.read(Path(place))
+            described, classes = (attributes["yaml"][key] for key in ("yaml_file", "nc"))
+        except Exception as error:
+            raise SourceError(f"{place} cannot be read", first_line(error), _BY_FACTORY) from None
+        # Its networks have BatchNorms, all of them, until it fuses them.
+        fused = not any(key.endswith("running_mean") for key in state)
+        kwargs = {"num_classes": classes, "fused": fused, **kwargs}
+    elif request.trained:
+        raise SourceError(f"{place} has no weights", remedy=f"Use '{spelled('weights', 'random')}'")
+    model: Any = create(Arch(Path(described).name, kwargs, "ultralytics"))
+    arch = Arch(Path(described).name, {"num_classes": model.yaml["nc"], **kwargs}, "ultralytics")
+
+    def filled() -> nn.Module:
+        check_finite(state, place)
+        load_into(model, state, place, {})
+        return model
+
+    # Ultralytics writes the license into each of its files.
+    cfg: Cfg = {"input_size": [3, 640, 640], "mean": [0.0] * 3, "std": [1.0] * 3, "license": "agpl-3.0"}
+    cfg |= {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center" if "-cls" in described else "border"}
+    return Built(model, arch, f"ultralytics:{place}", cfg, filled)
+
+
+def create(arch: Arch) -> nn.Module:
+    """Build the bare network; see `kinds`."""
+    check_allowed(arch.name, arch.kwargs, arch.kwargs.keys() - {"num_classes", "fused"})
+    folder = Path(ultralytics.__file__).parent / "cfg" / "models"
+    # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
+    names = {arch.name, re.sub(r"(\d+)[nslmx]", r"\1", arch.name)}
+    file = next((file for file in folder.rglob("*.yaml") if file.name in names), None)
+    if file is None:
+        raise SourceError(f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY)
+    usual: Any = make(arch.name, ultralytics.YOLO, {"model": str(file.with_name(arch.name))}).model
+    settings = {"cfg": usual.yaml, "nc": arch.kwargs.get("num_classes"), "verbose": False}
+    model = make(arch.name, type(usual), settings)
+    if arch.kwargs.get("fused"):
+        model.fuse(verbose=False)
+    return model.eval()
