@@ -28,7 +28,7 @@ from torch import fx, nn
 from normswap import provenance
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import LINEAR
 from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.own import GAMMA, OwnLayer

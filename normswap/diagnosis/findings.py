@@ -18,8 +18,7 @@ from normswap.diagnosis import weight_moments
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import Traced, inputs
+from normswap.graph.tracing import LINEAR, Traced, inputs
 from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap.exporting.settings import Quantization
 from normswap.exporting.signature import Signature
-from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import LINEAR
 from normswap.layers import own_forwards
 from normswap.models.modes import hooked
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, quietly, refusing
 from normswap.exporting.settings import Quantization
-from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import LINEAR
 
 _ATEN = torch.ops.aten
 # Nodes' records of the exporting machine's file names, and of torchao's steps.

@@ -28,8 +28,7 @@ from normswap.folding.propagation import NotFoldable, check_linear, consumers, d
 from normswap.graph import channel_axes
 from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import argument, inputs, listed
+from normswap.graph.tracing import LINEAR, argument, inputs, listed
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous
 from normswap.layers.own import OwnLayer, scales_branch

@@ -16,8 +16,7 @@ from normswap.folding.propagation import NotFoldable, absorbing, check_linear, n
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import inputs
+from normswap.graph.tracing import LINEAR, inputs
 from normswap.layers import channel_norm, own_forwards
 from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.planned_layer import Linearity

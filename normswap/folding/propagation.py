@@ -11,8 +11,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import inputs, is_constant_mul, is_mul
+from normswap.graph.tracing import LINEAR, inputs, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
 

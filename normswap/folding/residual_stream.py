@@ -17,8 +17,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import inputs, is_add, is_constant_mul
+from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
 from normswap.layers.channel_norm import scaled_dim
 from normswap.plan import AbsorbMode

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import Traced, apply, inputs, is_add, is_constant_mul
+from normswap.graph.tracing import LINEAR, Traced, apply, inputs, is_add, is_constant_mul
 from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 

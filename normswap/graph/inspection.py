@@ -18,9 +18,8 @@ from torch import fx, nn
 from normswap import provenance
 from normswap.copying import dotted
 from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
-from normswap.graph.node_reader import LINEAR, NodeReader
 from normswap.graph.recording import record
-from normswap.graph.tracing import Traced, inputs, is_add, is_mul, single
+from normswap.graph.tracing import LINEAR, NodeReader, Traced, inputs, is_add, is_mul, single
 from normswap.layers import affine, known_norms
 from normswap.models import network_input
 from normswap.models.calling import Inputs

@@ -15,7 +15,7 @@ from torch import nn
 
 from normswap.errors import OptionError, near, spelled
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
+from normswap.graph.tracing import LINEAR
 from normswap.plan import Body
 
 

@@ -12,10 +12,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.layers import affine
+from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
 
 T = TypeVar("T")
+LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
@@ -228,3 +231,35 @@ def apply(traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mappi
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+class NodeReader:
+    """Tells the kind of a record's nodes: a norm, a linear layer, an activation."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.nodes = traced, traced.nodes
+
+    def on(self, mask: int) -> list[fx.Node]:
+        """The nodes of a mask, in order of the forward pass."""
+        nodes = []
+        while mask:
+            low = mask & -mask
+            nodes.append(self.nodes[low.bit_length() - 1])
+            mask ^= low
+        return nodes
+
+    def is_norm(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        return module is not None and affine.is_norm(module)
+
+    def is_linear(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        if module is None:
+            return False
+        return isinstance(module, LINEAR) or str(node.target) in self.traced.opaque
+
+    def is_activation(self, node: fx.Node) -> bool:
+        module = self.traced.module(node)
+        if module is None:
+            return is_activation_call(node.target)
+        return is_activation(module)

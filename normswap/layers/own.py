@@ -33,9 +33,9 @@ class OwnLayer(nn.Module):
     act: nn.Module | None
 
     def activated(self, y: Tensor) -> Tensor:
-        if self.act is None:
-            return y
-        return self.act(y)
+        if self.act is not None:
+            y = self.act(y)
+        return y
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
         """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""

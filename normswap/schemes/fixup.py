@@ -12,7 +12,7 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
 from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.node_reader import LINEAR, NodeReader
+from normswap.graph.tracing import LINEAR, NodeReader
 from normswap.layers import affine, reparametrized
 from normswap.layers.own import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers

@@ -21,8 +21,7 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
-from normswap.graph.node_reader import LINEAR
-from normswap.graph.tracing import Traced, is_add, is_mul
+from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
 from normswap.layers import affine, site_norm
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.placeholders import Chain

@@ -68,6 +68,7 @@ def push(
     record = provenance.of(model)
     # Random weights are nobody's.
     license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
+    license = license or _license_on_card(model_card.base_model(record))
     if license is None:
         remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
@@ -102,6 +103,12 @@ def push(
             remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
     return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
+
+
+def _license_on_card(repo: str | None) -> str | None:
+    with suppress(Exception):
+        return repo and client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
+    return None
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:

@@ -14,8 +14,8 @@ TESTS = ROOT.parent / "tests"
 # Lines of normswap/, docstrings and blank ones too. "ground": the files that are in no room. What a room needs beyond
 # the design's number, another has lent to it; the sum does not move.
 ROOMS = {
-    "ground": 815, "layers": 2575, "models": 2385, "graph": 1800, "images": 585, "calibration": 2155, "folding": 1580,
-    "schemes": 2100, "surgery": 2290, "storage": 690, "analysis": 760, "diagnosis": 1465, "training": 1985,
+    "ground": 810, "layers": 2575, "models": 2385, "graph": 1800, "images": 585, "calibration": 2155, "folding": 1580,
+    "schemes": 2100, "surgery": 2290, "storage": 695, "analysis": 760, "diagnosis": 1465, "training": 1985,
     "exporting": 2915, "benchmarking": 140, "reporting": 495, "cli": 2740,
 }  # fmt: skip
 TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6000}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +16,16 @@ import timm
 import torch
 from commands import as_documented
 from hub_server import hub_server, use_hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from lived import lived_in
+from small import write_folder
 from torch import nn
 
 import normswap
 from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.provenance import Provenance
-from normswap.storage import checkpoint, model_card, publishing
+from normswap.storage import checkpoint, model_card
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
@@ -146,10 +150,6 @@ def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Pat
     assert not hub
 
 
-def test_nobody_knows_what_builds_a_network_of_ones_own() -> None:
-    assert publishing._arguments(nn.Linear(2, 2), None) is None
-
-
 BASES = {
     "resnet18.a1_in1k": "timm/resnet18.a1_in1k",
     "hf-hub:me/net@v2": "me/net",
@@ -170,17 +170,29 @@ def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) ->
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_035"])
-def test_a_folded_network_is_loaded_into_timms_class_by_the_code_on_its_card(
+def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sources_card_has(
     name: str, hub: dict[str, Path], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     args = ARGS if name == "resnet18" else {"num_classes": 4}
     source = lived_in(checkpoint.open_model(name, weights="random", arch_args=args), torch.randn(8, 3, 64, 64)).float()
-    place = normswap.save(normswap.convert(source.eval(), to="folded"), tmp_path / "out")
-    assert not normswap.push(place, "me/folded", license="mit").alone
+    write_folder(tmp_path / "base", source.eval().state_dict(), architecture=name, num_classes=4, model_args=args)
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    hub["some/base"] = tmp_path / "base"
+    folded = normswap.convert(normswap.open("hf-hub:some/base"), to="folded")
+    assert not normswap.push(normswap.save(folded, tmp_path / "out"), "me/folded").alone
     card = ModelCard.load("me/folded")
-    assert card.data.library_name == "timm"
-    assert "import normswap" not in card.text
-    model = by_its_card(card)
-    assert type(model) is type(timm.create_model(name))
-    assert torch.equal(outputs(model), outputs(normswap.load(place)))
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
+    (result,) = card.data.eval_results
+    assert result.metric_value == folded.report.worst.relative_l2
+    torch.save(outputs(folded.model), "wanted.pt")
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    alone = f"""import sys, torch
+sys.modules["normswap"] = None
+{code}
+assert type(model) is type(timm.create_model("{name}"))
+x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+assert torch.equal(model(x), torch.load("wanted.pt"))
+"""
+    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "fresh")}
+    subprocess.run([sys.executable, "-I", "-c", alone], env=environment, check=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import circumstances
-import schemes_table  # noqa: F401  It puts tests/ on the path.
 import trained
-import zoo_networks
+from kinds_zoo import folder
 from torch import nn
 from trained import Rows
+from zoo_networks import trained as network_of_kind
 
 from normswap.errors import NormswapError
 from normswap.training import recipe_files
@@ -108,7 +108,7 @@ def end(rows: Rows) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", action="store_true")
-    parser.add_argument("--data", default=str(trained.SHARED / "data" / "cifar10"))
+    parser.add_argument("--data", help="a folder of images [default: CIFAR-10, unpacked]")
     parser.add_argument("--work", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--rows", nargs="*", choices=[*ROWS, *KIND_ROWS], help="to make [default: all]")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the runs to make")
@@ -122,7 +122,7 @@ def main() -> None:
     networks: dict[str, Path | nn.Module] = {path.name: path for path in NETWORKS}
     recipes = KIND_ROWS if given.kinds else ROWS
     if given.kinds:
-        networks = {kind: zoo_networks.trained(kind) for kind in KINDS}
+        networks = {kind: network_of_kind(kind) for kind in KINDS}
     words = ["--kinds"] * given.kinds + overrides
     command = f"python tests/lab/benchmarks/recover.py --device {given.device} {' '.join(words)}".strip()
     head = ["# Recovery, measured", "", (__doc__ or "").splitlines()[0], "", *HOW]
@@ -135,7 +135,7 @@ def main() -> None:
 
     for seed, network, name in () if given.table else itertools.product(given.seeds, networks, given.rows or recipes):
         recipe, own = recipes[name]
-        options = [*own, f"data.root={given.data}", f"train.seed={seed}", *overrides]
+        options = [*own, f"data.root={given.data or folder()}", f"train.seed={seed}", *overrides]
         place = given.work / network / trained.called(name) / f"seed-{seed}"
         try:
             trained.run(networks[network], recipe_files.load_recipe(recipe, options), place, given.device)
