@@ -6,6 +6,7 @@ otherwise become something else; of several ways the right one is nearest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -130,7 +131,9 @@ def _mend(case: Case, way: _Way) -> str:
     mean, std = (",".join(f"{number:.6g}" for number in values) for values in (way.mean, way.std))
     numbers = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"
     if not way.reverses:
-        return f"say it wherever images are read: {case.name} {numbers}"
+        # What was said before is replaced.
+        name = re.sub(r" --image-(mean|std) \S+", "", case.name)
+        return f"say it wherever images are read: {name} {numbers}"
     return f"reverse the colours of the stem, its weight becomes weight.flip(1), or those of the images; with {numbers}"
 
 

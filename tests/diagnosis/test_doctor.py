@@ -375,13 +375,12 @@ def of_timm(name: str, **options: Any) -> nn.Module:
     return settled(net, side=64, times=40)
 
 
-WIDTHS = (16, 16, 16)
 ALONE: dict[str, Callable[[], nn.Module]] = {
     "dead channels behind a ReLU": lambda: behind_a_relu()[0],
     "dead channels behind a norm": lambda: behind_a_dead_norm()[0],
     "siamese": lambda: settled(Twice(conv := nn.Conv2d(3, 8, 3), conv)),
     "called twice": lambda: settled(Twice(same := nn.Identity(), same, 3)),
-    "pyramid": lambda: settled(Pyramid(*(nn.LazyConv2d(16, 3, by) for by in (1, 2, 1)), *map(nn.BatchNorm2d, WIDTHS))),
+    "pyramid": lambda: settled(Pyramid(*(nn.LazyConv2d(16, 3, s) for s in (1, 2, 1)), *map(nn.BatchNorm2d, 3 * [16]))),
     "pre-activation": lambda: of_timm("resnetv2_50", layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)),
     "inverted residuals": lambda: of_timm("mobilenetv2_050"),
     "squeeze and excitation": lambda: of_timm("mobilenetv3_small_050"),
