@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     settings.thawed,
     settings.momentum,
     settings.unlike_builder,
+    settings.fused,
     settings.shared,
     settings.in_a_row,
     stored_numbers.never_updated,

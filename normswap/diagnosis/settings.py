@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from torch import fx
 
+from normswap import provenance
 from normswap.calibration import population
 from normswap.diagnosis.drift import measured
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
 from normswap.graph.tracing import Traced, inputs
 from normswap.layers import affine
 from normswap.layers.activations import is_identity
+from normswap.models import kinds, zoo
 
 # The eps of torch, and that of TensorFlow and Ultralytics.
 _USUAL_EPS = (1e-5, 1e-3)
@@ -44,6 +46,23 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
         if len(sites) == len(case.sites):
             mend = _SET_ALL.format(right)
         yield Finding("eps", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
+
+
+def fused(case: Case) -> Iterator[Finding]:
+    """Norms of the architecture that its convolutions have absorbed, which normswap did not do."""
+    record, bare = provenance.of(case.model), case.bare
+    if record.arch is None or bare is None or record.plan.steps:
+        return
+    if record.arch.kwargs.get("fused"):
+        bare = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
+    built, here = bare.state_dict().keys(), case.model.state_dict().keys()
+    gone = sorted(name.removesuffix(".running_mean") for name in built - here if name.endswith(".running_mean"))
+    biases = [name for name in here - built if name.endswith("bias") and f"{name.removesuffix('bias')}weight" in built]
+    if gone and biases:
+        evidence = f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(biases)} layers have a bias instead"
+        cost = "it is trained without norms, and its tensors load into no network that has them"
+        mend = f"normswap convert {case.name} --to batchnorm --like {kinds.named(record.arch)} --calibrate {case.data}"
+        yield Finding("fused", tuple(gone), evidence, Certainty.CERTAIN, cost, mend)
 
 
 def unfit_eps(case: Case) -> Iterator[Finding]:

@@ -121,9 +121,8 @@ def load(
         trust_factory: import the user's factory that builds the network, which runs its code.
         changed: accept tensors that differ from those that were proven.
 
-    Raises:
-        SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory.
-        PlanError: the plan does not fit the architecture (another version of timm may build it differently).
+    Raises SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory; PlanError:
+    the plan does not fit the architecture (another version of timm may build it differently).
     """
     place = Path(directory)
     header, file = read_header(place), place if place.is_file() else place / WEIGHTS

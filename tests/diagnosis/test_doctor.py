@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import zoo_networks
 from commands import MODEL, Capture, run_json
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from trained_networks import NETWORKS
 
 import normswap
@@ -151,6 +153,13 @@ def mixed_up(model: nn.Module) -> None:
     norm.running_var.copy_(mean)
 
 
+def fused(model: nn.Module) -> None:
+    for (conv_path, conv), (path, norm) in itertools.pairwise([*model.named_modules()]):
+        if isinstance(norm, nn.BatchNorm2d):
+            model.set_submodule(conv_path, fuse_conv_bn_eval(conv, norm))  # type: ignore[type-var]
+            model.set_submodule(path, nn.Identity())
+
+
 FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "NaN in a variance": (fill("running_var", float("nan"), part=slice(0, 1)), "not-finite"),
     "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
@@ -176,6 +185,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "no running statistics": (untracked, "no-statistics"),
     "one norm in training mode": (awake, "training-mode"),
     "a frozen norm thawed": (thawed, "thawed"),
+    "norms that were fused away": (fused, "fused"),
 }
 
 
@@ -386,6 +396,7 @@ ALONE: dict[str, Callable[[], nn.Module]] = {
     "squeeze and excitation": lambda: of_timm("mobilenetv3_small_050"),
     "concatenation": lambda: of_timm("densenet121", block_config=(2, 2), growth_rate=8),
     "ghost": lambda: of_timm("ghostnet_050"),
+    "VGG without norms": lambda: open_model("vgg11", weights="random"),
 }
 
 
@@ -399,6 +410,7 @@ def test_a_healthy_network_has_no_fault(name: str) -> None:
 def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
     """Its convolutions have absorbed the norms: what stands in the bias tells nothing of statistics."""
     folded = normswap.convert(opened("demo"), "folded")
+    assert diagnosed(folded.model).faults == ()
     assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
 
 

@@ -50,7 +50,6 @@ def broken():
     net.conv.weight.data[0] = float("nan")
     return net
 
-def number(): return 3
 constant = 5
 """
 
@@ -248,7 +247,6 @@ BAD = {
     "hf:ResNetModel": ["no model_type"],
     "smp:Unet:resnet18": ["is neither a file nor a directory"],
     "users_nets:mkae": ["users_nets has no mkae", "make"],
-    "users_nets:number": ["something of type int"],
     "users_nets:constant": ["of type int"],
     "users_nets:broken": ["NaN or inf in conv.weight"],
     "users_broken:make": ["RuntimeError: no licence"],
@@ -257,7 +255,6 @@ BAD = {
     "users_nets:make --weights wrong.safetensors": ["does not fit", "missing", "unexpected: other"],
     "users_nets:make --weights pickled.pth": ["never executes"],
     "torchvision:resnet18 --weights random --arch-arg depth=3": ["cannot be built with depth=3"],
-    "torchvision:resnet18 --weights random --in-chans 1": ["cannot be built with in_chans=1"],
     "torchvision:resnet18 --weights random --arch-arg weights_backbone=x": ["not part of an architecture"],
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,6 @@ WRAPPERS: dict[str, Callable[[State], Any]] = {
     "state_dict": lambda state: {"epoch": 3, "state_dict": state, "args": argparse.Namespace(lr=0.1)},
     "model": lambda state: {"model": state, "optimizer": {"state": {}}},
     "ddp": lambda state: {"state_dict": {f"module.{key}": value for key, value in state.items()}},
-    "compiled": lambda state: {f"_orig_mod.{key}": value for key, value in state.items()},
     "both": lambda state: {f"module._orig_mod.{key}": value for key, value in state.items()},
     "ema first": lambda state: {"state_dict": _noise(state), "state_dict_ema": state},
     "model_ema": lambda state: {"model": _noise(state), "model_ema": state},
@@ -113,18 +111,14 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "missing": (lambda _, folder: folder / "none.safetensors", ["none.safetensors does not exist"]),
     "directory": (lambda _, folder: folder.with_suffix(".pth"), ["does not exist"]),
     "truncated": (_cut("w.safetensors", 0.5), ["not a readable weights file", "truncated"]),
-    "truncated header": (_cut("w.safetensors", 0.001), ["not a readable weights file"]),
     "empty": (_cut("w.safetensors", 0), ["may be empty"]),
     "html": (_raw("w.pth", b"<!DOCTYPE html><html>not found</html>"), ["a page of text"]),
     "garbage pth": (_raw("w.pth", bytes(range(256))), ["not a readable weights file"]),
-    "empty pth": (_raw("w.pth", b""), ["may be empty"]),
     "truncated pth": (_cut("w.pth", 0.5), ["not a readable weights file"]),
     "evil": (_pickled(lambda _, folder: Evil(str(folder / "ran"))), ["never executes", "mkdir"]),
     "evil legacy": (_pickled(lambda _, f: Evil(str(f / "ran")), zipped=False), ["never executes", "mkdir"]),
-    "bare pickle": (_raw("w.pth", pickle.dumps({"a": 1})), ["not a readable weights file"]),
     "evil inside": (_pickled(lambda s, folder: {**s, "x": Evil(str(folder / "ran"))}), ["never executes", "mkdir"]),
     "list": (_pickled(lambda s, _: list(s.values())), ["a list, not a state dict"]),
-    "tensorless": (_pickled(lambda *_: {"lr": 0.1}), ["not a state dict", "lr"]),
     "strangers": (_pickled(lambda s, _: {**s, "lr": 0.1}), ["not a state dict", "lr"]),
     "nan": (_pickled(lambda s, _: _poison(s, "layer2.0.bn1.bias", float("nan"))), ["NaN", "layer2.0.bn1.bias"]),
     "inf": (_pickled(lambda s, _: _poison(s, "fc.weight", float("inf"))), ["inf", "fc.weight"]),
@@ -158,14 +152,11 @@ def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
 
 
 def test_a_whole_network_is_read_without_its_code(tmp_path: Path) -> None:
-    """Its own tensors in its own types, shared, sliced and empty ones too."""
     model: Any = small().half()
     model.evil = Evil(str(tmp_path), shutil.rmtree)  # torch refuses os.mkdir by its name
     model.fc.forward = model.fc.extra_repr  # a bound method, as fused detectors have
     model.layer1[0].conv2.weight = model.layer1[0].conv1.weight
     model.fc.register_buffer("transient", torch.ones(2), persistent=False)
-    model.fc.register_buffer("sliced", torch.arange(12.0).reshape(3, 4).T[1:], persistent=True)
-    model.fc.register_buffer("empty", torch.ones(0, 3, dtype=torch.bfloat16))
     torch.save({"epoch": 3, "ema": None, "model": model}, tmp_path / "w.pt")
     assert same(model, read(tmp_path / "w.pt"))
     assert (tmp_path / "w.pt").exists()
