@@ -74,7 +74,7 @@ class ExportRequest:
         size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
-        encoder = _is_encoder(source)
+        encoder = getattr(source, "num_classes", None) == 0
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
         output = "features" if encoder else "logits"
@@ -207,10 +207,6 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
     for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
-
-
-def _is_encoder(source: nn.Module) -> bool:
-    return getattr(source, "num_classes", None) == 0
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -113,17 +113,14 @@ def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, ob
 def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str, object]]:
     """Yield every key of a recipe: its dotted name, what it takes, its default, and what it is for."""
     for name, field in group.model_fields.items():
-        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)]
         if inner:
             yield from every_key(inner[0], f"{above}{name}.")
             continue
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         takes = "|".join(_takes(field.annotation))
         yield {"key": f"{above}{name}", "takes": takes, "default": default, "help": field.description}
-
-
-def _is_group(kind: object) -> TypeGuard[type[Part]]:
-    return isinstance(kind, type) and issubclass(kind, Part)
 
 
 def _takes(kind: Any) -> list[str]:
