@@ -392,8 +392,8 @@ def label_map(
 def _ways(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
     """The outputs that labels may mean: by name, by WordNet id, by number.
 
-    Names are compared letter for letter, then without regard to case, `_` and `-`; a name that two outputs have is
-    none. timm lists the WordNet ids of networks with as many classes as a set of ImageNet's.
+    Names are compared letter for letter, then without case, `_` and `-`; a name that two outputs have is none. timm
+    lists the WordNet ids of networks with as many classes as a set of ImageNet's.
     """
     by_name: dict[str, int] = {}
     for names in ([_plain(name) for name in outputs.names], outputs.names):

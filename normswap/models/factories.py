@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from normswap.errors import SourceError, first_line, near
@@ -67,7 +68,9 @@ def _working_directory() -> Iterator[None]:
 def _found(name: str) -> Callable[..., object]:
     module_name, _, path = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        # Its constants are on the CPU, whatever device the network is built on.
+        with torch.device("cpu"):
+            module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")

@@ -1,7 +1,6 @@
 """The Hugging Face hub: one file at a time, from the cache when offline; and what the config files of models state.
 
-That is a config.json in timm's layout, a preprocessor_config.json of transformers, and the preprocessing record that
-normswap keeps of them.
+That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of preprocessing.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 class Preprocessing:
     """The preprocessing of an image before the network; None: as its record says, or as is assumed.
 
-    Mean and std are those of pixels in 0..1, per channel or one for all; crop_pct is the share of the resized image's
-    side that the crop in its centre keeps.
+    Mean and std are those of pixels in 0..1, per channel or for all; crop_pct is the share of a side that is kept.
     """
 
     mean: tuple[float, ...] | None = None

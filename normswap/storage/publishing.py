@@ -58,8 +58,7 @@ def push(
         private: of a new repository.
         message: of the commit.
 
-    Raises SourceError: it is no such directory, or is damaged; OptionError: `repo` is no such name, or nobody knows the
-    license; OutputError: the hub does not take it.
+    Raises SourceError, OptionError, OutputError: the directory is damaged, the license unknown, the hub refuses it.
     """
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
