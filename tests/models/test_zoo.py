@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from small import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
-from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.errors import NormswapError, OptionError, SourceError, WeightsNote
 from normswap.models import network_input, zoo
 from normswap.models.zoo import create, hash_tensors, identify, open_source
 from normswap.plan import Arch
@@ -113,7 +113,8 @@ def test_safetensors_file(folder: Path, state: State) -> None:
 def test_the_hash_is_of_the_network_s_tensors_not_of_the_file_s(folder: Path, state: State) -> None:
     file = folder / "half.safetensors"
     save_file({name: t.half() if t.is_floating_point() else t for name, t in state.items()}, file)
-    model = open_source(str(file), **SMALL)
+    with pytest.warns(WeightsNote, match="float16, and becomes float32"):
+        model = open_source(str(file), **SMALL)
     assert model.state_dict()["conv1.weight"].dtype == torch.float32
     assert origin(model).sha256 == hash_tensors(model.state_dict())
 

@@ -4,10 +4,9 @@
 
 A mutant is one change of one expression or statement of a function: an operator, a comparison, a number, a condition,
 a statement that is left out. It is written into a temporary copy of the checkout. There first run, without a mutant,
-the tests of its room and those of `ALSO`, and coverage.py notes which of them come by which line, and how long each
-takes (`--baseline FOLDER` keeps both for another run); then, with the mutant, those that come by its lines, quick ones
-first, up to the first that fails. A mutant whose tests compute for longer than `--limit` seconds counts as noticed. Some
-mutants change nothing that the program says or writes; the table lists every survivor, so that a person can tell.
+the tests of its room and those of `ALSO`, and coverage.py notes which come by which line, and how long each takes
+(`--baseline FOLDER` keeps both); then those that come by the mutant's lines, quick ones first, up to the first that
+fails, or to `--limit` seconds, which counts as noticed. Some mutants change nothing; the table lists every survivor.
 """
 
 from __future__ import annotations
