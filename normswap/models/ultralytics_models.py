@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import ultralytics
 from torch import nn
 
 from normswap.errors import SourceError, first_line, spelled
@@ -56,6 +55,8 @@ def build(name: str, request: BuildRequest) -> Built:
 
 def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
+    import ultralytics
+
     check_allowed(arch.name, arch.kwargs, arch.kwargs.keys() - {"num_classes", "fused"})
     folder = Path(ultralytics.__file__).parent / "cfg" / "models"
     # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
