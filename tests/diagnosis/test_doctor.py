@@ -400,6 +400,7 @@ ALONE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*NETWORKS, *ZOO, *ALONE])
 def test_a_healthy_network_has_no_fault(name: str) -> None:
     model = ALONE[name]() if name in ALONE else opened(name)

@@ -101,6 +101,7 @@ UNFOLDED = [*(case for case in CASES if "resnet" in case[0]), *(("resnetv2_18", 
 
 
 @pytest.mark.parametrize(("name", "row"), halved(UNFOLDED), ids=str)
+@pytest.mark.one_in(2)
 def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     source, x = (trained(name), images(2)) if name in SIX else narrow_networks.source(name)[:2]
     there = normswap.convert(source, row.scheme, inputs=x, **row.options)

@@ -169,6 +169,7 @@ def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) ->
     assert model_card.base_model(replace(record, sha256=None)) is None  # random weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_035"])
 def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sources_card_has(
     name: str, hub: dict[str, Path], tmp_path: Path

@@ -3,9 +3,8 @@
     python tests/lab/mutation/dropped.py --rooms folding surgery --count 40 -o tests/lab/mutation/dropped.md
 
 Of a public function each argument with a default is the default whatever is passed; of a dataclass each field with a
-default has it; a function that returns a bool returns one only; of a quotient the denominator is left out. One of these
-at a time, drawn by `--seed`, is written into a copy of the checkout, and the tests that come by it run (`mutants.py`); of a
-field, those that come by a line that reads an attribute of its name.
+default has it; a function that returns a bool returns one only; of a quotient the denominator is left out. They are
+drawn and tried as `mutants.py` does; of a field those tests run that come by a line that reads an attribute of its name.
 """
 
 from __future__ import annotations

@@ -193,15 +193,12 @@ class Baseline:
 
         return sorted(tests, key=order)
 
-    def first(self, tests: Sequence[str], seconds: float) -> list[str]:
-        """As many of the tests as take so many seconds in all."""
-        ends = itertools.accumulate(self.seconds.get(test, 0.0) for test in tests)
-        return [test for test, end in zip(tests, ends, strict=True) if end <= seconds]
-
 
 def noticed(mutant: Mutant, place: Path, baseline: Baseline, limit: int, seconds: float) -> bool:
     """Whether a test that comes by the mutant's lines fails: first the 60 quickest alone, as pytest imports their files."""
-    file, tests = place / mutant.file, baseline.first(baseline.tests_of(mutant), seconds)
+    file, tests = place / mutant.file, baseline.tests_of(mutant)
+    ends = itertools.accumulate(baseline.seconds.get(test, 0.0) for test in tests)
+    tests = [test for test, end in zip(tests, ends, strict=True) if end <= seconds]
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
