@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from normswap.calibration import population
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
 from normswap.diagnosis.image_batches import PARTS
-from normswap.errors import NormswapError
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import undisturbed
 
@@ -83,15 +82,12 @@ class Drift:
 
 def measured(case: Case) -> list[Drift]:
     """The drift of every norm that keeps statistics; none where they cannot be measured."""
-    if case.images is None:
-        return []
-    try:
-        parts = [_estimated(case.model, calls) for calls in case.images.parts]
-    except NormswapError:
+    parts = case.estimates
+    if not parts:
         return []
     drifts = []
     for site in case.sites:
-        if site.mean is None or site.var is None or any(site.path not in estimate for estimate in parts):
+        if site.mean is None or site.var is None or any(site.path not in part for part in parts):
             continue
         means, variances = (torch.stack([estimate[site.path][i] for estimate in parts]) for i in (0, 1))
         shifts, ratios = _compared(site, means, variances)
@@ -111,18 +107,6 @@ def _compared(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tens
 def _typical(parts: Tensor) -> tuple[float, float]:
     """Size in the median channel, of the mean over parts (P, C), and the standard error of that."""
     return float(parts.mean(0).abs().median()), float((parts.std(0) / PARTS**0.5).median())
-
-
-def _estimated(model: nn.Module, calls: tuple[Example, ...]) -> dict[str, tuple[Tensor, Tensor]]:
-    other = copy.deepcopy(model)
-    population.estimate_population(other, calls)
-    norms = population.norms_of(other)
-    pairs = {path: (norm.running_mean, norm.running_var) for path, norm in norms.items()}
-    return {
-        path: (mean.double().cpu(), var.double().cpu())
-        for path, (mean, var) in pairs.items()
-        if mean is not None and var is not None
-    }
 
 
 def roots_for_variances(case: Case) -> Iterator[Finding | str]:

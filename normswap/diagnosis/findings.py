@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap import provenance
+from normswap.calibration import population
 from normswap.copying import doubled
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.image_batches import ImageBatches
@@ -23,6 +25,7 @@ from normswap.layers import affine
 from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
+from normswap.models.calling import Example
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels says nothing.
@@ -158,6 +161,21 @@ class Case:
     def foretold(self) -> dict[str, Pair]:
         """Mean and variance of what norms read, by path, as far as the norms before and the weights foretell it."""
         return {} if self.traced is None else weight_moments.foretold(self.traced)
+
+    @cached_property
+    def estimates(self) -> list[dict[str, Pair]]:
+        """Mean and variance (C,) of what reaches each norm, by path, in each part of the images; none without them."""
+        if self.images is None:
+            return []
+        try:
+            return [self._estimated(calls) for calls in self.images.parts]
+        except NormswapError:
+            return []
+
+    def _estimated(self, calls: tuple[Example, ...]) -> dict[str, Pair]:
+        other = copy.deepcopy(self.model)
+        population.estimate_population(other, calls)
+        return {path: affine.statistics(norm.cpu()) for path, norm in population.norms_of(other).items()}
 
     def likeness(self, site: StoredNorm) -> float | None:
         """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""

@@ -68,10 +68,11 @@ def fused(case: Case) -> Iterator[Finding]:
 def unfit_eps(case: Case) -> Iterator[Finding]:
     """Another usual eps, with which what reaches the norms fits their statistics clearly better."""
     present = {site.eps for site in case.sites}
-    distance = _mean_distance(case)
-    if case.images is None or len(present) != 1 or distance < _FAR:
+    if case.images is None or len(present) != 1:
         return
-    (present_eps,) = present
+    (present_eps,), distance = present, _mean_distance(case)
+    if distance < _FAR:
+        return
     distances = {eps: _mean_distance(_with_eps(case, eps)) for eps in _USUAL_EPS if eps != present_eps}
     best = min(distances, key=lambda eps: distances[eps])
     if distances[best] * _CLEARLY > distance:

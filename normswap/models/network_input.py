@@ -145,7 +145,9 @@ def scores(output: object) -> Tensor:
 def classifies(model: nn.Module, size: Sequence[int]) -> bool:
     """Whether the network gives a score per class, (N, classes), for an image of a size (C, H, W)."""
     with undisturbed(model), suppress(OptionError):
-        return scores(noise(model, size, batch=2).call(model)).shape[1] > 0 and getattr(model, "num_classes", 1) != 0
+        scores(noise(model, size, batch=2).call(model))
+        # Of timm's networks without a classifier the rows are features.
+        return getattr(model, "num_classes", None) != 0
     return False
 
 

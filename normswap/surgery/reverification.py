@@ -67,16 +67,16 @@ def first_apart(source: Network, result: nn.Module, report: Report) -> Error | N
     if report.passed or not report.exact:
         return None
     try:
-        expected = applying.apply(source.module, Network(result).provenance.plan.steps)
+        expected = applying.apply(source.module, provenance.of(result).plan.steps)
     except NormswapError:
         return None
     example = source.examples[0]
     layers = [path for path, module in nn.Module.named_modules(result) if not any(module.children())]
     (_, expected_outputs), (_, outputs) = (running.run(model, example, layers) for model in (expected, result))
     precision, allowed = report.worst.precision, report.tolerance[report.worst.precision]
-    for path in (path for path in expected_outputs if path in outputs):
-        pair = {path: expected_outputs[path]}, {path: outputs[path]}
-        error = comparison.worst(precision, example.images, *pair)
+    shared = [path for path in expected_outputs if path in outputs]
+    for path in shared:
+        error = comparison.worst(precision, example.images, {path: expected_outputs[path]}, {path: outputs[path]})
         if error.relative_l2 > allowed:
             return replace(error, site=path)
     return None

@@ -94,13 +94,8 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
-    body = {
-        "directory": directory,
-        "against": name,
-        "passed": report.passed,
-        "source_unchanged": None,
-        "first_apart": apart and asdict(apart),
-    }
+    body: Body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
+    body["first_apart"] = apart and asdict(apart)
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
     return {**body, "report": summary.of_report(report), "data": data}
