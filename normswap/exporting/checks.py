@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
+from normswap.surgery.departure import Departure, first_apart
 
 # Times what float32 costs the source, as in `comparison`.
 _STRAYING = 4
@@ -30,8 +32,12 @@ _STRAYING = 4
 _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
+# Rounding to int8 costs most layers up to 0.05; a value that is off by half of its size is another layer's.
+_INT8_LAYER, _INT8_SIMILAR = 0.1, 0.5
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
+# The network that a file holds, a copy; and from the file's inputs to all that it computes.
+Inside = Callable[[], tuple[nn.Module, Runs]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Figures:
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
+        apart: the first layer that is off, of a file that is; in int8 the first whose error jumps.
     """
 
     relative_l2: float
@@ -59,6 +66,7 @@ class Figures:
     source_top1: float | None = None
     top1: float | None = None
     output: str = ""
+    apart: Departure | None = None
 
     @property
     def passed(self) -> bool:
@@ -108,6 +116,7 @@ def check(
     described: str = "given images",
     what: str = "the exported file",
     refuse: bool = True,
+    inside: Inside | None = None,
 ) -> Figures:
     """Run a file and its network on the same images, and hold the file to the network.
 
@@ -166,14 +175,29 @@ def check(
         shown.hits("file"),
         name if len(every) > 1 else "",
     )
+    figures = replace(figures, apart=_apart(reference, inside, first, dtype, figures))
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
+            figures.apart and f"first at {figures.apart}",
             remedy="Nothing was written",
         )
     return figures
+
+
+def _apart(
+    reference: Reference, inside: Inside | None, example: Example, dtype: str, figures: Figures
+) -> Departure | None:
+    limits = (_INT8_LAYER, _INT8_SIMILAR) if dtype == "int8" else (figures.tolerance,)
+    if inside is None or (figures.passed and dtype != "int8"):
+        return None
+    # That a file is off is said, too, where nobody can look into it.
+    with suppress(Exception):
+        network, all_values = inside()
+        return first_apart(network, example, reference.answers(all_values, tuple(example.tensors())), *limits)
+    return None
 
 
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:

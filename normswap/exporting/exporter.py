@@ -146,8 +146,9 @@ def export(
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
-            reference = request.reference(rounded)
-            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described)
+            reference, look = request.reference(rounded), inside(request, aside, rounded)
+            opened = form.open(aside)
+            figures = checks.check(reference, opened, batches, dtype=dtype, described=described, inside=look)
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}
@@ -171,6 +172,11 @@ def export(
         noise_only,
         tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )
+
+
+def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
+    """The folded network, rounded as the file is, and all that the file computes."""
+    return lambda: ((rounded or folded(request)).network, request.form.open(file, inside=True))
 
 
 def folded(request: ExportRequest) -> Shipped:

@@ -3,7 +3,8 @@
 A format's module has four functions, which raise whatever its tools raise:
 
 - `write(contents, file)`: write the file, and its part beside it
-- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one
+- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one; and, where the
+  runtime tells it, `open(file, inside=True)`: giving all that the file computes on its way
 - `nodes(file)`: how many operators of each kind it has, the most frequent first
 - `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
 
@@ -126,13 +127,13 @@ class Format:
             with refusing(f"{self.tool} cannot express the network"):
                 self.functions.write(contents, file)
 
-    def open(self, file: Path) -> Runs:
+    def open(self, file: Path, **inside: bool) -> Runs:
         """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
         from normswap.exporting.signature import alone, together
 
         try:
             with quietly():
-                runs = self.functions.open(file)
+                runs = self.functions.open(file, **inside)
         except Exception as error:
             raise VerificationError(f"{self.runtime} cannot run it", first_line(error)) from None
 

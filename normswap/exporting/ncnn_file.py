@@ -82,7 +82,7 @@ def _missing(file: Path) -> str:
     return f"it has no layer {', '.join(kinds)}"
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`; on the CPU, in fp32."""
     import ncnn
 
@@ -94,6 +94,9 @@ def open(file: Path) -> Runs:
     noted = metadata(file)
     inputs = noted.get("inputs", " ".join(net.input_names())).split()
     outputs = noted.get("outputs", " ".join(net.output_names())).split()
+    if inside:
+        net.opt.lightmode = False
+        outputs = [blob.name for blob in net.blobs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         if len(tensors[0]) != 1:
