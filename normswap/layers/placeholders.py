@@ -22,7 +22,6 @@ class Vacant(PlannedLayer, OwnLayer):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         return self.activated(x)
 
     @classmethod
@@ -55,7 +54,6 @@ class Copy(PlannedLayer, OwnLayer):
     """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         return x.clone()
 
     @classmethod
