@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,9 @@ class Chain(Holder):
         super().__init__(inner)
         self.then = then
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Map (N, C, ...) to whatever `then` returns."""
-        output: Tensor = self.then(self.inner(x))
-        return output
+        return self.then(self.inner(x))
 
 
 class Copy(PlannedLayer, OwnLayer):
