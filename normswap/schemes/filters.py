@@ -7,8 +7,6 @@ channels (`zero_sum_rescaling`) and fits zero-sum filters to the source (`sequen
 means as one more parameter per filter, and with them the function.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from timm.layers import Conv2dSame
