@@ -1,7 +1,5 @@
 """Calibration batches as calls of a network, on its device; what cannot be one is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -6,8 +6,6 @@ inputs and keep a shift (`ChannelBias`); keep it as a `ChannelAffine`, which is 
 `layers.Folded` and `affine.split`. This file decides from the graph which layer absorbs which, and says why not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 import torch

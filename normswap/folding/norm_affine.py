@@ -7,8 +7,6 @@ the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block'
 is no module, and stays.
 """
 
-from __future__ import annotations
-
 from torch import fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder, folded_back, stays

@@ -1,7 +1,5 @@
 """The plan builder: what each layer absorbs, which layer goes where, and what became of each norm."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

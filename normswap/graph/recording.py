@@ -5,8 +5,6 @@ record of a small example is enough. Nodes of another path are kept, too (`Trace
 module must be right on both.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import sys

@@ -9,8 +9,6 @@ is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A ch
 f < 1: f x^ in place of x^, and f alpha in place of alpha in gamma'.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

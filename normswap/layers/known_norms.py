@@ -9,8 +9,6 @@ a BatchNorm if in eval mode, in float64, it computes y = weight (x - mean) / sqr
 a usual one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ with random weights, its weight, bias, stride, dilation and groups give its outp
 shows the padding.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

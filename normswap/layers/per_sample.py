@@ -7,8 +7,6 @@ Per group, with the BatchNorm's running mean mu_c and variance var_c and s_c = g
 so that on an average sample, whose statistics are the population's, the output is the BatchNorm's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, cast

@@ -3,8 +3,6 @@
 That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of preprocessing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ An example comes from what the user gives; else from what the network says of it
 Hugging Face config), else from its first layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """How a network wants its images: what its record states, what is assumed beyond that, and what the user says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 

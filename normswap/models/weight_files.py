@@ -1,7 +1,5 @@
 """Weight files: read them without running them, and load them into a bare network strictly."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import inspect

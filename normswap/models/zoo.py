@@ -1,7 +1,5 @@
 """Model sources: from what the user names to a network with weights, whatever kind of source it is (`kinds`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypedDict, TypeVar

@@ -4,8 +4,6 @@ A scheme's functions are named by module and function, and imported when they ar
 schemes with `normswap.register_scheme`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

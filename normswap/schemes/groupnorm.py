@@ -6,8 +6,6 @@ tenths of v + eps are the same for every sample. `per_sample_rescaling` chooses 
 the norm, so that a sample's own statistics cost least.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

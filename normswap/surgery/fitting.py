@@ -1,7 +1,5 @@
 """DO: fit values of a step's result to images, where its scheme has a `fit`; the structure never depends on data."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Held-out images: every fourth of the user's, on which source and result are compared."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ BatchNorms get statistics measured on the images. Without BatchNorms, the layers
 that they have in another network, the one before the change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

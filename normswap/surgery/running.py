@@ -1,7 +1,5 @@
 """Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Population statistics of a new domain: torch's own averaging, and hooks in float64, are the oracles."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks without BatchNorm get back the means and variances that their layers gave before they were changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

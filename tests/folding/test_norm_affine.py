@@ -1,7 +1,5 @@
 """`--to folded` on LayerNorm networks: gamma and beta go into the linear layers that read the norm, or stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the channels of a convolution are after a step, against what changes when one of them does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

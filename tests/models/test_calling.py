@@ -1,7 +1,5 @@
 """Whatever form a network takes its inputs in, the same work gives the same numbers as on plain tensors."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

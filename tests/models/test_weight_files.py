@@ -1,7 +1,5 @@
 """Weight files: whatever wraps them, the tensors come out; nothing in them runs; bad ones say why in one line."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Model sources: every kind opens to the same tensors, and what cannot be opened says why in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

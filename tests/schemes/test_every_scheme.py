@@ -1,7 +1,5 @@
 """The laws that hold for every row of test_schemes.py, on small networks of every kind."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Kinds of network: a trained one of the zoo, fitted and not; rescaling; what held-out images tell."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

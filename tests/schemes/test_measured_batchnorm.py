@@ -1,7 +1,5 @@
 """BatchNorms in a network that never had any: exact in eval mode, alive in training, foldable again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that cannot be."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is on the disk is whole, whatever happens when; and what files say is done as timm does it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

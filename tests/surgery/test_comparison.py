@@ -1,7 +1,5 @@
 """What is proved is true: known-bad results are rejected at the tolerances we ship, and blindness is reported."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

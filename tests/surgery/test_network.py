@@ -1,7 +1,5 @@
 """The record of a network: what it is made of, what it works out, and that it looks once."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
