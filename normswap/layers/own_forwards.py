@@ -46,6 +46,11 @@ class _Watch(TorchFunctionMode):
         raise _Reached
 
 
+def is_depthwise(layer: nn.Module) -> bool:
+    """Whether each filter of a convolution reads one of several channels."""
+    return 1 < getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0)
+
+
 def padded(layer: _ConvNd, x: Tensor) -> Tensor:
     """The values that a convolution reads from x (N, I, ...), padded with zeros."""
     maps, ends = read(layer, x)
