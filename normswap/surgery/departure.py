@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ def first_apart(
 ) -> Departure | None:
     """The first layer whose output is not among `values`, all that a file or a result computes of the same input.
 
+    Values of a network with the same operations are a mapping, by the names that the recorder gives these.
+
     The network, a copy that may be written to, is run operation by operation. It goes on with the result's value where
     that is near, so each operation is measured alone. One that the result has no value of, as a runtime fuses some, is
     right where what reads it is.
@@ -81,10 +83,11 @@ def _departures(
     traced: tracing.Traced, example: Example, values: Iterable[object], similar: float
 ) -> dict[fx.Node, Departure]:
     """How far every operation on the input is from the closest of `values`, which goes on in its place if `similar`."""
-    by_count: dict[int, list[Tensor]] = {}
-    for value in values:
+    candidates: dict[object, list[Tensor]] = {}
+    pairs = values.items() if isinstance(values, Mapping) else ((None, value) for value in values)
+    for name, value in pairs:
         if isinstance(value, Tensor) and value.is_floating_point():
-            by_count.setdefault(value.numel(), []).append(value)
+            candidates.setdefault(name or value.numel(), []).append(value)
     inputs = iter(example.tensors())
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     outputs: dict[fx.Node, object] = {node: next(inputs).clone() for node in placeholders}
@@ -97,7 +100,8 @@ def _departures(
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if depends and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
-            value = _closest(output, by_count.get(output.numel(), []))
+            key = node.name if isinstance(values, Mapping) else output.numel()
+            value = _closest(output, candidates.get(key, []))
             departures[node] = departure = _departure(traced, node, output, value)
             if departure.relative_l2 <= similar and output.is_contiguous():
                 output.copy_(value)
@@ -111,6 +115,7 @@ def _closest(output: Tensor, values: Sequence[Tensor]) -> Tensor:
     def distance(value: Tensor) -> float:
         return float((value.flatten()[::step] - sample).norm().nan_to_num(math.inf))
 
+    values = [value for value in values if value.numel() == output.numel()]
     return min(values, key=distance, default=torch.full_like(output, math.nan)).reshape(output.shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from normswap.surgery.departure import Departure
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
-# Fitted layers are nearer to what they were before the fit than this; other layers are farther.
-_FITTED = 0.5
+# A layer that a fit changed may be off by this much, and by several times the median of its kind.
+_FITTED = 0.1
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -71,11 +72,13 @@ def first_apart(source: Network, result: nn.Module, report: Report) -> Departure
     Where values were fitted, which no plan tells, it is the first that stands out among the layers of its kind. None
     where none does, where the plan does not fit, and where the result cannot be followed.
     """
-    example, values, similar = source.examples[0], list[object](), 0.0 if report.exact else _FITTED
+    example, values, limits = source.examples[0], dict[str, object](), (_FITTED, math.inf)
+    if report.exact:
+        limits = (report.tolerance[report.worst.precision],)
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)
-        recording.record_once(result, example, lambda _name, value: values.append(copy.deepcopy(value)))
-        return departure.first_apart(expected, example, values, report.tolerance[report.worst.precision], similar)
+        recording.record_once(result, example, lambda name, value: values.update({name: copy.deepcopy(value)}))
+        return departure.first_apart(expected, example, values, *limits)
     except NormswapError:
         return None
 
