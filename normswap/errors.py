@@ -1,7 +1,5 @@
 """The errors: what happened, why, and what to do about it."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import logging
