@@ -95,6 +95,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(lines), type(error).__name__)
 
 
+@contextmanager
+def explained(kind: type[NormswapError], what: str, remedy: str = "") -> Iterator[None]:
+    """Turn whatever is raised into an error of this kind, whose reason is its first line."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(what, first_line(error), remedy) from None
+
+
 class SourceError(NormswapError):
     """A model, file or dataset cannot be found, read or understood."""
 
