@@ -80,17 +80,3 @@ def test_a_fault_in_a_file_is_found(ending: str, dtype: str, fault: str, tmp_pat
     assert found is not None
     assert (found.site, found.kind) == (LAYER, "Conv2d")
     assert main(["verify", str(file), "--against", "demo", *IMAGES]) == int(dtype == "fp32")
-
-
-@pytest.mark.slow
-def test_a_fault_in_a_fitted_network_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", "demo", "--to", "groupnorm", "--calibrate", "demo", "--samples", "64", "-o", "out"]) == 0
-    model = checkpoint.load("out")
-    with torch.no_grad():
-        model.get_parameter(f"{LAYER}.weight")[0].mul_(-1)
-    checkpoint.save(model, tmp_path / "off")
-    assert main(["verify", "off", *IMAGES, "--min-kept", "1"]) == 1
-    assert f"--min-kept asks, first at {LAYER} (Conv2d)" in capsys.readouterr().out
