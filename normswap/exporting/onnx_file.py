@@ -1,4 +1,4 @@
-"""ONNX: the graph of torch.export, in torch's current opset, for ONNX Runtime and other readers.
+"""ONNX: the graph of torch.export, in torch's own opset, and with RMSNorms in opset 23, for ONNX Runtime and others.
 
 int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime adds
 pairs of such products with saturation at 16 bits, which weights of 7 bits cannot reach: they give the same on every
