@@ -58,10 +58,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         except NotFoldable as why:
             builder.notes.append(f"{path} is not standardized: {why}")
             continue
-        reads_one_channel = module.groups > 1 and module.weight.shape[1] == 1
-        keeps = mean == "keep" or (i == 0 and stem == "keep") or (reads_one_channel and depthwise == "keep")
+        is_kept = (i == 0 and stem == "keep") or (own_forwards.is_depthwise(module) and depthwise == "keep")
         linear = builder.linear(path)
-        linear.layer, linear.extra = "StandardizedConv", {"mean": keeps}
+        linear.layer, linear.extra = "StandardizedConv", {"mean": is_kept or mean == "keep"}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):

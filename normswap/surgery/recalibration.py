@@ -21,8 +21,7 @@ from normswap.plan import Body, Step
 from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
-from normswap.surgery.fitting import calls_of
-from normswap.surgery.network import Batches, Network
+from normswap.surgery.network import Batches, Network, calls_of
 
 
 def recalibrate(
