@@ -33,7 +33,7 @@ _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
 # Rounding to int8 costs most layers up to 0.05; a value that is off by half of its size is another layer's.
-_INT8_LAYER, _INT8_SIMILAR = 0.1, 0.5
+_INT8_LIMITS = (0.1, 0.5)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
 # The network that a file holds, a copy; and from the file's inputs to all that it computes.
@@ -53,7 +53,7 @@ class Figures:
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
-        apart: the first layer that is off, of a file that is; in int8 the first whose error jumps.
+        apart: the first layer that is off, or in int8 whose error jumps.
     """
 
     relative_l2: float
@@ -188,13 +188,12 @@ def check(
 def _apart(
     reference: Reference, inside: Inside | None, example: Example, dtype: str, figures: Figures
 ) -> Departure | None:
-    limits = (_INT8_LAYER, _INT8_SIMILAR) if dtype == "int8" else (figures.tolerance,)
-    if inside is None or (figures.passed and dtype != "int8"):
-        return None
     # That a file is off is said, too, where nobody can look into it.
     with suppress(Exception):
-        network, all_values = inside()
-        return first_apart(network, example, reference.answers(all_values, tuple(example.tensors())), *limits)
+        if inside and (dtype == "int8" or not figures.passed):
+            network, runs = inside()
+            limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
+            return first_apart(network, example, reference.answers(runs, tuple(example.tensors())), *limits)
     return None
 
 

@@ -147,8 +147,7 @@ def export(
             log("checking")
             batches, described = request.batches(images)
             reference, look = request.reference(rounded), inside(request, aside, rounded)
-            opened = form.open(aside)
-            figures = checks.check(reference, opened, batches, dtype=dtype, described=described, inside=look)
+            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described, inside=look)
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from normswap.exporting.formats import Runs, counted, silent
 from normswap.exporting.settings import WHOLE_BITS, Quantization
 
 if TYPE_CHECKING:
-    from ai_edge_litert.interpreter import Interpreter
     from ai_edge_litert.schema_py_generated import BufferT, ModelT
     from ai_edge_quantizer.quantizer import Quantizer
     from flatbuffers import Builder
@@ -127,14 +126,12 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
     return int(type(buffer).Pack(buffer, builder))
 
 
-def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator, but for what is inside."""
+def open(file: Path) -> Runs:
+    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator."""
     with silent():
-        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+        from ai_edge_litert.interpreter import Interpreter
 
-        resolver = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if inside else OpResolverType.AUTO
-        how = {"experimental_op_resolver_type": resolver, "experimental_preserve_all_tensors": inside}
-        engine = Interpreter(str(file), num_threads=torch.get_num_threads(), **how)
+        engine = Interpreter(str(file), num_threads=torch.get_num_threads())
         engine.allocate_tensors()
     inputs, outputs = (
         [entry["index"] for entry in ends] for ends in (engine.get_input_details(), engine.get_output_details())
@@ -144,23 +141,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         for place, x in zip(inputs, tensors, strict=True):
             engine.set_tensor(place, x.numpy())
         engine.invoke()
-        if inside:
-            return [value for entry in engine.get_tensor_details() for value in _values(engine, entry)]
         return [torch.from_numpy(engine.get_tensor(place)) for place in outputs]
 
     return runs
-
-
-def _values(engine: Interpreter, entry: Mapping[str, Any]) -> list[Tensor]:
-    """What a tensor of the file holds, in floats; maps of channels as torch has them, too."""
-    try:
-        value = torch.from_numpy(engine.get_tensor(entry["index"]))
-    except ValueError:
-        return []
-    scale, zero = entry["quantization"]
-    if scale:
-        value = (value.float() - zero) * scale
-    return [value, value.movedim(-1, 1).contiguous()] if value.ndim == 4 else [value]
 
 
 def nodes(file: Path) -> dict[str, int]:

@@ -80,7 +80,7 @@ def _missing(file: Path) -> str:
     return f"it has no layer {', '.join(kinds)}"
 
 
-def open(file: Path, *, inside: bool = False) -> Runs:
+def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU, in fp32."""
     import ncnn
 
@@ -92,9 +92,6 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     noted = metadata(file)
     inputs = noted.get("inputs", " ".join(net.input_names())).split()
     outputs = noted.get("outputs", " ".join(net.output_names())).split()
-    if inside:
-        net.opt.lightmode = False
-        outputs = [blob.name for blob in net.blobs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         if len(tensors[0]) != 1:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from normswap.graph import recording, tracing
 from normswap.models.calling import Example
 
-# Rounding, or a fit, costs layers of one kind about the same: one that is off by so many times their median stands out.
+# Rounding costs layers of one kind about the same: one that is off by so many times their median stands out.
 _JUMP = 5
 # A value is looked for by this many of its numbers.
 _SAMPLED = 4096
@@ -44,14 +44,11 @@ def first_apart(
 ) -> Departure | None:
     """The first layer whose output is not among `values`, all that a file or a result computes of the same input.
 
-    Values of a network with the same operations are a mapping, by the names that the recorder gives these.
-
-    The network, a copy that may be written to, is run operation by operation. It goes on with the result's value where
-    that is near, so each operation is measured alone. One that the result has no value of, as a runtime fuses some, is
-    right where what reads it is.
+    The network, a copy that may be written to, goes on with the result's value of an operation where that is near, so
+    each is measured alone. One of which the result has no value, as runtimes fuse some, is right where its reader is.
 
     Args:
-        allowed: the relative L2 that an operation may be off by; what rounds or was fitted may be off by five times the
+        allowed: the relative L2 that an operation may be off by; what rounds may be off by five times the
             median of its kind.
         similar: the relative L2 beyond which a value is another operation's; by default `allowed`.
     """
@@ -83,11 +80,7 @@ def _departures(
     traced: tracing.Traced, example: Example, values: Iterable[object], similar: float
 ) -> dict[fx.Node, Departure]:
     """How far every operation on the input is from the closest of `values`, which goes on in its place if `similar`."""
-    candidates: dict[object, list[Tensor]] = {}
-    pairs = values.items() if isinstance(values, Mapping) else ((None, value) for value in values)
-    for name, value in pairs:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            candidates.setdefault(name or value.numel(), []).append(value)
+    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     inputs = iter(example.tensors())
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     outputs: dict[fx.Node, object] = {node: next(inputs).clone() for node in placeholders}
@@ -100,8 +93,7 @@ def _departures(
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if depends and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
-            key = node.name if isinstance(values, Mapping) else output.numel()
-            value = _closest(output, candidates.get(key, []))
+            value = _closest(output, floats)
             departures[node] = departure = _departure(traced, node, output, value)
             if departure.relative_l2 <= similar and output.is_contiguous():
                 output.copy_(value)
@@ -123,8 +115,7 @@ def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Ten
     a, b = output.double().flatten(), value.double().flatten()
     place = int((a - b).abs().nan_to_num(math.inf).argmax())
     size = float(((a - b).norm() / a.norm().clamp_min(1e-300)).nan_to_num(math.inf))
-    module = traced.module(node)
-    site, kind = str(node.target), type(module).__name__
-    if module is None:
-        site, kind = "".join(node.meta["inside"][-1:]), getattr(node.target, "__name__", str(node.target))
+    site, kind = str(node.target), type(traced.module(node)).__name__
+    if node.op != "call_module":
+        site, kind = "".join(node.meta["inside"][-1:]), getattr(node.target, "__name__", site)
     return Departure(site, kind, size, float(a[place]), float(b[place]))

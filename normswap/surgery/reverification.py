@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,9 +21,6 @@ from normswap.surgery import applying, comparison, departure, held_out
 from normswap.surgery.departure import Departure
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
-
-# A layer that a fit changed may be off by this much, and by several times the median of its kind.
-_FITTED = 0.1
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -69,16 +65,15 @@ def again(source: Network, result: nn.Module) -> Report:
 def first_apart(source: Network, result: nn.Module, report: Report) -> Departure | None:
     """The first layer that computes something else than what the recorded plan makes of the source.
 
-    Where values were fitted, which no plan tells, it is the first that stands out among the layers of its kind. None
-    where none does, where the plan does not fit, and where the result cannot be followed.
+    None where the report passed, where values were fitted, which no plan tells, and where the plan does not fit.
     """
-    example, values, limits = source.examples[0], dict[str, object](), (_FITTED, math.inf)
-    if report.exact:
-        limits = (report.tolerance[report.worst.precision],)
+    if report.passed or not report.exact:
+        return None
+    example, values, allowed = source.examples[0], list[object](), report.tolerance[report.worst.precision]
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)
-        recording.record_once(result, example, lambda name, value: values.update({name: copy.deepcopy(value)}))
-        return departure.first_apart(expected, example, values, *limits)
+        recording.record_once(result, example, lambda _name, value: values.append(copy.deepcopy(value)))
+        return departure.first_apart(expected, example, values, allowed)
     except NormswapError:
         return None
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), report, data "
-    "(null, or agreement, count, top-1 of source and result, or relative_l2), apart (null, or the first layer that is "
-    "off: site, kind, relative_l2, and the numbers of network and result where they differ most); of an exported file: "
-    "directory, against, passed, enough, figures (as in `export`)"
+    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), apart (the first layer "
+    "that is off: site, kind, relative_l2, two numbers), report, data (null, or agreement, count, top-1 of source and "
+    "result, or relative_l2), compiled (null, or of outputs and gradients what departs most: what, relative_l2, "
+    "allowed); of an exported file: directory, against, passed, enough, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
@@ -36,6 +36,9 @@ def run(
     compared: Compared,
     images: Images,
     opening: ImageOpening,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compare its outputs and gradients under torch.compile with its own.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Compare a converted network or exported file with its source.
@@ -50,11 +53,14 @@ def run(
     with progress.working(f"loading {directory}"):
         file = exported_file(str(directory))
     if file is None:
-        body = _of_directory(directory, compared, images, opening)
+        body = _of_directory(directory, against, images, opening, compiled=compiled)
+    elif compiled:
+        raise OptionError("--compile of an exported file", "torch.compile takes networks", "Leave it out")
     else:
         body = _of_file(file, against, images, opening)
-        body["enough"] = compared.enough(body["figures"]["agreement"])
-    is_good = body["passed"] and body["enough"]
+    agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
+    body["enough"] = compared.enough(agreement)
+    is_good = body["passed"] and body["enough"] and not _departed(body)
     trust = ["--trust-factory"] * opening.trust_factory
     following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
@@ -65,19 +71,20 @@ def run(
     return int(not is_good)
 
 
-def _of_directory(directory: Path, compared: Compared, images: Images, opening: ImageOpening) -> Body:
+def _of_directory(
+    directory: Path, against: str | None, images: Images, opening: ImageOpening, *, compiled: bool
+) -> Body:
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
         from normswap.storage import checkpoint
-        from normswap.surgery import reverification
+        from normswap.surgery import compiling, reverification
         from normswap.surgery.network import Network
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
         result = devices.place(checkpoint.load(directory, trust_factory=opening.trust_factory), images.device)
-    against, data = compared.against, None
-    name = against or reverification.recorded(result, directory)
+    name, data = against or reverification.recorded(result, directory), None
     if against:
         source = opening.open(against, device=images.device)
     else:
@@ -89,19 +96,22 @@ def _of_directory(directory: Path, compared: Compared, images: Images, opening: 
     with progress.working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
+        apart = reverification.first_apart(network, result, report)
     if images.data is not None:
         loader = images.loader(opening.state(result), labelled=False if network.anatomy.features else None)
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
     body: Body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
+    body["apart"] = apart and asdict(apart)
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
-    enough, apart = compared.enough(data and data.get("agreement")), None
-    if not (report.passed and enough):
-        with progress.working("looking for the first layer that differs"):
-            apart = reverification.first_apart(network, result, report)
-    body |= {"enough": enough, "report": summary.of_report(report), "data": data}
-    return {**body, "apart": apart and asdict(apart)}
+    body["compiled"] = None
+    if compiled:
+        network = Network(result)
+        example = network.calls[0] if images.data is None else network.form.read(next(iter(loader)))[0].like(result)
+        with progress.working("compiling"):
+            body["compiled"] = [asdict(departure) for departure in compiling.compare(network, example)]
+    return {**body, "report": summary.of_report(report), "data": data}
 
 
 def _of_file(file: ExportedFile, against: str | None, images: Images, opening: ImageOpening) -> Body:
@@ -118,8 +128,11 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 
 def _print(body: Body) -> None:
+    from normswap.surgery.departure import Departure
+
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    place = _place((figures or body)["apart"])
+    apart = (figures or body)["apart"]
+    place = f", first at {Departure(**apart)}" if apart else ""
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
@@ -138,8 +151,13 @@ def _print(body: Body) -> None:
             ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
+    for error in body.get("compiled") or ():
+        distance = f"{error['what']}: relative L2 {small(error['relative_l2'])}"
+        facts(("compiled", f"{distance}, allowed {small(error['allowed'])}"))
     if not body["passed"]:
         print(f"FAILED: they differ{place}")
+    elif departed := _departed(body):
+        print(f"FAILED: under torch.compile the {departed} differs from eager mode")
     elif not body["enough"]:
         print(result_tables.TOO_LITTLE + place)
     elif place:
@@ -150,7 +168,6 @@ def _print(body: Body) -> None:
         print("passed")
 
 
-def _place(apart: Body | None) -> str:
-    from normswap.surgery.departure import Departure
-
-    return f", first at {Departure(**apart)}" if apart else ""
+def _departed(body: Body) -> str:
+    """The output or gradient that is off by more than is allowed; empty: none is."""
+    return next((each["what"] for each in body.get("compiled") or () if each["relative_l2"] > each["allowed"]), "")
