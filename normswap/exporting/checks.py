@@ -47,9 +47,7 @@ class Figures:
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
         agreement: fraction of images, or of positions in maps, with the same argmax, where there is one answer.
-        count: number of images.
-        tolerance: the largest relative_l2 allowed.
-        inputs: what both were run on.
+        count: number of images; inputs: what both were run on; tolerance: the largest relative_l2 allowed.
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.

@@ -48,10 +48,8 @@ class Exported:
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
         figures: how far the file, in its runtime, is from the source; None where this system has no such runtime.
-        nodes: its operators, counted by kind.
-        bytes: its size, with its parts.
+        nodes: its operators, counted by kind; bytes: its size, with its parts; seconds: what it all took.
         notes: what the user should know.
-        seconds: what it all took.
         quantized: of int8, on how many images it was calibrated, and the bits of its weights.
         noise_only: whether it was checked on noise alone, for want of images.
         inputs: name, shape and type of each input, where it takes something else than images.

@@ -64,10 +64,8 @@ class Format:
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
         needs: packages; extra: normswap's extra that installs them.
-        dtypes: those that it can be written in.
-        notes: what a user should know of a dtype in it.
-        any_count: it takes any number of images at a time.
-        any_input: it takes other tensors than float32.
+        dtypes: those that it can be written in; notes: what a user should know of a dtype in it.
+        any_count: it takes any number of images at a time; any_input: other tensors than float32.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
         system: the only `sys.platform` that has its runtime; empty: every system has it.

@@ -207,11 +207,12 @@ class _CalibrationReader:
 
 def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`; on the CPU."""
-    import onnx
     import onnxruntime as ort
 
     content: Path | bytes = file
     if inside:
+        import onnx
+
         model = onnx.load(file)
         names = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name)

@@ -23,6 +23,7 @@ from normswap.exporting.settings import SAFE_BITS, Quantization
 if TYPE_CHECKING:
     import openvino as ov
 
+# Operators that compute nothing.
 _ENDS = ("Constant", "Parameter", "Result")
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,6 @@ from normswap.models.calling import Example
 
 # Rounding costs layers of one kind about the same: one that is off by so many times their median stands out.
 _JUMP = 5
-# A value is looked for by this many of its numbers.
-_SAMPLED = 4096
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Departure:
     result: float
 
     def __str__(self) -> str:
-        numbers = f"{self.network:.4g} in the network is {self.result:.4g}"
-        return f"{self.site or 'forward'} ({self.kind}): relative L2 {self.relative_l2:.1e}, where {numbers}"
+        where = f"{self.site or 'forward'} ({self.kind}): relative L2 {self.relative_l2:.1e}"
+        return f"{where}, where {self.network:.4g} in the network is {self.result:.4g}"
 
 
 @torch.no_grad()
@@ -48,9 +46,7 @@ def first_apart(
     each is measured alone. One of which the result has no value, as runtimes fuse some, is right where its reader is.
 
     Args:
-        allowed: the relative L2 that an operation may be off by; what rounds may be off by five times the
-            median of its kind.
-        similar: the relative L2 beyond which a value is another operation's; by default `allowed`.
+        allowed: the relative L2 that an operation may be off by; similar: beyond which a value is another's.
     """
     traced, similar = recording.record_once(network, example), max(allowed, similar)
     departures = _departures(traced, example, values, similar)
@@ -60,20 +56,17 @@ def first_apart(
         if off <= allowed or (off > similar and any(reader in right for reader in traced.users[node])):
             right.add(node)
     near: list[Departure] = []
+
+    def stands_out(departure: Departure) -> bool:
+        others = [other.relative_l2 for other in near if other.kind == departure.kind and other is not departure]
+        return departure.relative_l2 > max(allowed, _JUMP * statistics.median(others or [0.0]))
+
     for node, departure in departures.items():
         if departure.relative_l2 <= similar:
             near.append(departure)
         elif node not in right and traced.depends(traced.nodes[-1], node):
-            return _standing_out(near, allowed) or departure
-    return _standing_out(near, allowed)
-
-
-def _standing_out(departures: Sequence[Departure], allowed: float) -> Departure | None:
-    for departure in departures:
-        others = [other.relative_l2 for other in departures if other.kind == departure.kind and other is not departure]
-        if departure.relative_l2 > max(allowed, _JUMP * statistics.median(others or [0.0])):
-            return departure
-    return None
+            return next(filter(stands_out, near), departure)
+    return next(filter(stands_out, near), None)
 
 
 def _departures(
@@ -81,34 +74,23 @@ def _departures(
 ) -> dict[fx.Node, Departure]:
     """How far every operation on the input is from the closest of `values`, which goes on in its place if `similar`."""
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    inputs = iter(example.tensors())
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
-    outputs: dict[fx.Node, object] = {node: next(inputs).clone() for node in placeholders}
+    tensors = (tensor.clone() for tensor in example.tensors())
+    outputs: dict[fx.Node, object] = dict(zip(placeholders, tensors, strict=True))
+    outputs |= {node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"}
     departures: dict[fx.Node, Departure] = {}
-    for node in traced.nodes[len(placeholders) : -1]:
-        if node.op == "get_attr":
-            outputs[node] = traced.fetch(str(node.target))
-            continue
+    for node in (node for node in traced.nodes[:-1] if node not in outputs):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), outputs.__getitem__)
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if depends and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
-            value = _closest(output, floats)
+            same_size = [value.reshape(output.shape) for value in floats if value.numel() == output.numel()]
+            distances = [float((value - output).norm().nan_to_num(math.inf)) for value in same_size]
+            value = same_size[distances.index(min(distances))] if same_size else output.mul(math.nan)
             departures[node] = departure = _departure(traced, node, output, value)
             if departure.relative_l2 <= similar and output.is_contiguous():
                 output.copy_(value)
     return departures
-
-
-def _closest(output: Tensor, values: Sequence[Tensor]) -> Tensor:
-    step = max(1, output.numel() // _SAMPLED)
-    sample = output.flatten()[::step]
-
-    def distance(value: Tensor) -> float:
-        return float((value.flatten()[::step] - sample).norm().nan_to_num(math.inf))
-
-    values = [value for value in values if value.numel() == output.numel()]
-    return min(values, key=distance, default=torch.full_like(output, math.nan)).reshape(output.shape)
 
 
 def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Tensor) -> Departure:
