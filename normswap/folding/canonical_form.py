@@ -215,7 +215,7 @@ def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
 
 def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
     """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node` calls."""
-    axis = builder.axes().get(value)
+    axis = builder.axes.get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.traced.module(node)).__name__
         raise NotFoldable(f"the outputs of {node.target} ({kind}) may not be its channels")

@@ -34,7 +34,6 @@ class DynamicTanh(PlannedLayer, OwnLayer):
         self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         x = self.normalized(x) * per_channel(self.weight, x) + per_channel(self.bias, x)
         return self.activated(x)
 
@@ -82,8 +81,7 @@ def gain(alpha: float) -> float:
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
     """The gain of each channel whose input is multiplied by a factor."""
-    gains = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
-    return torch.tensor([gains[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
+    return torch.tensor([gain(alpha * factor) for factor in factors.tolist()], dtype=torch.float64).to(factors)
 
 
 def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:

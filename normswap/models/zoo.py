@@ -42,8 +42,7 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 
 def create(arch: Arch) -> nn.Module:
     """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it cannot be built."""
-    model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
-    return model
+    return kinds.by_builder(arch.builder).load().create(arch)
 
 
 def skeleton(arch: Arch) -> nn.Module:

@@ -20,7 +20,6 @@ class Function:
     name: str
 
     def load(self) -> Callable[..., Any]:
-        """Import it."""
         module, _, function = self.name.rpartition(".")
         loaded: Callable[..., Any] = getattr(importlib.import_module(f"normswap.{module}"), function)
         return loaded

@@ -203,7 +203,6 @@ class Network:
 
     @property
     def provenance(self) -> Provenance:
-        """Where the network is from, and what was done to it."""
         return provenance.of(self.module)
 
     @property

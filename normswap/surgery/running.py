@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.copying import to_double, tree
-from normswap.errors import VerificationError, first_line
+from normswap.errors import VerificationError, explained, first_line
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
@@ -60,10 +60,8 @@ def both(
     if not outputs[0]:
         remedy = "Its forward has to return what it computes"
         raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
-    try:
+    with explained(VerificationError, f"the result does not run on {example}"):
         return outputs, run(result, example, paths)
-    except Exception as error:
-        raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
@@ -154,26 +152,20 @@ def noise(
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    called = form(model)
-    examples: list[Example] = []
-    why = ""
-    for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
-        if examples and i > 1:
-            break
-        # `compare` leaves this image of a second size out if the network does not take it.
-        if examples:
-            return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))]
+    called, why = form(model), ""
+    first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
+    for shape in (first, *others):
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
             if str(x) not in ran:
                 run(model, x.first(1))
         except Exception as error:
             why = first_line(error)
-        else:
-            examples.append(x)
-    if not examples:
-        raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
-    return examples
+            continue
+        # `compare` leaves this image of a second size out if the network does not take it.
+        second = others[:1] if shape == first else []
+        return [x, *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second)]
+    raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

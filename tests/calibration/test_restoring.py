@@ -122,12 +122,6 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
 
 
-@torch.no_grad()
-def distance(one: nn.Module, two: nn.Module, batches: list[Tensor]) -> float:
-    x = torch.cat(batches)
-    return float((one(x) - two(x)).norm() / one(x).norm())
-
-
 @pytest.mark.parametrize(("model", "options", "words"), [
     (network(), {}, "against=SOURCE"),
     (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).double(), {"against": network()}, "Leave out"),

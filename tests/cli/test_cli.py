@@ -1,7 +1,5 @@
 """The command line: what it prints, what it writes, and that every bad input gives one line and leaves nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -29,7 +27,6 @@ from normswap.training import recipe_files
 COMMANDS = tuple(commands.SUMMARIES)
 IMAGES = str(demo_files.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
-FILE = ("--arch", "resnet18", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 
 
 @pytest.fixture(scope="module")

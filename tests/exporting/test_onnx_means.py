@@ -1,7 +1,5 @@
 """Means in an ONNX graph: GlobalAveragePool where they are over a whole map, and what they were elsewhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -56,12 +56,6 @@ def test_create_refuses(arch: Arch, said: list[str]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_create_builds_in_eval_mode() -> None:
-    model = create(Arch("resnet18", {**ARGS, "num_classes": 3}))
-    assert not model.training
-    assert model.num_classes == 3
-
-
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
 def test_directory(folder: Path, state: State, prefix: str) -> None:
     model = open_source(f"{prefix}{folder}")

@@ -23,7 +23,6 @@ from normswap.surgery import applying, conversion
 
 everywhere = crossed("arch, row", RESNETS, ROWS, every=6)
 exact_everywhere = crossed("arch, row", RESNETS, EXACT, every=6)
-architectures = pytest.mark.parametrize("arch", RESNETS)
 
 
 @dataclass(frozen=True)

@@ -184,17 +184,6 @@ def test_dead_branches_are_reported() -> None:
     assert [line.split(":")[0] for line in report.vacuous] == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
 
 
-def test_empty_outputs_are_reported() -> None:
-    class NoBoxes(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[:, :0]
-
-    model = NoBoxes(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    assert comparison.verify(model, model, torch.ones(1, 3, 8, 8)).vacuous == (
-        "the outputs are empty: no number was compared",
-    )
-
-
 def test_one_image_is_warned_of_nothing() -> None:
     assert comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).vacuous == ()
 
@@ -241,6 +230,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["gamma not taken", "gamma's sign lost", "bias dropped", "channels permuted"])
+@pytest.mark.one_in(2)
 def test_half_precision_refuses_a_wrong_result_without_float64(name: str, dtype: torch.dtype) -> None:
     """Allowed is three times what the format's own rounding costs the source, here against a copy in float64."""
     model = copy.deepcopy(source()).to(dtype)

@@ -5,8 +5,6 @@ python tests/lab/benchmarks/after_the_swap.py            # writes tests/pictures
 The figures that were drawn stand in the PNG's metadata, so that a test can compare them with the table.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

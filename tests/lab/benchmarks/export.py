@@ -9,8 +9,6 @@ is kept, a line each, in runs/export.jsonl, and not measured again; --fresh forg
 that is known for the networks asked for; export.md holds them.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -9,8 +9,6 @@ training images is then run for all rounds, and measured on test images that not
 kept, a line each, in runs/federated.jsonl, and a second call measures what is missing.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import itertools

@@ -3,8 +3,6 @@
 A file of its own, as Ray's processes import it.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -14,8 +14,6 @@ missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is mea
 are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

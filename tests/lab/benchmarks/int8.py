@@ -19,8 +19,6 @@ images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights
 500 others measure.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

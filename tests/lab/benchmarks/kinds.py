@@ -10,8 +10,6 @@ chosen was settled on the depthwise network, by looking at test images as well. 
 their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import time

@@ -1,7 +1,5 @@
 """The CIFAR-10 images as the networks of the zoo take them, in memory: `zoo_networks.FRONTS`, pasted pictures."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

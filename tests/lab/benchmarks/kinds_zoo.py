@@ -5,8 +5,6 @@ whose labels are per pixel, by a loop of its own. Runs are kept in runs/zoo and 
 and recipe go to tests/data/zoo.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tarfile

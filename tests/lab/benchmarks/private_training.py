@@ -8,8 +8,6 @@ sampling, its own accountant and its own noise, SGD without momentum. What is me
 runs/private_training.jsonl, and the table is written anew after each run.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -5,8 +5,6 @@
 Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000 test images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -12,8 +12,6 @@ table is written anew after every run, of all runs that are there, and says what
 tests/data/zoo that are no ResNets.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path

@@ -8,8 +8,6 @@ measured on are test images. Nothing is trained. "loads" asks whether torch load
 into what diffusion_policy and lerobot build.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import time

@@ -9,8 +9,6 @@ fresh GroupNorms. What is measured is kept, a line each, in
 runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

@@ -8,8 +8,6 @@ best mean IoU on held-out training pictures is then used for all updates, and me
 was chosen on. What is measured is kept, a line each, in runs/segmentation.jsonl.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

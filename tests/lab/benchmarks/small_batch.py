@@ -7,8 +7,6 @@ The recipes `cifar10_recover_*` with labels alone (no teacher, no averaging), th
 is there is not repeated, one that was interrupted is continued.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

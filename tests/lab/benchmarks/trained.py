@@ -1,7 +1,5 @@
 """Fine-tuning runs that a benchmark keeps, each in a folder of its own: made once, continued when interrupted."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

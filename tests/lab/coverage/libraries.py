@@ -1,7 +1,5 @@
 """Networks of other libraries than timm, by name, with random weights and, where it must be said, what they take."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The walk's rows as one table by family."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of the walk through other libraries: by library, then every network that has BatchNorms."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """What only a GPU can show, part by part; `run.sh` runs them. With `--dry`: on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """The script for a GPU runs: on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
