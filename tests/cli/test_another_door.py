@@ -35,7 +35,7 @@ def typed(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:
             words += [{"purpose": "--for"}.get(name, flag(name)), str(each)]
-    return [*words, *(["--samples", "16", "--seed", "3"] if "calibrate" in options else [])]
+    return [*words, *(["--samples", "28", "--seed", "3"] if "calibrate" in options else [])]
 
 
 def assert_same(one: Any, two: Any) -> None:
@@ -62,7 +62,7 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
     by_command = normswap.load("typed")
     source, options = checkpoint.open_model(MODEL), dict(row.options)
     if options.pop("calibrate", None):
-        options["calibrate"] = make_loader(source, "demo", split="train", samples=16, seed=3, labelled=False)
+        options["calibrate"] = make_loader(source, "demo", split="train", samples=28, seed=3, labelled=False)
         options["seed"] = 3
     done = normswap.convert(source, row.scheme, **options)
     assert_same(done.model, by_command)
