@@ -70,7 +70,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if len(config["mean"]) != images.shape[1]:
         return
     present = _Way(tuple(config["mean"]), tuple(config["std"]), reverses=False)
-    pixels, now = present.undo(images), _distances(case.model, images)
+    pixels = present.undo(images)
+    now = _distances(case.model, images)
     if now is None or now[0] < _FAR:
         return
     tried = [(way, pixels, "") for way in _ways(present, images.shape[1])]

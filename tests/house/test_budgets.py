@@ -13,8 +13,8 @@ TESTS = ROOT.parent / "tests"
 # the design's number, another has lent to it; the sum does not move.
 ROOMS = {
     "ground": 815, "layers": 2540, "models": 2340, "graph": 1755, "images": 600, "calibration": 2055, "folding": 1510,
-    "schemes": 2040, "surgery": 2280, "storage": 700, "analysis": 800, "diagnosis": 1540, "training": 2060,
-    "exporting": 2960, "benchmarking": 140, "reporting": 530, "cli": 2810,
+    "schemes": 2040, "surgery": 2366, "storage": 700, "analysis": 784, "diagnosis": 1510, "training": 2040,
+    "exporting": 2940, "benchmarking": 140, "reporting": 530, "cli": 2810,
 }  # fmt: skip
 TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6000}
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import normswap
 from normswap.layers import reparametrized, scalars, site_norm
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan
 from normswap.schemes.residual_scale import RULES
@@ -196,12 +197,18 @@ def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, k
     assert reparametrized.keeps_input_bias(layer) is keeps
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "mobilenetv2_035", "regnetx_002"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnetv2_50", "mobilenetv2_035", "regnetx_002"])
 def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
-    """Counted: timm's drop_block, an identity, stands between norm and activation (Zhang et al. 2019)."""
-    model = timm.create_model(arch, num_classes=3).eval()
+    """Counted (Zhang et al. 2019): timm's drop_block, an identity, stands between norm and activation of a v1 block.
+
+    Norms that read a v2 stream leave a bias per channel instead.
+    """
+    narrow = {"channels": (16, 32, 64, 128)} if "resnet" in arch else {}
+    model = timm.create_model(arch, num_classes=3, **narrow).eval()
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
     result = normswap.convert(model, "fixup", input_size=(3, 64, 64)).model
     after_sums = [module for module in result.modules() if isinstance(module, Scale) and module.bias is not None]
     before = [module for module in result.modules() if isinstance(module, scalars.ScalarBias)]
-    assert len(before) + len(after_sums) == activations
+    per_channel = [module for module in result.modules() if isinstance(module, ChannelBias | ChannelAffine)]
+    assert len(per_channel) == (17 if arch == "resnetv2_50" else 0)
+    assert len(before) + len(after_sums) + len(per_channel) == activations
