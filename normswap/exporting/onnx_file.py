@@ -55,7 +55,8 @@ def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: 
     from onnxscript.onnx_opset import opset23
 
     if weight is None:
-        weight = opset23.Constant(value=ir.tensor(np.ones(normalized_shape, x.dtype.numpy())))
+        ones = ir.tensor(np.ones(normalized_shape, x.dtype.numpy()))
+        weight = opset23.Constant(value=ones)  # type: ignore[arg-type]
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     return opset23.RMSNormalization(x, weight, axis=-len(normalized_shape), epsilon=epsilon)
 
