@@ -21,9 +21,8 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.exporting import exported_file, formats
+from normswap.exporting import exported_file, exporter, formats
 from normswap.exporting.exported_file import ExportedFile
-from normswap.exporting.exporter import fold_for_export
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import kinds
@@ -106,7 +105,7 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
     images, others = (make_loader(demo(), "demo", samples=32, seed=seed, workers=0) for seed in (0, 1))
     data: dict[str, Any] = {"images": images, "calibrate": others} if dtype == "int8" else {}
     assert normswap.export(demo(), file, dtype=dtype, **data).figures.apart is None
-    before = fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach().numpy()
+    before = exporter.fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach().numpy()
     if dtype == "int8":
         scales = {tensor.name: tensor for tensor in onnx.load(file).graph.initializer}
         before = onnx.numpy_helper.to_array(scales[f"network.{layer}.weight_scale"])
