@@ -177,7 +177,7 @@ def check(
         raise VerificationError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
-            figures.apart and f"first at {figures.apart}",
+            f"first at {figures.apart}" if figures.apart else "",
             remedy="Nothing was written",
         )
     return figures

@@ -215,8 +215,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         import onnx
 
         model = onnx.load(file)
-        names = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name)
+        values = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name)
         content = model.SerializeToString()
 
     options = ort.SessionOptions()

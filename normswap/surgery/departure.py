@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -76,7 +77,7 @@ def _departures(
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
-    outputs: dict[fx.Node, object] = dict(zip(placeholders, tensors, strict=True))
+    outputs: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     outputs |= {node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"}
     departures: dict[fx.Node, Departure] = {}
     for node in (node for node in traced.nodes[:-1] if node not in outputs):
