@@ -122,7 +122,12 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     module = load(file).module()
     if inside:
         assert isinstance(module, fx.GraphModule)
-        module.graph.output_node().args = ([node for node in module.graph.nodes if node.op == "call_function"],)
+        copies = []
+        for node in [node for node in module.graph.nodes if node.op == "call_function"]:
+            # What follows may write into the value.
+            with module.graph.inserting_after(node):
+                copies.append(module.graph.call_function(copy.deepcopy, (node,)))
+        module.graph.output_node().args = (copies,)
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
     return torch.no_grad()(module)
