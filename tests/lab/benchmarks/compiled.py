@@ -34,12 +34,9 @@ def measured(name: str) -> Row:
     # Machine code for one block takes a third of the time.
     model.blocks = model.blocks[:1]
     model, x = model.float(), torch.cat([x, x.flip(-1)])[:4].float()
-    result = model
-    if name != "source":
-        options: dict[str, Any] = {"batchnorm": {"ghost_batch": 2}}.get(name, {})
-        if schemes.get(name).needs_data:
-            options = {"calibrate": [x]}
-        result = normswap.convert(model, name, inputs=x, **options).model
+    keep = {"mean": "keep"}
+    options: dict[str, dict[str, Any]] = {"batchnorm": {"ghost_batch": 2}, "nf": keep, "centered-weightnorm": keep}
+    result = model if name == "source" else normswap.convert(model, name, inputs=x, **options.get(name, {})).model
     network = Network(result, x)
     return {"departures": [vars(departure) for departure in compiling.compare(network, network.calls[0])]}
 
