@@ -52,7 +52,7 @@ def line(name: str, row: Row) -> str:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "compiled.jsonl", fresh=args.fresh)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines = ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in ("source", *schemes.names()):
         lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
         print(lines[-1], flush=True)
