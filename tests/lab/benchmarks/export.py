@@ -85,7 +85,8 @@ def _deep(name: str) -> Row:
             done = normswap.export(source, file, input_size=x.shape[1:], images=x)
             plain = Path(folder) / f"plain.{ending}"
             formats.get(form).write(FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain)
-            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, formats.get(form).nodes(plain)
+            plain_nodes = formats.get(form).functions.nodes(plain)
+            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, plain_nodes
         for dtype in DTYPES[1:]:
             done = normswap.export(source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype)
             half[dtype] = done.figures.relative_l2
@@ -128,7 +129,7 @@ def _nfnet(name: str) -> Row:
         onnx.write(FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain)
         normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
         for which, file in (("exported plainly", plain), ("ours", ours)):
-            row[which] = onnx.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
+            row[which] = onnx.functions.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
     return row
 
 
