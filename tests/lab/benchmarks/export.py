@@ -35,7 +35,6 @@ from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.storage.checkpoint import open_model
 
-KEPT = ROOT / "runs" / "export.jsonl"
 ENDINGS = {"onnx": "onnx", "pt2": "pt2"}
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
@@ -160,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    kept = Kept(KEPT, fresh=args.fresh)
+    kept = Kept(ROOT / "runs" / "export.jsonl", fresh=args.fresh)
     measure, names, head = WAYS[args.what]
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for name in args.names or names:
