@@ -206,14 +206,23 @@ class _CalibrationReader:
         return next(self.left, None)
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`; on the CPU."""
     import onnxruntime as ort
+
+    content: Path | bytes = file
+    if inside:
+        import onnx
+
+        model = onnx.load(file)
+        names = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name)
+        content = model.SerializeToString()
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
-    session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:

@@ -117,9 +117,15 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
     return QuantizationConfig(between, between, weights, None)
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`."""
-    return torch.no_grad()(load(file).module())
+    module = load(file).module()
+    if inside:
+        assert isinstance(module, fx.GraphModule)
+        module.graph.output_node().args = ([node for node in module.graph.nodes if node.op == "call_function"],)
+        module.graph.set_codegen(fx.graph.CodeGen())
+        module.recompile()
+    return torch.no_grad()(module)
 
 
 def load(file: Path) -> ExportedProgram:
