@@ -23,13 +23,7 @@ from normswap.models.preprocessing import data_config
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _BYTE = 1 / 255
-_USUAL = (
-    _IMAGENET,
-    ((0.5,), (0.5,)),
-    ((0.0,), (1.0,)),
-    ((0.0,), (_BYTE,)),
-    (_IMAGENET[0], (_BYTE,)),
-)
+_USUAL = (_IMAGENET, ((0.5,), (0.5,)), ((0.0,), (1.0,)), ((0.0,), (_BYTE,)), (_IMAGENET[0], (_BYTE,)))
 # In nats: a nearer fit is as good as chance lets it be.
 _FAR = 0.004
 # How many times nearer another way must be, in all and in every part, and how near, in nats: the right one is very

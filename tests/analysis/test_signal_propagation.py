@@ -245,8 +245,7 @@ def test_awake_revives_what_timm_zeroes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
-    [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})],
+    ("name", "args"), [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})]
 )
 def test_transformers(name: str, args: dict[str, int]) -> None:
     points = signal_propagation(Network(timm.create_model(name, **args), noise(1, 224)))

@@ -13,8 +13,7 @@ from normswap.errors import flag
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import preprocessing
-from normswap.provenance import Provenance
-from normswap.provenance import of as origin
+from normswap.provenance import Provenance, of as origin
 from normswap.storage import checkpoint
 from normswap.surgery.recalibration import recalibrate
 

@@ -176,10 +176,7 @@ def test_a_missing_runtime_and_a_damaged_file_are_one_line(tmp_path: Path, monke
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
     (tmp_path / "a.xml").write_bytes(b"")
-    with pytest.raises(
-        OptionError,
-        match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'",
-    ):
+    with pytest.raises(OptionError, match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'"):
         ExportedFile.find(str(tmp_path / "a.xml"))
 
 

@@ -16,9 +16,7 @@ EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
-    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Only these.")] = None,
-    *,
-    json: Json = False,
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Only these.")] = None, *, json: Json = False
 ) -> int:
     """List the schemes, their papers and options.
 

@@ -65,8 +65,7 @@ def run(
     the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
     a row of the table. Writes runs.csv beside the runs.
     """
-    from normswap.training import recipe_files
-    from normswap.training import sweep as sweeps
+    from normswap.training import recipe_files, sweep as sweeps
 
     model, overrides = recipe_files.split(words or [])
     plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
