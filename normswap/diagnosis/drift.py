@@ -204,7 +204,8 @@ def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Find
 def _of_statistics(case: Case, drifts: list[Drift], evidence: str, cost: str, *, by_images: bool) -> Finding:
     name, mend = "wrong-statistics", case.recalibrate_and_measure
     if by_images:
-        name, mend = "drifted-domain", f"{case.recalibrate} (images like those of its use)"
+        name = "drifted-domain"
+        mend = f"{case.recalibrate} (images like those of its use), and measure before and after"
     return Finding(name, paths_of(drift.site for drift in drifts), evidence, Certainty.LIKELY, cost, mend)
 
 
