@@ -227,7 +227,7 @@ def slope(role: str) -> float:
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
-    for name, values, formula, theory in of_papers(24, 400, 4):
+    for name, values, formula, theory in of_papers(24, 400, 2):
         assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
