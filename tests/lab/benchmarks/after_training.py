@@ -387,7 +387,7 @@ def lines(kept: Kept) -> Iterator[str]:
     yield from (
         "",
         *(__doc__ or "").splitlines()[5:],
-        f"Percent, mean and standard deviation. On {'; '.join(machines)}.",
+        f"Percent, mean and standard deviation. On {'; '.join(sorted(machines))}.",
     )
     for name, task in TASKS.items():
         grid, clips = (", ".join(f"{number:g}" for number in numbers) for numbers in (task.rates, task.clips))
