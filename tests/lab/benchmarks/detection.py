@@ -76,9 +76,9 @@ def targets(pictures: Canvases, batch: Tensor) -> list[dict[str, Tensor]]:
     return [{"boxes": pictures.boxes[one], "labels": pictures.classes[one]} for one in batch]
 
 
-def train(said: str, lr: float, seed: int, updates: int, pictures: Canvases) -> tuple[nn.Module, list[float]]:
+def learned(model: nn.Module, lr: float, seed: int, updates: int, pictures: Canvases) -> tuple[nn.Module, list[float]]:
     """The trained network, and its losses."""
-    model = detector(said, seed).train()
+    model.train()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=lr)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=updates)
@@ -141,7 +141,7 @@ def write_onnx(model: nn.Module, file: Path) -> None:
 
 def ship(known: Canvases, lr: float, test: Canvases) -> Row:
     """A trained detector folded, both exported: what is told apart, how many operators, how long."""
-    source, _ = train(FROZEN, lr, SEEDS[0], UPDATES, known)
+    source, _ = learned(detector(FROZEN, SEEDS[0]), lr, SEEDS[0], UPDATES, known)
     model = folded(source)
     pictures = list(test.pictures[:EXPORTED])
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
@@ -183,7 +183,7 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
     known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
 
     def run(updates: int, on: Canvases, said: str, lr: float, seed: int) -> Row:
-        model, losses = train(said, lr, seed, updates, known)
+        model, losses = learned(detector(said, seed), lr, seed, updates, known)
         first, last = (sum(part) / 100 for part in (losses[:100], losses[-100:]))
         return {"first": first, "last": last, "found": found(model, on)}
 

@@ -1,0 +1,190 @@
+"""Networks of other kinds learn again from their source, without labels: `recover_unlabelled`, to the plain GroupNorm.
+
+    python tests/lab/benchmarks/unlabelled.py -o tests/lab/benchmarks/unlabelled.md
+
+What is measured is kept, a line each, in runs/unlabelled.jsonl.
+"""
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from canvases import CLASSES, NETWORK, SIDE, canvases
+from detection import UPDATES, found, learned
+from kept import Kept, Row, arguments
+from kinds_images import of_kind, score
+from schemes_table import NETWORKS, ROOT, archive, read
+from torch import Tensor, nn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.utils import save_image
+from zoo_networks import trained
+
+import normswap
+from normswap.images.datasets import image_record, make_loader
+from normswap.models.calling import named_tensors
+from normswap.storage.checkpoint import open_model
+from normswap.training import recipe_files
+from normswap.training.engine import finetune
+
+IMAGES, TESTED, RATE = 3000, 1500, 1e-3
+KEYS = (f"optim.lr={RATE}", "data.augment.scale=null", "train.epochs=12", "convert.options.relative_eps=0")
+HOW = f"""
+`recover_unlabelled` with `{" ".join(KEYS)}`
+on {IMAGES} CIFAR-10 images, or pictures made of them, of 32 or 64 px, in batches of 16: BatchNorm to the plain norm
+(eps 1e-5), fitted to 100 of them, then taught by the source. Distance: relative L2 to the source's outputs on test
+pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvision's RetinaNet on the ResNet of
+`{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet without
+its classifier, whose classes the source's classifier tells; two heads give the class, and whether it is an animal
+(least squares).
+"""
+
+
+class Kind(NamedTuple):
+    """A network, pictures (N, 3, H, W) to learn on and to test on, and a labelled measure in percent."""
+
+    network: nn.Module
+    pictures: Tensor
+    tested: Tensor
+    measure: Callable[[Any], float]
+    unit: str
+
+
+@torch.no_grad()
+def outputs(network: nn.Module, pictures: Tensor) -> list[Tensor]:
+    """Every output, of all pictures."""
+    parts = [[tensor for _, tensor in named_tensors(network(part))] for part in pictures.split(250)]
+    return [torch.cat(output) for output in zip(*parts, strict=True)]
+
+
+def unet() -> Kind:
+    (pictures, _), (tested, labels) = of_kind("unet", "train"), of_kind("unet", "test")
+    tested, labels = tested[:TESTED], labels[:TESTED]
+    return Kind(trained("unet"), pictures, tested, lambda net: score(outputs(net, tested)[0], labels), "mean IoU")
+
+
+class Answers(nn.Module):
+    """Of a detector: scores and boxes of every anchor, before any is suppressed."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, pictures: Tensor) -> Any:
+        return self.head(list(self.backbone(pictures).values()))
+
+
+def detector() -> Kind:
+    torch.manual_seed(0)
+    body = open_model(str(NETWORKS[NETWORK]))
+    record = image_record(body)
+    backbone = BackboneWithFPN(body, {f"layer{index}": str(index) for index in (2, 3, 4)}, [32, 64, 128], 64)
+    anchors = AnchorGenerator(((24, 30), (32, 38), (40, 46), (44, 50)), ((0.8, 1.25),) * 4)
+    whole: Any = RetinaNet(
+        backbone, len(CLASSES), min_size=SIDE, max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3,
+        anchor_generator=anchors, detections_per_img=20,
+    )  # fmt: skip
+    whole, _ = learned(whole, RATE, 0, UPDATES, canvases("train", 2000, seed=0))
+    tested = canvases("test", 300, seed=1)
+    answers = Answers(whole.backbone, whole.head).eval()
+    answers.pretrained_cfg = record
+
+    def measure(net: Any) -> float:
+        with_it = copy.copy(whole)
+        with_it._modules = {**whole._modules, "backbone": net.backbone, "head": net.head}
+        return found(with_it, tested)
+
+    return Kind(answers, canvases("train", IMAGES, seed=2).pictures, tested.pictures, measure, "objects found")
+
+
+class Heads(nn.Module):
+    """Features, and what each head says of them, by its name."""
+
+    def __init__(self, body: nn.Module, heads: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.body, self.heads = body, nn.ModuleDict(heads)
+
+    def forward(self, pictures: Tensor) -> dict[str, Tensor]:
+        features = self.body(pictures)
+        return {name: head(features) for name, head in self.heads.items()}
+
+
+def encoder() -> Kind:
+    network: Any = open_model(str(NETWORKS[NETWORK]))
+    pictures, _ = read(network, archive("train"), IMAGES)
+    tested, labels = read(network, archive("test"), TESTED)
+    classifier = copy.deepcopy(network.get_classifier())
+    network.reset_classifier(0)
+    return Kind(network, pictures, tested, lambda net: score(classifier(outputs(net, tested)[0]), labels), "top-1")
+
+
+def two_heads() -> Kind:
+    source: Any = open_model(str(NETWORKS[NETWORK]))
+    body, pictures, tested, *_ = encoder()
+    (_, learnt), (_, labels) = read(source, archive("train"), IMAGES), read(source, archive("test"), TESTED)
+    animals = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 0, 0])
+    features = outputs(body, pictures)[0]
+    wanted = 4 * nn.functional.one_hot(animals[learnt]).float()
+    second = nn.Linear(features.shape[1], 2, bias=False)
+    second.weight.data = torch.linalg.lstsq(features, wanted).solution.T.contiguous()
+    network = Heads(body, {"class": source.get_classifier(), "animal": second}).eval()
+    network.pretrained_cfg = image_record(source)
+
+    def measure(net: nn.Module) -> float:
+        classes, are_animals = outputs(net, tested)
+        return (score(classes, labels) + score(are_animals, animals[labels])) / 2
+
+    return Kind(network, pictures, tested, measure, "top-1, mean of both heads")
+
+
+KINDS = {"U-Net": unet, "detector": detector, "encoder": encoder, "two heads": two_heads}
+
+
+def recover(kind: Kind) -> Row:
+    """Measure the source, the conversion and what it learns."""
+    theirs = outputs(kind.network, kind.tested)
+    record = image_record(kind.network)
+    mean, std = (torch.tensor(record[name]).view(3, 1, 1) for name in ("mean", "std"))
+
+    def distance(network: nn.Module) -> float:
+        pairs = zip(outputs(network, kind.tested), theirs, strict=True)
+        return sum(float((ours - output).norm() / output.norm()) for ours, output in pairs) / len(theirs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        images = Path(folder) / "images"
+        images.mkdir()
+        for number, picture in enumerate(kind.pictures):
+            save_image(picture * std + mean, images / f"{number}.png")
+        recipe = recipe_files.load_recipe("recover_unlabelled", [f"data.root={images}", *KEYS])
+        loader = make_loader(kind.network, str(images), samples=100, labelled=False, workers=0)
+        begin = normswap.convert(kind.network, "groupnorm", calibrate=loader, relative_eps=0).model
+        start = time.perf_counter()
+        ended = finetune(kind.network, recipe, Path(folder) / "run", device="cpu", track="none")
+    seconds = time.perf_counter() - start
+    networks = {"source": kind.network, "at once": begin, "after": ended.model}
+    measures = {name: [distance(network), kind.measure(network)] for name, network in networks.items()}
+    return {**measures, "unit": kind.unit, "updates": ended.updates, "minutes": seconds / 60}
+
+
+def main() -> None:
+    given = arguments(__doc__).parse_args()
+    kept = Kept(ROOT / "runs" / "unlabelled.jsonl", fresh=given.fresh)
+    lines = [HOW, "| network | distance: at once | after | measure | source | at once | after | updates | minutes |"]
+    lines.append("|---" * 9 + "|")
+    for name, kind in KINDS.items():
+        row = kept.get((name,), lambda kind=kind: recover(kind()))
+        (_, source), (far, low), (near, high) = (row[what] for what in ("source", "at once", "after"))
+        lines.append(
+            f"| {name} | {far:.3f} | {near:.3f} | {row['unit']} | {source:.1f} | {low:.1f} | {high:.1f} "
+            f"| {row['updates']} | {row['minutes']:.1f} |"
+        )
+    kept.write(given.output, "Learning again without labels", lines)
+
+
+if __name__ == "__main__":
+    main()
