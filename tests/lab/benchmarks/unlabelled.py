@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from normswap.images.datasets import image_record, make_loader
 from normswap.models.calling import named_tensors
 from normswap.storage.checkpoint import open_model
 from normswap.training import recipe_files
-from normswap.training.engine import finetune
+from normswap.training.engine import Result, finetune
 
 IMAGES, TESTED, RATE = 3000, 1500, 1e-3
 KEYS = (f"optim.lr={RATE}", "data.augment.scale=null", "train.epochs=12", "convert.options.relative_eps=0")
@@ -145,29 +146,39 @@ def two_heads() -> Kind:
 KINDS = {"U-Net": unet, "detector": detector, "encoder": encoder, "two heads": two_heads}
 
 
-def recover(kind: Kind) -> Row:
-    """Measure the source, the conversion and what it learns."""
-    theirs = outputs(kind.network, kind.tested)
+def written(kind: Kind, folder: Path) -> str:
+    """Its pictures as files."""
     record = image_record(kind.network)
     mean, std = (torch.tensor(record[name]).view(3, 1, 1) for name in ("mean", "std"))
+    for number, picture in enumerate(kind.pictures):
+        save_image(picture * std + mean, folder / f"{number}.png")
+    return str(folder)
 
-    def distance(network: nn.Module) -> float:
-        pairs = zip(outputs(network, kind.tested), theirs, strict=True)
-        return sum(float((ours - output).norm() / output.norm()) for ours, output in pairs) / len(theirs)
 
+def recovered(kind: Kind, images: str, *words: str) -> Result:
+    """What the recipe makes of it."""
+    recipe = recipe_files.load_recipe("recover_unlabelled", [f"data.root={images}", *KEYS, *words])
     with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) / "images"
-        images.mkdir()
-        for number, picture in enumerate(kind.pictures):
-            save_image(picture * std + mean, images / f"{number}.png")
-        recipe = recipe_files.load_recipe("recover_unlabelled", [f"data.root={images}", *KEYS])
-        loader = make_loader(kind.network, str(images), samples=100, labelled=False, workers=0)
+        return finetune(kind.network, recipe, Path(folder) / "run", device="cpu", track="none")
+
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Relative L2, the mean over outputs."""
+    return mean(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def recover(kind: Kind) -> Row:
+    """Measure the source, the conversion and what it learns."""
+    with tempfile.TemporaryDirectory() as folder:
+        images = written(kind, Path(folder))
+        loader = make_loader(kind.network, images, samples=100, labelled=False, workers=0)
         begin = normswap.convert(kind.network, "groupnorm", calibrate=loader, relative_eps=0).model
         start = time.perf_counter()
-        ended = finetune(kind.network, recipe, Path(folder) / "run", device="cpu", track="none")
+        ended = recovered(kind, images)
     seconds = time.perf_counter() - start
     networks = {"source": kind.network, "at once": begin, "after": ended.model}
-    measures = {name: [distance(network), kind.measure(network)] for name, network in networks.items()}
+    answers = {name: outputs(network, kind.tested) for name, network in networks.items()}
+    measures = {name: [distance(answers[name], answers["source"]), kind.measure(networks[name])] for name in networks}
     return {**measures, "unit": kind.unit, "updates": ended.updates, "minutes": seconds / 60}
 
 
