@@ -1,6 +1,7 @@
 """One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; lines
 of one width, whatever terminal pytest runs in; and no test is left out but for a reason that is known."""
 
+import gc
 import os
 import re
 from collections import Counter
@@ -17,6 +18,15 @@ os.environ["COLUMNS"] = "100"
 # Tests serve a hub of their own on localhost, which a machine that is told to ask no hub would not ask.
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ.pop(name, None)
+
+# What is imported is never garbage: a tenth of the time went into looking for some among torch's modules.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 SKIPS = {
     r"not there: .*|no shared .* here": "../shared is not part of the repository",
