@@ -42,6 +42,12 @@ SKIPS = {
 }
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have empty pictures: most of their time goes into drawing."""
+    monkeypatch.setattr("normswap.reporting.figures._svg", lambda axes: "data:")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked `one_in(n)`, mark all cases but one in n slow."""

@@ -45,19 +45,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
         facts = report.collect(folder)
         with pytest.MonkeyPatch.context() as patch:
             if name not in ("v1-skipinit", "v2-folded"):
-                undraw(patch)
+                patch.setattr(figures, "_svg", lambda axes: "data:")  # most of the time goes into drawing
             found[name] = sources[kind], folder, facts, page.render(facts)
     return found
-
-
-def undraw(patch: pytest.MonkeyPatch) -> None:
-    """Pages have empty pictures: most of their time goes into drawing."""
-    patch.setattr(figures, "_svg", lambda axes: "data:")
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    undraw(monkeypatch)
 
 
 @pytest.fixture(params=CASES)
@@ -279,7 +269,7 @@ def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     written = tmp_path / "v1-skipinit.html"
     assert written.read_text() == made["v1-skipinit"][3]
     assert capsys.readouterr().out.startswith("written to v1-skipinit.html: ")
-    undraw(monkeypatch)
+    monkeypatch.setattr(figures, "_svg", lambda axes: "data:")
     assert main(["report", folder]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["report", folder, "--force", "--json"]) == 0
