@@ -11,8 +11,7 @@ from typer import Option
 
 from normswap import schemes
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Device, Force, Json, Model, last_part, output_option, trusting
+from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Model, last_part, output_option, trust
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
@@ -151,7 +150,7 @@ def run(
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
     body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
-    following = () if request.dry_run else ("verify", place, *trusting(net), "--data", "IMAGES")
+    following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
     show(body, json, result_tables.print_conversion, *following)
     return 0
 

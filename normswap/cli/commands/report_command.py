@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.image_options import Images
-from normswap.cli.options import Force, Json, Trust, output_option
+from normswap.cli.options import Force, Images, Json, Trust, output_option
 from normswap.cli.tables import show
 from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
