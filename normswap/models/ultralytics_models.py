@@ -20,7 +20,7 @@ _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.modul
 
 def build(name: str, request: BuildRequest) -> Built:
     """Build the network of a checkpoint, with its tensors, or of a description; or raises SourceError."""
-    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.given
+    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.arguments()
     described = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())

@@ -187,12 +187,8 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
         for path, outcome in step.outcomes.items():
             if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
-    return {
-        norm.path: NormFact(
-            norm.path, norm.role, outcomes[norm.path], "; ".join(sentences[norm.path]) or "stays as it is"
-        )
-        for norm in anatomy.norms
-    }
+    said = {path: "; ".join(texts) or "stays as it is" for path, texts in sentences.items()}
+    return {norm.path: NormFact(norm.path, norm.role, outcomes[norm.path], said[norm.path]) for norm in anatomy.norms}
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:

@@ -77,25 +77,13 @@ class Fitting:
         return Network(model, seed=self.seed, calibrate=images, progress=advance)
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _scheme_options() -> type[Any]:
     """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
     fields = []
     for option, names in all_options().values():
-        is_word_or_number = option.kind is object
         default = f" [default: {option.default}]" * (option.default != "")
-        info = Option(
-            metavar=option.placeholder,
-            help=f"{', '.join(names)}: {option.help}{default}.",
-            parser=_number if is_word_or_number else None,
-        )
-        kind = str if is_word_or_number else option.kind
+        info = Option(metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}.")
+        kind = str if option.kind is object else option.kind
         fields.append((option.name, Annotated[kind | None, info], None))
     return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
 
