@@ -13,7 +13,7 @@ from torch import fx
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name, propagates_scale, scalar_readers
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul, is_mul
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.plan import AbsorbMode
 
 

@@ -77,9 +77,8 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     # timm has replaced a deprecated name by the current one.
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
-    return Built(
-        model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
-    )
+    preprocessing = record(cfg, arch.kwargs, model)
+    return Built(model, arch, source, preprocessing, lambda: _load_named(model, source, arguments, cfg))
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:

@@ -17,8 +17,7 @@ from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers.own import scales_branch
-from normswap.layers.planned_layer import planned_layers
+from normswap.layers.planned_layer import planned_layers, scales_branch
 from normswap.models import devices, network_input, zoo
 from normswap.models.calling import form
 from normswap.plan import Arch, Body, Plan, Step

@@ -1,8 +1,8 @@
 """The canonical form: convolutions with bias, activations and sums; no statistics, no scalars. For fast inference.
 
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s (`folding.canonical_form`). Of LayerNorms the
-standardization stays. Parallel branches that are summed become one convolution: W' = sum of W_i at their taps,
-b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697, section 3.3).
+standardization stays. Parallel branches that are summed become one convolution (`layers.merged`; Ding et al. 2021,
+arXiv:2101.03697, section 3.3); a scale per channel is one tap.
 """
 
 from normswap.folding import branches, norm_affine

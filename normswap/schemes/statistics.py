@@ -38,13 +38,12 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
         builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
     if not builder.replacements:
-        require_no_tokenwise_norms(anatomy, "there is no place for a BatchNorm")
+        lacking = "there is no place for a BatchNorm"
+        require_no_tokenwise_norms(anatomy, lacking)
         reaches = {"activation": "an activation", "conv": "another layer"}[where]
-        raise RefusedError(
-            "there is no place for a BatchNorm",
-            f"no convolution that is called once and has no norm yet reaches {reaches}",
-            f"'{spelled('where', 'conv')}' takes every convolution that another layer reads",
-        )
+        why = f"no convolution that is called once and has no norm yet reaches {reaches}"
+        remedy = f"'{spelled('where', 'conv')}' takes every convolution that another layer reads"
+        raise RefusedError(lacking, why, remedy)
     return builder
 
 
