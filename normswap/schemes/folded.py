@@ -6,7 +6,6 @@ arXiv:2101.03697, section 3.3); a scale per channel is one tap.
 """
 
 from normswap.folding import branches, norm_affine
-from normswap.folding.branches import Branches
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
@@ -30,7 +29,7 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def _merge(builder: PlanBuilder, merge: Branches) -> None:
+def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     reads, takes = list(merge.others), [Absorption(AbsorbMode.SUM)] * len(merge.others)
     args: Body = {}
     if merge.after is not None:

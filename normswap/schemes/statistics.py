@@ -23,7 +23,6 @@ from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
 from normswap.layers import affine, site_norm
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.placeholders import Chain
-from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
@@ -66,9 +65,9 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
         site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, site_norm.SiteNorm]]:
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
-    return [(path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains]
+    return [(path, cast(_ConvNd, chain.inner), cast(site_norm.SiteNorm, chain.then)) for path, chain in chains]
 
 
 _OF_OUTPUTS = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.MultiheadAttention)
