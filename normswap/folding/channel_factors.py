@@ -43,9 +43,6 @@ class Reach:
 class Channels:
     """The groups of channels of a folded network.
 
-    Args:
-        builder: of the network, as it is.
-
     Attributes:
         layers: those whose weights depend on factors; shifts: those that pass channels on, and whose biases do.
         count: the number of groups; group 0 has the channels that cannot be scaled.

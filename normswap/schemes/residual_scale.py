@@ -13,8 +13,7 @@ from torch import fx
 
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, propagates_scale
-from normswap.folding.rescaling import attempt, enlarge
+from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagates_scale
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
