@@ -38,12 +38,8 @@ _OTHERS = ((96, 128), (160, 224))
 def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
 
-    Args:
-        inputs: what it takes (`calling.batches`); by default what it says of itself.
-
-    Raises:
-        SourceError: it cannot be looked at yet (`network_input.check_shapes`).
-        TraceError: it does not run; says where. Or something in it cannot be seen.
+    `inputs`: as in `inspect`. Raises SourceError: it cannot be looked at yet (`network_input.check_shapes`);
+    TraceError: it does not run, and where; or something in it cannot be seen.
     """
     network_input.check_shapes(model)
     _check_compiled(model)
