@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,12 @@ def first_apart(
         allowed: the relative L2 that an operation may be off by; similar: beyond which a value is another's.
     """
     traced, similar = recording.record_once(network, example), max(allowed, similar)
-    departures = _departures(traced, example, values, similar)
+    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    departures, closest = _departures(traced, example, floats)
+    fused = _fused(traced, departures, closest)
+    departures, _ = _departures(traced, example, floats, similar, fused)
+    for node, reader in fused.items():
+        departures[node] = replace(departures[reader], site=departures[node].site, kind=departures[node].kind)
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
         off = departures[node].relative_l2 if node in departures else math.inf
@@ -70,28 +75,49 @@ def first_apart(
     return next(filter(stands_out, near), None)
 
 
+def _fused(
+    traced: tracing.Traced, departures: dict[fx.Node, Departure], closest: dict[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Operations that a runtime fuses with a reader, which the one value of both is nearer to."""
+    fused: dict[fx.Node, fx.Node] = {}
+    for node in reversed(departures):
+        for reader in traced.users[node]:
+            end = fused.get(reader, reader)
+            if closest.get(reader) == closest[node] and departures[end].relative_l2 < departures[node].relative_l2:
+                fused[node] = end
+    return fused
+
+
 def _departures(
-    traced: tracing.Traced, example: Example, values: Iterable[object], similar: float
-) -> dict[fx.Node, Departure]:
-    """How far every operation on the input is from the closest of `values`, which goes on in its place if `similar`."""
-    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    traced: tracing.Traced,
+    example: Example,
+    floats: list[Tensor],
+    similar: float = -1.0,
+    fused: Container[fx.Node] = (),
+) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
+    """How far every operation on the input is from the closest of `floats`, and which that is.
+
+    It goes on in place of an operation's output if `similar`, unless the operation is `fused` with another.
+    """
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
     outputs: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     outputs |= {node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"}
     departures: dict[fx.Node, Departure] = {}
+    closest: dict[fx.Node, int] = {}
     for node in (node for node in traced.nodes[:-1] if node not in outputs):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), outputs.__getitem__)
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if depends and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
-            same_size = [value.reshape(output.shape) for value in floats if value.numel() == output.numel()]
-            distances = [float((value - output).norm().nan_to_num(math.inf)) for value in same_size]
-            value = same_size[distances.index(min(distances))] if same_size else output.mul(math.nan)
+            same = {i: value.reshape(output.shape) for i, value in enumerate(floats) if value.numel() == output.numel()}
+            distances = {i: float((value - output).norm().nan_to_num(math.inf)) for i, value in same.items()}
+            closest[node] = min(distances, key=lambda i: distances[i], default=-1)
+            value = same.get(closest[node], output.mul(math.nan))
             departures[node] = departure = _departure(traced, node, output, value)
-            if departure.relative_l2 <= similar and output.is_contiguous():
+            if departure.relative_l2 <= similar and node not in fused and output.is_contiguous():
                 output.copy_(value)
-    return departures
+    return departures, closest
 
 
 def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Tensor) -> Departure:
