@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from normswap.schemes.catalogue import TARGETS
-from normswap.schemes.options import Option
+from normswap.schemes.scheme import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import fx, nn
+from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, TraceError, spelled
@@ -214,12 +214,10 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
 
 def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
-    node: fx.Node | None = block.branch
-    while node is not None and str(node.target) != path:
-        if isinstance(anatomy.traced.module(node), LINEAR):
-            return False
-        node = anatomy.traced.main_input(node)
-    return node is not None
+    for node in anatomy.traced.upwards(block.branch):
+        if str(node.target) == path or isinstance(anatomy.traced.module(node), LINEAR):
+            return str(node.target) == path
+    return False
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:

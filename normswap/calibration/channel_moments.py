@@ -6,8 +6,9 @@ Batches are merged in float64 (Chan, Golub & LeVeque 1979), so that large means 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def measure(
     """
     moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
-    handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
+    handles = (layer.register_forward_pre_hook(partial(_add_input, moments, path)) for path, layer in layers.items())
     examples = checked(model, batches)
     with evaluating(model), hooked(handles):
         for number, example in enumerate(examples, 1):
@@ -119,9 +120,6 @@ def measure(
     return Measured(moments, images)
 
 
-def _adding(moments: dict[str, ChannelMoments], path: str) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        values = args[0].detach().double().transpose(0, 1).flatten(1)
-        moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)
-
-    return hook
+def _add_input(moments: dict[str, ChannelMoments], path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    values = args[0].detach().double().transpose(0, 1).flatten(1)
+    moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)

@@ -70,11 +70,8 @@ class Interpreter:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-
-        def value(source: fx.Node) -> Any:
-            return values[source.name]
-
-        return apply(record, node, fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: values[source.name])
+        return apply(record, node, args, kwargs)
 
 
 class Lockstep:

@@ -136,9 +136,6 @@ def network(body: Body) -> None:
     )
 
 
-# --- what stands in them ----------------------------------------------------------------------------------------------
-
-
 def cell(value: object) -> str:
     """Anything, as it stands in a table."""
     if value is None:

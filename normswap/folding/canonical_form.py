@@ -11,17 +11,9 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx, nn
 
-from normswap.folding import norm_free, rescaling
+from normswap.folding import norm_free, plan_builder, rescaling
 from normswap.folding.overwriting import overwritten
-from normswap.folding.plan_builder import (
-    FOLDED_FORWARD,
-    LEFT_SHIFT,
-    NEVER_CALLED,
-    PlanBuilder,
-    folded_back,
-    left_affine,
-    stays,
-)
+from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, consumers, distinct, name, propagates_scale
 from normswap.graph import channel_axes
 from normswap.graph.anatomy import AffineMap
@@ -62,7 +54,7 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
     elif outer:
         builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
     else:
-        builder.settle(path, NEVER_CALLED)
+        builder.settle(path, plan_builder.NEVER_CALLED)
 
 
 def _bake(builder: PlanBuilder) -> None:
@@ -95,9 +87,9 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
             return
     if site.holds_statistics:
         builder.replace(path, "ChannelAffine")
-        builder.settle(path, left_affine(reasons[0]))
+        builder.settle(path, plan_builder.left_affine(reasons[0]))
     else:
-        builder.settle(path, stays(reasons[0]))
+        builder.settle(path, plan_builder.stays(reasons[0]))
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -106,7 +98,7 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for linear, channels in parts.items():
         builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
     builder.remove(path)
-    builder.settle(path, folded_back(*parts))
+    builder.settle(path, plan_builder.folded_back(*parts))
 
 
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -125,7 +117,7 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
     builder.remove(path)
-    builder.settle(path, Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
+    builder.settle(path, Outcome(plan_builder.FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
 
 
 def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -141,7 +133,7 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     dtype = next(builder.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     builder.replace(path, "ChannelBias", signed=signed)
-    builder.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
+    builder.settle(path, Outcome(plan_builder.LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -155,7 +147,7 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     with rescaling.attempt(builder):
         linears = rescaling.enlarge(builder, above, module.alpha.item(), {call})
     builder.remove(path)
-    builder.settle(path, folded_back(*linears))
+    builder.settle(path, plan_builder.folded_back(*linears))
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:

@@ -171,13 +171,6 @@ def _shifts(module: nn.Module | None) -> bool:
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
-def columns(weight: Tensor, groups: int) -> Tensor:
-    """(O, I / groups, ...) -> (I, O / groups, ...): by input channel."""
-    outs = len(weight) // groups
-    grouped: Tensor = weight.unflatten(0, (groups, outs))
-    return grouped.transpose(1, 2).flatten(0, 1)
-
-
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
     """Multiply each channel, in place, by its group's factor; of `factors` (groups,) the first is 1. Exact."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from normswap.models.calling import Example
 T = TypeVar("T")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+MULTIPLICATIONS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
 _LIKE_FUNCTIONS = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -154,6 +154,12 @@ class Traced:
             return second
         return single(sources)
 
+    def upwards(self, node: fx.Node | None) -> Iterator[fx.Node]:
+        """The node and, one after the other, the inputs that carry its signal (`main_input`)."""
+        while node is not None:
+            yield node
+            node = self.main_input(node)
+
     def module(self, node: fx.Node) -> nn.Module | None:
         """The leaf module that `node` calls, if it calls one."""
         if node.op != "call_module":
@@ -208,7 +214,7 @@ def is_add(node: fx.Node) -> bool:
 
 def is_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies two tensors, by operator, function or method."""
-    return node.op in ("call_function", "call_method") and node.target in _MULS and len(inputs(node)) == 2
+    return node.op in ("call_function", "call_method") and node.target in MULTIPLICATIONS and len(inputs(node)) == 2
 
 
 def is_constant_mul(node: fx.Node) -> bool:

@@ -180,9 +180,7 @@ def plain_class(module: Linearity) -> type[Linearity]:
 def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
     if isinstance(module, TunedConv2d):
         return module.folded()
-    if isinstance(module, InputBiased):
-        if not module.in_bias.any():
-            return module.weight, module.bias
+    if isinstance(module, InputBiased) and module.in_bias.any():
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         if module.bias is not None:
             shift = module.bias + shift

@@ -59,16 +59,16 @@ def build(name: str, request: BuildRequest) -> Built:
     """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or raises SourceError."""
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
-        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.given)
+        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments())
     if name == demo_files.NAME:
-        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.given)
+        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.arguments())
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         folder = Path(name.removeprefix("local-dir:")).resolve()
-        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.given)
+        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments())
     if _looks_like_path(name):
         remedy = "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code package.module:factory"
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
-    return _from_name(name, request.given)
+    return _from_name(name, request.arguments())
 
 
 def _from_name(name: str, arguments: Cfg) -> Built:

@@ -50,10 +50,9 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
                 scalars += _scale(builder, block, a, b, owed)
         except NotFoldable as why:
             builder.refusals[block.path] = str(why)
-    for path, value in scalars:
-        if builder.refusals:
-            break
-        place_scale(builder, path, value, False, layer="FixedScale")
+    if not builder.refusals:
+        for path, value in scalars:
+            place_scale(builder, path, value, False, layer="FixedScale")
     return builder
 
 

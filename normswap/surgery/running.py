@@ -1,6 +1,7 @@
 """Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,14 @@ def run(
     """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at `paths`."""
     outputs_at_paths: Outputs = {}
 
-    def keep(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                # An in-place activation would overwrite it.
-                outputs_at_paths[path] = output.clone()
-
-        return hook
+    def keep(path: str, _module: nn.Module, _args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            # An in-place activation would overwrite it.
+            outputs_at_paths[path] = output.clone()
 
     present = tree(model)
-    handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
+    watched = [path for path in dict.fromkeys(paths) if path in present]
+    handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
     with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
     return {name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)}, outputs_at_paths

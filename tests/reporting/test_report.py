@@ -20,8 +20,7 @@ from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.reporting import figures, page, report
 from normswap.reporting.report import Facts
-from normswap.storage.checkpoint import open_model
-from normswap.storage.header_record import read_header
+from normswap.storage.checkpoint import open_model, read_header
 
 CASES = {
     "v1-skipinit": ("v1", "skipinit", {}),

@@ -18,7 +18,7 @@ from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint, network_folder
-from normswap.storage.header_record import read_header
+from normswap.storage.checkpoint import read_header
 
 NET = ("net.bin", "net.xml.json", "net.xml")
 

@@ -11,8 +11,7 @@ from typer import Option
 
 from normswap import schemes
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Device, Force, Json, Model, last_part, output_option, trusting
+from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Model, last_part, output_option, trust
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
@@ -78,25 +77,13 @@ class Fitting:
         return Network(model, seed=self.seed, calibrate=images, progress=advance)
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _scheme_options() -> type[Any]:
     """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
     fields = []
     for option, names in all_options().values():
-        is_word_or_number = option.kind is object
         default = f" [default: {option.default}]" * (option.default != "")
-        info = Option(
-            metavar=option.placeholder,
-            help=f"{', '.join(names)}: {option.help}{default}.",
-            parser=_number if is_word_or_number else None,
-        )
-        kind = str if is_word_or_number else option.kind
+        info = Option(metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}.")
+        kind = str if option.kind is object else option.kind
         fields.append((option.name, Annotated[kind | None, info], None))
     return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
 
@@ -151,7 +138,7 @@ def run(
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
     body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
-    following = () if request.dry_run else ("verify", place, *trusting(net), "--data", "IMAGES")
+    following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
     show(body, json, result_tables.print_conversion, *following)
     return 0
 
