@@ -14,6 +14,8 @@ from normswap.models.calling import Example
 
 # Rounding costs layers of one kind about the same: one that is off by so many times their median stands out.
 _JUMP = 5
+# Rounding to int8 costs most layers up to 0.05; a value that is off by half of its size is another layer's.
+_SIMILAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,28 +40,22 @@ class Departure:
 
 
 @torch.no_grad()
-def first_apart(
-    network: nn.Module, example: Example, values: Iterable[object], allowed: float, similar: float = 0.0
-) -> Departure | None:
+def first_apart(network: nn.Module, example: Example, values: Iterable[object], allowed: float) -> Departure | None:
     """The first layer whose output is not among `values`, all that a file or a result computes of the same input.
 
     The network, a copy that may be written to, goes on with the result's value of an operation where that is near, so
     each is measured alone. One of which the result has no value, as runtimes fuse some, is right where its reader is.
 
     Args:
-        allowed: the relative L2 that an operation may be off by; similar: beyond which a value is another's.
+        allowed: the relative L2 that an operation may be off by.
     """
-    traced, similar = recording.record_once(network, example), max(allowed, similar)
+    traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    departures, closest = _departures(traced, example, floats)
-    fused = _fused(traced, departures, closest)
-    departures, _ = _departures(traced, example, floats, similar, fused)
-    for node, reader in fused.items():
-        departures[node] = replace(departures[reader], site=departures[node].site, kind=departures[node].kind)
+    departures = _measured(traced, example, floats)
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
         off = departures[node].relative_l2 if node in departures else math.inf
-        if off <= allowed or (off > similar and any(reader in right for reader in traced.users[node])):
+        if off <= allowed or (off > _SIMILAR and any(reader in right for reader in traced.users[node])):
             right.add(node)
     near: list[Departure] = []
 
@@ -68,36 +64,42 @@ def first_apart(
         return departure.relative_l2 > max(allowed, _JUMP * statistics.median(others or [0.0]))
 
     for node, departure in departures.items():
-        if departure.relative_l2 <= similar:
+        if departure.relative_l2 <= _SIMILAR:
             near.append(departure)
         elif node not in right and traced.depends(traced.nodes[-1], node):
             return next(filter(stands_out, near), departure)
     return next(filter(stands_out, near), None)
 
 
-def _fused(
-    traced: tracing.Traced, departures: dict[fx.Node, Departure], closest: dict[fx.Node, int]
-) -> dict[fx.Node, fx.Node]:
-    """Operations that a runtime fuses with a reader, which the one value of both is nearer to."""
-    fused: dict[fx.Node, fx.Node] = {}
-    for node in reversed(departures):
-        for reader in traced.users[node]:
-            end = fused.get(reader, reader)
-            if closest.get(reader) == closest[node] and departures[end].relative_l2 < departures[node].relative_l2:
-                fused[node] = end
-    return fused
+def _measured(traced: tracing.Traced, example: Example, floats: list[Tensor]) -> dict[fx.Node, Departure]:
+    """How far every operation is off, alone.
+
+    A value belongs to the operation that it is nearest to. One whose closest value belongs to another has none, and is
+    as far off as the first that has one and reads it.
+    """
+    departures, closest = _departures(traced, example, floats)
+    nearest: dict[int, float] = {}
+    for node, place in closest.items():
+        nearest[place] = min(departures[node].relative_l2, nearest.get(place, math.inf))
+    without = [node for node, place in closest.items() if departures[node].relative_l2 > nearest[place]]
+    departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
+    for node in without:
+        readers = (other for other in departures if other not in without and traced.depends(other, node))
+        reader = departures[next(readers, node)]
+        departures[node] = replace(reader, site=departures[node].site, kind=departures[node].kind)
+    return departures
 
 
 def _departures(
     traced: tracing.Traced,
     example: Example,
     floats: list[Tensor],
+    without: Container[fx.Node] = (),
     similar: float = -1.0,
-    fused: Container[fx.Node] = (),
 ) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
     """How far every operation on the input is from the closest of `floats`, and which that is.
 
-    It goes on in place of an operation's output if `similar`, unless the operation is `fused` with another.
+    That goes on in place of its output where it is off by `similar` at most, but of operations `without` a value.
     """
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
@@ -115,7 +117,7 @@ def _departures(
             closest[node] = min(distances, key=lambda i: distances[i], default=-1)
             value = same.get(closest[node], output.mul(math.nan))
             departures[node] = departure = _departure(traced, node, output, value)
-            if departure.relative_l2 <= similar and node not in fused and output.is_contiguous():
+            if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
                 output.copy_(value)
     return departures, closest
 
