@@ -21,7 +21,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, argument, inputs, listed
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import OwnLayer, scales_branch
+from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
 # A range of the norm's channels; None: all of them.

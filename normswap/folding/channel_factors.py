@@ -22,8 +22,7 @@ from normswap.graph.tracing import argument, inputs, is_add, is_constant_mul, is
 from normswap.layers import standardized
 from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
-from normswap.layers.own import scales_branch
-from normswap.layers.planned_layer import Linearity
+from normswap.layers.planned_layer import Linearity, scales_branch
 from normswap.layers.reparametrized import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)

@@ -19,7 +19,7 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul, is_mul
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.plan import AbsorbMode
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

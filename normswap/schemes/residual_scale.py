@@ -17,7 +17,7 @@ from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagat
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
