@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from normswap.errors import flag
 from normswap.schemes.catalogue import TARGETS
 from normswap.schemes.scheme import Option
 
@@ -112,7 +113,7 @@ def options() -> str:
         for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
     rows = [
-        (f"`{option.flag}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
+        (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
         for option, names in schemes_of.items()
     ]
     head = [("option", "of", "default", "what it does"), ("---",) * 4]

@@ -24,7 +24,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import MULTIPLICATIONS, inputs
 from normswap.layers import affine
-from normswap.layers.own import GAMMA, OwnLayer, scales_branch
+from normswap.layers.planned_layer import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed

@@ -92,11 +92,7 @@ class Measured:
 def measure(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[object], progress: Progress | None = None
 ) -> Measured:
-    """Run `model` in eval mode, and measure the input (N, C, ...) of each of `layers`; nothing is changed.
-
-    Args:
-        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
-        progress: called after each batch with the batches done and their total (0 when unknown).
+    """Run `model` in eval mode on batches (`checked`), and measure the input (N, C, ...) of each of `layers`.
 
     Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not finite.
     """

@@ -75,12 +75,9 @@ class Interpreter:
 
 
 class Lockstep:
-    """Networks, recorded on the first batch, and the values of each batch at the latest stop.
+    """Networks in eval mode, recorded on the first batch (`checked`), and the values of each batch at the latest stop.
 
-    Args:
-        models: the networks, in eval mode.
-        batches: what they take (`Example.read`); read once.
-        mirrored: the first `mirrored` images are followed by their mirror images.
+    The first `mirrored` images are followed by their mirror images.
 
     Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
     """

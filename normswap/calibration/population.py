@@ -62,15 +62,11 @@ def estimate_population(
     """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the images.
 
     Args:
-        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Batches of
-            another size than the first are left out.
-        progress: called after each batch with the batches done and their total (0 when unknown).
+        batches: of what it takes (`checked`). Those of another size than the first are left out.
         most_error: the largest standard error of a mean, in deviations (`MOST_ERROR`).
 
-    Raises:
-        RefusedError: see `norms_of`.
-        SourceError: unusable images, too few, or batches of less than two.
-        VerificationError: the network gives values that are not finite.
+    Raises RefusedError: see `norms_of`; SourceError: unusable images, too few, or batches of less than two;
+    VerificationError: the network gives values that are not finite.
     """
     norms = norms_of(model)
     total = operator.length_hint(batches)

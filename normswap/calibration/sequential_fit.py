@@ -58,13 +58,11 @@ def refit(
     """Fit the layers of `result`, in place, to those of `source` at the same paths.
 
     Args:
-        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. If some
-            are held out (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
+        batches: of what they take (`checked`). If some images are held out (`HeldOut`), these choose how much of the
+            fit is kept (`keep_share`).
         zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the ridge applies to the
             weights before that scaling. Such filters are useless without the fit, so all of it is kept.
-        only: which layers to fit, by path.
         mirrored: how many images are mirrored, too; `MIRRORED` by default.
-        progress: called after each layer with the layers done and their total.
 
     Raises SourceError: unusable or too few images, or values whose squares overflow.
     """

@@ -11,11 +11,9 @@ import os
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -75,15 +73,15 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     panel in --help below which the options stand that it adds.
     """
     records: dict[str, type[Any]] = {}
-    options: list[Parameter] = []
+    options: list[inspect.Parameter] = []
     for argument in inspect.signature(run, eval_str=True).parameters.values():
         kind = argument.annotation
         if isinstance(kind, type) and is_dataclass(kind):
             records[argument.name] = kind
-            hints = typing.get_type_hints(kind, include_extras=True)
+            hints = get_type_hints(kind, include_extras=True)
             options += [_option(kind, field, hints[field.name]) for field in fields(kind) if field.init]
         else:
-            options.append(argument.replace(kind=Parameter.KEYWORD_ONLY, annotation=_escaped(kind)))
+            options.append(argument.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_escaped(kind)))
 
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
@@ -96,18 +94,18 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     return flattened
 
 
-def _option(record: type[Any], field: Field[Any], hint: object) -> Parameter:
+def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Parameter:
     adds = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
-    default = Parameter.empty if field.default is MISSING else field.default
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
     hint = _escaped(hint, getattr(adds, "GROUP", None))
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _escaped(hint: object, panel: str | None = None) -> object:
     """Return the option's type with its help's brackets escaped, which rich would take for markup, and its panel."""
-    if typing.get_origin(hint) is not Annotated:
+    if get_origin(hint) is not Annotated:
         return hint
-    kind, info = typing.get_args(hint)
+    kind, info = get_args(hint)
     info = copy.copy(info)
     info.help = info.help and info.help.replace("[", r"\[")
     info.rich_help_panel = panel or info.rich_help_panel

@@ -54,9 +54,6 @@ def _check_device(name: str) -> str:
 
 
 Device = Annotated[str, Option(metavar="auto|cpu|cuda|mps", help="Where networks run.", callback=_check_device)]
-Weights = Annotated[
-    str, Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
-]
 Trust = Annotated[
     bool, Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
 ]
@@ -64,7 +61,6 @@ Force = Annotated[bool, Option("--force", help="Replace an output that exists.")
 # What an input that is no image may be made of; the first is meant where nothing is said.
 _TYPES = ("float32", "int64", "int32", "bool")
 Value = bool | int | float | str | None
-_PREPARED = ("image_mean", "image_std", "crop_pct", "interpolation")
 _DATA = (
     "Class folders, a .tar of them, a CSV (file,label), timm's PREFIX/NAME[:ROOT], or a folder of .npy or .safetensors "
     "files."
@@ -76,7 +72,9 @@ class Opening:
     """How a MODEL is opened."""
 
     GROUP: ClassVar[str] = "How MODEL is opened"
-    weights: Weights = "pretrained"
+    weights: Annotated[
+        str, Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
+    ] = "pretrained"
     arch: Annotated[str | None, Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")] = None
     arch_arg: Annotated[
         list[str] | None,
@@ -132,7 +130,7 @@ class ImageOpening(Opening):
 
     def words(self, name: str) -> list[str]:
         """See `Opening.words`."""
-        images = {f"--{key.replace('_', '-')}": getattr(self, key) for key in _PREPARED}
+        images = {flag(key): getattr(self, key) for key in ("image_mean", "image_std", "crop_pct", "interpolation")}
         options = [(option, str(value)) for option, value in images.items() if value is not None]
         return [*Opening.words(self, name), *itertools.chain(*options)]
 

@@ -32,10 +32,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from normswap import demo_files
 from normswap.errors import OptionError, SourceError, first_line, quiet, spelled
 from normswap.images import array_files
-from normswap.models import network_input, zoo
+from normswap.models import network_input, preprocessing
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
-from normswap.models.preprocessing import stated
 from normswap.models.weight_files import some
 
 TRAIN = ("train", "training")
@@ -197,13 +196,13 @@ def open_images(
 
 
 def image_record(model: nn.Module) -> Cfg:
-    """Return a network's preprocessing (`zoo.data_config`) and classes, counted by a run where none are stated."""
-    record = stated(model)
+    """Return a network's preprocessing (`data_config`) and classes, counted by a run where none are stated."""
+    record = preprocessing.stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
     if count is None:
         count = _counted(model)
     named = {name: record.get(name) for name in ("label_names", "inputs")}
-    return {**zoo.data_config(model), "num_classes": count, **named}
+    return {**preprocessing.data_config(model), "num_classes": count, **named}
 
 
 def _counted(model: nn.Module) -> int | None:

@@ -16,8 +16,7 @@ from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normswap.layers.own import GAMMA, OwnLayer
-from normswap.layers.planned_layer import Linearity
+from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)

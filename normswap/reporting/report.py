@@ -17,10 +17,8 @@ from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers.own import scales_branch
-from normswap.layers.planned_layer import planned_layers
-from normswap.models import devices, network_input, zoo
-from normswap.models.calling import form
+from normswap.layers.planned_layer import planned_layers, scales_branch
+from normswap.models import calling, devices, network_input, zoo
 from normswap.plan import Arch, Body, Plan, Step
 from normswap.storage import checkpoint
 from normswap.surgery import reverification
@@ -118,7 +116,7 @@ def collect(
     assert record.arch is not None
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)
-    network = Network(result, form(result).of(batch))
+    network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
     anatomy = bare.anatomy

@@ -17,12 +17,9 @@ _registered: dict[str, Scheme] = {}
 
 
 def register_scheme(name: str, scheme: Scheme) -> Scheme:
-    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`.
+    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`. Returns it, under its name.
 
     An installed package names the module that does this among its entry points `normswap.schemes`.
-
-    Returns:
-        The scheme, under its name.
 
     Raises OptionError: there is a scheme of that name, or it is none.
     """

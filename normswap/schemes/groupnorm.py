@@ -1,9 +1,8 @@
 """GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
-With mean m and variance v of a group's channels, from running statistics: gamma' = s sqrt(v + eps), beta' = beta + s (m
-- mean), where s is the BatchNorm's slope. By default eps is 9 times the mean variance (`--relative-eps`), so nine
-tenths of v + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before
-the norm, so that a sample's own statistics cost least.
+`layers.per_sample` has the formulas. By default eps is 9 times the mean variance (`--relative-eps`), so nine tenths of
+variance + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before the
+norm, so that a sample's own statistics cost least.
 """
 
 from torch import nn
@@ -94,9 +93,8 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
-        builder.notes.append(
-            f"{path}: groups of {channels // count} channels, as groups of 1 erase each channel's mean"
-        )
+        size = channels // count
+        builder.notes.append(f"{path}: groups of {size} channels, as groups of 1 erase each channel's mean")
     elif count != groups:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
     return count

@@ -13,12 +13,11 @@ from torch import fx
 
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, propagates_scale
-from normswap.folding.rescaling import attempt, enlarge
+from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagates_scale
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from normswap.errors import OptionError, flag, spelled
+from normswap.errors import OptionError, spelled
 
 # torch takes a second to import, and the command line needs none of it.
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ class Option:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     instead_of: str = ""
-
-    @property
-    def flag(self) -> str:
-        return flag(self.name)
 
     @property
     def placeholder(self) -> str:

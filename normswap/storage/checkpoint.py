@@ -28,7 +28,6 @@ from normswap import provenance
 from normswap.errors import OutputError, PlanError, SourceError, explained, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
-from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
@@ -164,7 +163,7 @@ def load(
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     norms = states.get(NORMS, {})
-    record = Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
+    record = provenance.Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
     return provenance.attach(model, record)
 
 
@@ -229,7 +228,7 @@ def _from_hub(source: str) -> Path | None:
     return hub.fetch(repo, (WEIGHTS,)).parent
 
 
-def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}

@@ -81,10 +81,8 @@ def by_parts(
 ) -> Outputs | None:
     """The outputs in float64; None where dtypes were mixed, or a module calls itself.
 
-    A module has float64 tensors only while its forward runs, so the network never exists twice.
-
-    Args:
-        replacements, tensors: layers and tensors that are built in float64, not cast to it (`applying.doubles`).
+    A module has float64 tensors only while its forward runs, so the network never exists twice. `replacements` and
+    `tensors` are layers and tensors that are built in float64, not cast to it (`applying.doubles`).
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
@@ -144,10 +142,7 @@ def noise(
 ) -> list[Example]:
     """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W) where that fails.
 
-    Args:
-        ran: printed examples that the network is known to run on.
-
-    Raises VerificationError: the model runs on none of them.
+    `ran`: printed examples that it is known to run on. Raises VerificationError: it runs on none of them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)

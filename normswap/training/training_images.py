@@ -119,11 +119,7 @@ class Seeded(Dataset[Example]):
 
 
 class TrainingImages:
-    """The training images of a recipe.
-
-    Args:
-        model: the network's record (`datasets.image_record`).
-        labelled: whether labels are used.
+    """The training images of a recipe; `model` is the network's record (`datasets.image_record`).
 
     Raises SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
     """

@@ -15,7 +15,6 @@ from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Mode
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
-from normswap.schemes import PURPOSES, Options, all_options
 from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Request:
     ] = None
     skip: Annotated[list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
     purpose: Annotated[
-        str | None, Option("--for", metavar="|".join(PURPOSES), help="Add what such training needs.")
+        str | None, Option("--for", metavar="|".join(schemes.PURPOSES), help="Add what such training needs.")
     ] = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, Option(metavar="FILE", help="Save the plan as JSON.")] = None
@@ -80,7 +79,7 @@ class Fitting:
 def _scheme_options() -> type[Any]:
     """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
     fields = []
-    for option, names in all_options().values():
+    for option, names in schemes.all_options().values():
         default = f" [default: {option.default}]" * (option.default != "")
         info = Option(metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}.")
         kind = str if option.kind is object else option.kind
@@ -143,7 +142,7 @@ def run(
     return 0
 
 
-def _requested_plan(request: Request, asked: Options) -> Plan | None:
+def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
     file = request.from_plan
     if file is None:
         _check(request, asked)
@@ -161,7 +160,7 @@ def _requested_plan(request: Request, asked: Options) -> Plan | None:
     return plan
 
 
-def _check(request: Request, asked: Options) -> None:
+def _check(request: Request, asked: schemes.Options) -> None:
     if request.to is None:
         remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
         raise OptionError("nothing says what to convert to", remedy=remedy)
