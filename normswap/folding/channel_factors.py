@@ -114,7 +114,7 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            if not self.builder.anatomy.takes_part(str(node.target)) or self._called(module) > 1:
+            if not self.builder.anatomy.takes_part(str(node.target)) or self.traced.called(module) > 1:
                 return None
             return channels
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
@@ -132,7 +132,7 @@ class Channels:
         return channels if propagates_scale(self.builder, node) else None
 
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
-        if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
+        if self.traced.called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             # Channels that are not the second dimension are not followed.
             return False
         if not self.builder.anatomy.takes_part(str(node.target)):
@@ -142,9 +142,6 @@ class Channels:
         except NotFoldable:
             return False
         return True
-
-    def _called(self, module: nn.Module) -> int:
-        return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
         for channels in arms:

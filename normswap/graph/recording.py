@@ -275,11 +275,7 @@ def record_once(
         raise TraceError(", at ".join(filter(None, (where, recorder.failed))), why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
-    calls: dict[int, list[fx.Node]] = {}
-    for node in recorder.graph.nodes:
-        if node.op == "call_module":
-            calls.setdefault(id(modules[str(node.target)]), []).append(node)
-    traced = Traced(recorder.graph, modules, calls, recorder.outputs, recorder.opaque, recorder.constants)
+    traced = Traced(recorder.graph, modules, recorder.outputs, recorder.opaque, recorder.constants)
     traced.recorded.append(str(example))
     traced.untracked, traced.size_dependent = recorder.untracked, recorder.size_dependent
     traced.branches = list(dict.fromkeys(recorder.branches))

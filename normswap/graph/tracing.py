@@ -53,7 +53,6 @@ class Traced:
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
-    calls: dict[int, list[fx.Node]]
     outputs: dict[fx.Node, list[str]]
     opaque: dict[str, str]
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -69,11 +68,12 @@ class Traced:
     heads: bool = False
     form: Example = field(default_factory=lambda: Example(()))
     nodes: list[fx.Node] = field(init=False)
+    calls: dict[int, list[fx.Node]] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
-        self.users = {}
+        self.calls, self.users = {}, {}
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
         self._connect(self.nodes)
@@ -90,10 +90,7 @@ class Traced:
         paths: dict[int, str] = {}
         for node in [*self.nodes, *self.alternative_nodes]:
             if node.op == "get_attr" and self.users[node]:
-                value: object = self.modules[""]
-                for name in str(node.target).split("."):
-                    value = getattr(value, name, None)
-                paths.setdefault(id(value), str(node.target))
+                paths.setdefault(id(self.fetch(str(node.target))), str(node.target))
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
@@ -109,6 +106,8 @@ class Traced:
     def _connect(self, nodes: list[fx.Node]) -> None:
         for i, node in enumerate(nodes, len(self._above)):
             self.users[node], self._index[node] = [], i
+            if node.op == "call_module":
+                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
             mask = 1 << i
             for source in inputs(node):
                 self.users[source].append(node)
@@ -117,9 +116,6 @@ class Traced:
 
     def add_alternative(self, other: Traced) -> None:
         """Add the graph of a record that took another way; a change of a module must be right there, too."""
-        for node in other.nodes:
-            if node.op == "call_module":
-                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
