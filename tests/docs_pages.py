@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from normswap.errors import flag
 from normswap.schemes.catalogue import TARGETS
-from normswap.schemes.options import Option
+from normswap.schemes.scheme import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -59,18 +60,15 @@ class Block:
         return next((one.partition("=")[2] for one in self.marks if one.startswith(f"{mark}=")), "")
 
     def lines(self) -> list[str]:
-        """Commands, one each."""
         joined = self.text.replace("\\\n", " ")
         return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced block of a page."""
     return blocks_in(page.read_text(encoding="utf-8"))
 
 
 def blocks_in(text: str) -> list[Block]:
-    """Every fenced block of a text."""
     found = _BLOCK.findall(text)
     return [Block(language, tuple(marks.split()), text) for language, marks, text in found]
 
@@ -106,13 +104,12 @@ def _with_headings(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def options() -> str:
-    """The options of all schemes as a table."""
     schemes_of: dict[Option, list[str]] = {}
     for scheme, record in TARGETS.items():
         for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
     rows = [
-        (f"`{option.flag}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
+        (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
         for option, names in schemes_of.items()
     ]
     head = [("option", "of", "default", "what it does"), ("---",) * 4]

@@ -134,13 +134,7 @@ def trackers(asked: str) -> list[str]:
 
 
 class Task:
-    """The objects of the training loop.
-
-    Args:
-        subject: the network as training begins.
-        images: the training images.
-        engine: Accelerate's view of the machine.
-    """
+    """The objects of the training loop; `subject` is the network as training begins."""
 
     def __init__(self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator) -> None:
         train = recipe.train
