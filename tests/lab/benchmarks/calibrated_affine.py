@@ -10,14 +10,12 @@ from pathlib import Path
 
 import torch
 from kept import Kept, Row, arguments
-from layer_norms import times
+from layer_norms import in_format
 from schemes_table import ROOT
 from torch import Tensor, nn
 from unlabelled import distance, outputs, recovered, unet, written
 
 import normswap
-from normswap.exporting import formats
-from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.images.datasets import make_loader
 
 KEYS: dict[str, tuple[str, ...]] = {"one group": (), "groups of 4 channels": ("convert.options.group_size=4",)}
@@ -59,19 +57,7 @@ def measured(keys: tuple[str, ...]) -> Row:
         ours = outputs(network, kind.tested)
         alike = 100 * float((ours[0].argmax(1) == theirs[0].argmax(1)).double().mean())
         rows[count] = [kind.measure(network), distance(ours, theirs), alike, tile_off(network, whole)]
-    return {"rows": rows, "runtimes": {name: run_by(name, list(networks.values()), large) for name in RUNTIMES}}
-
-
-def run_by(runtime: str, networks: list[nn.Module], x: Tensor) -> list[tuple[int, float]]:
-    """How many operators each network has in a file, and the milliseconds that it takes."""
-    form, runs, operators = formats.get(runtime), [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, network in enumerate(networks):
-            file = Path(folder) / f"network{number}{form.ending}"
-            form.write(FileContents(Shipped(network), (x,)), file)
-            operators.append(sum(form.functions.nodes(file).values()))
-            runs.append((network, form.open(file)))
-        return list(zip(operators, times(runs, x), strict=True))
+    return {"rows": rows, "runtimes": {name: in_format(name, networks.values(), large) for name in RUNTIMES}}
 
 
 def lines(name: str, row: Row) -> list[str]:
@@ -79,9 +65,8 @@ def lines(name: str, row: Row) -> list[str]:
     found = []
     for at, (count, (iou, off, alike, tile)) in enumerate(row["rows"].items()):
         norms = f"folded, {count} images" if int(count) else "GroupNorm"
-        figures = [row["runtimes"][runtime][at] for runtime in RUNTIMES]
         cells = [name, norms, f"{iou:.1f}", f"{off:.3f}", f"{alike:.1f} %", f"{tile:.2g}"]
-        cells += [f"{operators}, {ms:.1f} ms" for operators, ms in figures]
+        cells += [f"{of['operators'][at][0]}, {of['times'][at]:.1f} ms" for of in row["runtimes"].values()]
         found.append(f"| {' | '.join(cells)} |")
     return found
 

@@ -1,4 +1,4 @@
-"""torchvision's Faster R-CNN with two images per update: FrozenBatchNorm2d, folded, exported to ONNX.
+"""torchvision's Faster R-CNN with two images per update: FrozenBatchNorm2d, and folded.
 
     python tests/lab/benchmarks/detection.py -o tests/lab/benchmarks/detection.md
 
@@ -8,16 +8,8 @@ choose nothing. What is measured is kept, a line each, in runs/detection.jsonl.
 """
 
 import functools
-import tempfile
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import onnx
-import onnxruntime
 import torch
 import torchvision
 from canvases import CLASSES, NETWORK, SIDE, Canvases, canvases
@@ -38,7 +30,6 @@ TRAINED, HELD_OUT, TESTED = 600, 100, 300
 BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 300, (0, 1)
 FROZEN, FOLDED = "FrozenBatchNorm2d", "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
-EXPORTED, ROUNDS = 100, 20
 TUNING = Tuning(RATES, SEEDS, "found")
 HOW = f"""
 `FasterRCNN` of torchvision on the ResNet of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10
@@ -107,75 +98,6 @@ def found(model: nn.Module, pictures: Canvases) -> float:
     return 100 * right / pictures.classes.numel()
 
 
-class One(nn.Module):
-    """Of one picture (3, H, W): boxes, labels, scores."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, picture: Tensor) -> Detections:
-        said = self.network([picture])[0]
-        return said["boxes"], said["labels"], said["scores"]
-
-
-def apart(ours: list[Detections], others: list[Detections]) -> Row:
-    """How far two lists of detections are from each other: those that differ in number or class, and the rest."""
-    same = [len(a[1]) == len(b[1]) and bool((a[1] == b[1]).all()) for a, b in zip(ours, others, strict=True)]
-    pairs = [(a, b) for a, b, alike in zip(ours, others, same, strict=True) if alike]
-    return {
-        "other": same.count(False), "detections": sum(len(a[1]) for a in ours),
-        "pixels": max(float((a[0] - b[0]).abs().max()) for a, b in pairs if len(a[1])),
-        "scores": max(float((a[2] - b[2]).abs().max()) for a, b in pairs if len(a[1])),
-    }  # fmt: skip
-
-
-def write_onnx(model: nn.Module, file: Path) -> None:
-    """By torch's older exporter: the newer one cannot tell how many boxes are left over before it suppresses some."""
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(One(model).eval(), (torch.zeros(3, SIDE, SIDE),), str(file), dynamo=False, opset_version=17,
-                          input_names=["picture"], output_names=["boxes", "labels", "scores"])  # fmt: skip
-
-
-def ship(known: Canvases, lr: float, test: Canvases) -> Row:
-    """A trained detector folded, both exported: what is told apart, how many operators, how long."""
-    source, _ = learned(detector(FROZEN, SEEDS[0]), lr, SEEDS[0], UPDATES, known)
-    model = folded(source)
-    pictures = list(test.pictures[:EXPORTED])
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        runs: dict[str, Callable[[Tensor], Any]] = {}
-        nodes: dict[str, dict[str, int]] = {}
-        for said, network in (("source", source), ("folded", model)):
-            file = Path(folder) / f"{said}.onnx"
-            write_onnx(network, file)
-            nodes[said] = dict(Counter(node.op_type for node in onnx.load(file).graph.node))
-            session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-            runs[said] = One(network)
-            runs[f"{said} in ONNX Runtime"] = functools.partial(run_file, session)
-        answers = {said: [run(picture) for picture in pictures] for said, run in runs.items()}
-        seconds = timed(runs, pictures[:10])
-    return {"apart": {said: apart(answers["source"], one) for said, one in answers.items()}, "nodes": nodes,
-            "seconds": seconds}  # fmt: skip
-
-
-def run_file(session: onnxruntime.InferenceSession, picture: Tensor) -> Detections:
-    boxes, labels, scores = (torch.from_numpy(value) for value in session.run(None, {"picture": picture.numpy()}))
-    return boxes, labels, scores
-
-
-def timed(runs: dict[str, Callable[[Tensor], Any]], pictures: list[Tensor]) -> dict[str, float]:
-    """Median seconds a picture, measured in turns."""
-    seen: dict[str, list[float]] = {said: [] for said in runs}
-    for _ in range(ROUNDS):
-        for said, run in runs.items():
-            start = time.perf_counter()
-            for picture in pictures:
-                run(picture)
-            seen[said].append((time.perf_counter() - start) / len(pictures))
-    return {said: sorted(values)[len(values) // 2] for said, values in seen.items()}
-
-
 def measure(kept: Kept, write: Callable[[], None]) -> None:
     train_set, test = canvases("train", TRAINED + HELD_OUT, seed=0), canvases("test", TESTED, seed=1)
     known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
@@ -187,8 +109,6 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
 
     trial, final = functools.partial(run, TRIAL, held_out), functools.partial(run, UPDATES, test)
     TUNING.measure(kept, WAYS, trial, final, write)
-    lr = TUNING.runs(kept, FROZEN)[0]["lr"]
-    kept.get(("shipped",), lambda: ship(known, lr, test))
 
 
 def trained_table(kept: Kept) -> list[str]:
@@ -202,28 +122,13 @@ def trained_table(kept: Kept) -> list[str]:
     return [*lines, "", said, "", *TUNING.tried(kept, WAYS)]
 
 
-def shipped_lines(row: Row) -> list[str]:
-    """What is not a table: a page shows the table of training alone."""
-    lines = ["", f"The trained detector with {FROZEN}, folded and exported, on {EXPORTED} test pictures:", ""]
-    for said, one in row["apart"].items():
-        lines.append(f"- {said}: {one['other']} pictures with other classes or another number; of the rest boxes "
-                     f"{one['pixels']:.1g} px and scores {one['scores']:.1g} apart at most; "
-                     f"{1000 * row['seconds'][said]:.1f} ms a picture")  # fmt: skip
-    for said, counts in row["nodes"].items():
-        lines.append(f"- {said} as ONNX: {sum(counts.values())} operators, {counts.get('Conv', 0)} Conv, "
-                     f"{counts.get('Mul', 0)} Mul, {counts.get('Add', 0)} Add")  # fmt: skip
-    return lines
-
-
 def main() -> None:
     given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "detection.jsonl", fresh=given.fresh)
 
     def write() -> None:
-        made = f"torchvision {torchvision.__version__}, onnxruntime {onnxruntime.__version__}"
-        shipped = kept.rows.get(("shipped",))
-        lines = [HOW, *trained_table(kept), *(shipped_lines(shipped) if shipped else [])]
-        kept.write(given.output, "Detection with two images per update", lines, made)
+        made = f"torchvision {torchvision.__version__}"
+        kept.write(given.output, "Detection with two images per update", [HOW, *trained_table(kept)], made)
 
     measure(kept, write)
     write()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,13 @@ def run_by(name: str, file: Path) -> int | None:
     return None
 
 
-def measured(name: str) -> Row:
+def in_format(name: str, networks: Iterable[nn.Module], x: Tensor) -> Row:
     """Files of one format: operators, and milliseconds where this system runs them."""
-    form, x = formats.get(name), torch.randn(1, 3, 224, 224)
+    form = formats.get(name)
     operators: list[Any] = []
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        for i, network in enumerate(networks().values()):
+        for i, network in enumerate(networks):
             file = Path(folder) / f"network{i}{form.ending}"
             form.write(FileContents(Shipped(network), (x,)), file)
             nodes = form.functions.nodes(file)
@@ -97,10 +98,12 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "layer_norms.jsonl", fresh=args.fresh)
     columns = ("format", *(f"{name}: operators" for name in NETWORKS), *(f"{name}: ms" for name in NETWORKS))
+    x = torch.randn(1, 3, 224, 224)
     lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in track(formats.names(), transient=True):
         try:
-            lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
+            row = kept.get((name,), lambda name=name: in_format(name, networks().values(), x))
+            lines.append(line(name, row))
         except NormswapError as error:
             lines.append(f"| {name} | {first_line(error)} |")
     kept.write(args.output, "LayerNorms, RMSNorms and folded norms in the runtimes", lines)
