@@ -159,6 +159,7 @@ class Scheme:
         fit: fit(task) sets values of the result from data, in place, where the function is not kept; it may return what
             the user should know. A batch is a call, `batch.call(task.source)`.
         needs_data: whether `fit` needs images of the user's.
+        takes_all_images: `fit` measures statistics, on all images; none is held out.
         settle: of an exact scheme whose `fit` measures statistics on images: settle(source, result, step) sets the
             other tensors, in place, so that the function is kept. Synthetic images are refused.
         starts_from: the scheme that a network without norms must be brought to first.
@@ -174,6 +175,7 @@ class Scheme:
     exact: bool | Callable[[Options], bool] = True
     fit: FitFunction | None = None
     needs_data: bool = False
+    takes_all_images: bool = False
     settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
     starts_from: str | None = None
     on_branches: bool = False

@@ -113,8 +113,7 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         return Fitted()
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
-    # Steps that are no targets measure statistics, on all images.
-    if batches is not None and chosen.scheme.name not in schemes.STEPS and not isinstance(images, SyntheticImages):
+    if not (batches is None or chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)):
         calls = list(batches) if isinstance(batches, Iterator) else batches
         batches = split = held_out.HeldOutSplit(calls, network.device)
     assert chosen.scheme.fit is not None
