@@ -100,7 +100,7 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
     for block in seen.blocks:
         wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
-    points = signal_propagation(Network(model), noise(8, 128))
+    points = signal_propagation(Network(model), noise(4, 96))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
     assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
 
@@ -227,7 +227,7 @@ def slope(role: str) -> float:
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
-    for name, values, formula, theory in of_papers(24, 400, 2):
+    for name, values, formula, theory in of_papers(16, 300, 2):
         assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
@@ -238,7 +238,7 @@ def test_awake_revives_what_timm_zeroes() -> None:
     nfnet = {"channels": (256, 256, 256, 256)}
     for name, args in (("resnet18", NARROW["resnet18"]), ("nf_resnet26", {}), ("dm_nfnet_f0", nfnet)):
         asleep = timm.create_model(name, **args)
-        x = noise(1, 64)
+        x = noise(2, 32)
         dead = [p.added_variance for p in signal_propagation(Network(asleep, x), batch_statistics=True)]
         alive = [p.added_variance for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)]
         assert max(dead) == 0 < min(alive)

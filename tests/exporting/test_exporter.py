@@ -46,7 +46,6 @@ def forms(*names: str) -> list[Any]:
 
 
 def network(name: str = "resnet10t", **args: Any) -> tuple[nn.Module, Tensor]:
-    """A network that looks trained, in float32, and images for it."""
     torch.manual_seed(0)
     model = timm.create_model(name, **(args or (V2 if "v2" in name else V1)))
     x = torch.randn(5, 3, 64, 64)
@@ -92,7 +91,6 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
 
 @functools.cache
 def plain_nodes() -> dict[str, int]:
-    """Of the network as it is."""
     with tempfile.TemporaryDirectory() as folder:
         return normswap.export(network()[0], Path(folder) / "b.pt2", input_size=(3, 64, 64)).nodes
 

@@ -29,7 +29,6 @@ def room_of(file: Path) -> str:
 
 
 def counted() -> dict[str, int]:
-    """Lines by room, and the sums."""
     package = sorted(ROOT.rglob("*.py"))
     rooms = {room_of(file): 0 for file in package}
     for file in package:

@@ -230,7 +230,6 @@ HEALTHY = (*imagenet.AT_HAND, *OTHER_KINDS, *TRAINED_HERE)
 
 
 def main() -> None:
-    """Print the table."""
     print(doctor.HEAD)
     named: list[bool] = []
     for label, planted in FAULTS.items():

@@ -126,7 +126,6 @@ def drawn(files: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:
 
 
 def tests_of(room: str) -> list[str]:
-    """The test files of a room."""
     return [str(test.relative_to(ROOT)) for test in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
 
 
