@@ -91,7 +91,8 @@ def compare(network: Network, example: Example) -> list[Deviation]:
 def first_apart(network: Network, example: Example, deviations: Iterable[Deviation]) -> Departure | None:
     """The first layer whose output departs under torch.compile, which gives all layers' outputs then, and fuses less.
 
-    None where the outputs do not depart, or where no layer does then.
+    None where the outputs do not depart, or where no layer does then. A function has no value: one before a module that
+    departs is named with it.
     """
     from torch._inductor import config
 
