@@ -338,6 +338,7 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
     file = tmp_path / "net.pt2"
     options = ["--data", data, "--samples", "5"] if data else []
     assert main(["export", "demo", "-o", str(file), *options]) == 0
+    assert main(["export", "demo", "-o", str(file)]) == 2, "it exists"
     assert main(["inspect", str(file)]) == 0
     exported, inspected = re.split(rf"\nfile +{re.escape(str(file))} ", capsys.readouterr().out)
     assert ("on noise only; give --data" in exported) is (data is None)
