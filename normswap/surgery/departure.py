@@ -12,9 +12,7 @@ from torch import Tensor, fx, nn
 from normswap.graph import recording, tracing
 from normswap.models.calling import Example
 
-# Rounding costs layers of one kind about the same: one that is off by so many times their median stands out.
-_JUMP = 5
-# Rounding to int8 costs most layers up to 0.05; a value that is off by half of its size is another layer's.
+# A value that is off by half of its size is another layer's; rounding to int8 costs most layers up to 0.05.
 _SIMILAR = 0.5
 
 
@@ -40,14 +38,16 @@ class Departure:
 
 
 @torch.no_grad()
-def first_apart(network: nn.Module, example: Example, values: Iterable[object], allowed: float) -> Departure | None:
+def first_apart(
+    network: nn.Module, example: Example, values: Iterable[object], allowed: float, jump: float = 0.0
+) -> Departure | None:
     """The first layer whose output is not among `values`, all that a file or a result computes of the same input.
 
     The network, a copy that may be written to, goes on with the result's value of an operation where that is near, so
     each is measured alone. One of which the result has no value, as runtimes fuse some, is right where its reader is.
 
     Args:
-        allowed: the relative L2 that an operation may be off by.
+        allowed: the relative L2 that an operation may be off by, or `jump` times the median of others of its kind.
     """
     traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
@@ -61,7 +61,7 @@ def first_apart(network: nn.Module, example: Example, values: Iterable[object], 
 
     def stands_out(departure: Departure) -> bool:
         others = [other.relative_l2 for other in near if other.kind == departure.kind and other is not departure]
-        return departure.relative_l2 > max(allowed, _JUMP * statistics.median(others or [0.0]))
+        return departure.relative_l2 > max(allowed, jump * statistics.median(others or [0.0]))
 
     for node, departure in departures.items():
         if departure.relative_l2 <= _SIMILAR:

@@ -57,7 +57,6 @@ def weights(model: nn.Module) -> int:
 
 
 def on_disk(file: Path) -> int:
-    """Bytes of the file and of what belongs to it."""
     parts = [file, file.with_suffix(".bin")]
     return sum(part.stat().st_size for part in parts if part.exists())
 
