@@ -8,7 +8,9 @@ then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -20,26 +22,41 @@ from normswap.surgery.network import Network
 
 # From so many images in a batch on, BatchNorm is no trouble.
 ENOUGH = 16
+_PLAIN = "the norm of other libraries: normalizes fully, keeps less at once"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One target, why, the command, and whether the function is kept exactly."""
+    """One target with its options, why, the command, and whether the function is kept exactly."""
 
     scheme: str
     why: str
     command: str
     exact: bool
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """The target as it is typed after --to; what the purpose adds is the same for all."""
+        words = [spelled(name, value) for name, value in self.options.items() if name != "purpose"]
+        return " ".join([self.scheme, *words])
 
 
 def advise(
-    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
+    network: Network,
+    name: str,
+    batch_size: int,
+    *,
+    private: bool = False,
+    deploy: bool = False,
+    data: str | None = None,
 ) -> tuple[list[Advice], dict[str, str]]:
     """Find the possible targets for a network, the best first, and why others are not possible.
 
     Args:
         name: the network's name in the commands.
         batch_size: the images that would share statistics: those of a device, or of a client.
+        data: images that the targets will be tried on; the plain GroupNorm is then a target, too.
 
     Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
     """
@@ -50,20 +67,27 @@ def advise(
             f"{spelled('private', True)} and {spelled('deploy', True)}", "one trains, the other does not", "Ask twice"
         )
     possible, refused = [], {}
-    for target, why in _wishes(network.module, batch_size, private, deploy):
+    purpose = {"purpose": "opacus"} if private else {}
+    wishes = [(target, why, purpose) for target, why in _wishes(network.module, batch_size, private, deploy)]
+    if data is not None:
+        plain = [(target, _PLAIN, {"relative_eps": 0, **purpose}) for target, _, _ in wishes if target == "groupnorm"]
+        wishes += plain
+    for target, why, options in wishes:
         if target == "batchnorm":
             possible.append(Advice(target, why, "", True))
             continue
         scheme = schemes.get(target)
         is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
-        command = f"normswap convert {name} --to {target}" + " --calibrate DATA" * is_fitted + " --for opacus" * private
+        advice = Advice(target, why, "", not is_fitted, options)
+        fitting = f" --calibrate {shlex.quote(data or 'DATA')}" * is_fitted
+        command = f"normswap convert {name} --to {advice.target}{fitting}" + " --for opacus" * private
         try:
-            list(plan_steps(network, target, measured=is_fitted, purpose="opacus" if private else None))
+            list(plan_steps(network, target, measured=is_fitted, **options))
             if target == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
                 why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
-            possible.append(Advice(target, why, command, not is_fitted))
+            possible.append(replace(advice, why=why, command=command))
         except RefusedError as error:
-            refused[target] = str(error)
+            refused[advice.target] = str(error)
     if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return possible, refused
