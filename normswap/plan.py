@@ -202,7 +202,6 @@ class Plan:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
     def to_json(self, indent: int | None = None) -> str:
-        """Write the plan."""
         return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
 
     @staticmethod

@@ -1,7 +1,5 @@
 """Run an exported file in a fresh process that has only the file's own runtime: importing anything else fails there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

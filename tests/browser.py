@@ -1,7 +1,5 @@
 """Where Chromium is, and how it is started without a screen."""
 
-from __future__ import annotations
-
 import shutil
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -1,7 +1,5 @@
 """Commands as the tests run them: in a folder of their own, with JSON read, and refusals held to one line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,8 +1,6 @@
 """One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; lines
 of one width, whatever terminal pytest runs in; and no test is left out but for a reason that is known."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tables of which a part runs by default, so that each row is met, and the rest is long."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -7,8 +7,6 @@ file, which a script wrote, each below its heading; `<!-- from FILE: PATTERN -->
 table behind `<!-- options -->` has the options of all schemes, from their records.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

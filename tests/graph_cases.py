@@ -1,7 +1,5 @@
 """Tiny networks in which a norm is hard to move, each with what must happen to its norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404
 "read-only" and "no-token" (take nothing).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Networks that take their inputs in other forms than a tensor, and a plain one that computes the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ lost in it unseen. Here every gamma and beta is random, some gammas are negative
 measured on what reaches it (as training mode would) and then perturbed, so that the input moves the output.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

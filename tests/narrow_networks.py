@@ -1,7 +1,5 @@
 """Narrow networks of timm's that look as if they had been trained, and what a step makes of them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """torch.onnx reads its table of some five hundred operators anew for every export, which takes longer than all the rest
 of a small network's. Here it is read once for each file of tests: import the fixture, and it is used."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Networks that users write themselves: residual branches that end in a convolution or in a norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

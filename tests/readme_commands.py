@@ -1,7 +1,5 @@
 """The README's two set-up commands, for CI to run what the README says: `python tests/readme_commands.py tests`."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

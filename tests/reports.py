@@ -1,7 +1,5 @@
 """What the tests of the report share: lived-in networks on disk, and a strict reader of its HTML."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rooms of the package, from the ground up."""
 
-from __future__ import annotations
-
 ORDER = (
     ("errors", "copying", "version", "shipped", "demo_files"), ("plan", "plugins"), ("provenance",),
     ("layers",), ("models",),

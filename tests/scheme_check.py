@@ -6,8 +6,6 @@ def test_my_scheme(check_scheme):
 check_scheme("mine", share=0.5)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Every scheme under its sets of options: the rows of the tables in tests/schemes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

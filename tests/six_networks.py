@@ -1,7 +1,5 @@
 """Six small networks that look as if they had been trained, for the laws: each hard in another way."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

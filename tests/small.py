@@ -1,7 +1,5 @@
 """A small network, written in every way a model source can be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

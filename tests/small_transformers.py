@@ -1,7 +1,5 @@
 """Small networks with LayerNorms that look as if they had been trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import timm

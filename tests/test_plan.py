@@ -1,7 +1,5 @@
 """Plans are data: they survive JSON, know themselves by their digest, and refuse what they do not understand."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Doors for others: norms and schemes of third parties, by call and by an installed package."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

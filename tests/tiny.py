@@ -1,7 +1,5 @@
 """Parts of tiny networks: a module whose forward fits on a line, and what makes a norm hard to move."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

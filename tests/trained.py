@@ -3,8 +3,6 @@
 python tests/trained.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill UPDATE] [--nap SECONDS]
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

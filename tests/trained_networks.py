@@ -1,7 +1,5 @@
 """The trained networks beside the repository and in the package, the test images, and what networks say of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

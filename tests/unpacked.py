@@ -1,7 +1,5 @@
 """CIFAR-10's packed tars as plain ones, which is what normswap reads."""
 
-from __future__ import annotations
-
 import lzma
 import shutil
 import tempfile

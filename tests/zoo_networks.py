@@ -4,8 +4,6 @@
 they are `zoo_networks:NAME` with `--weights tests/data/zoo/NAME.safetensors`, where `tests` is on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -87,7 +87,7 @@ def signal_propagation(
     with torch.no_grad(), undisturbed(model):
         for example in examples:
             # A record of a network that takes a list of images is one of a single image.
-            for single in example.each() if example.listed else [example]:
+            for single in example.parted(1) if example.listed else [example]:
                 _run(model, sums, single.like(model), channels_last)
     points = []
     for depth, (block, of_block) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):

@@ -130,6 +130,6 @@ def of_report(report: Report) -> Body:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
     for error in body["logits"]:
         if not report.exact:
-            error |= {"agreement": None, "answer": ""}
+            error |= {"agreement": None, "answer": "", "axis": None}
         error["within"] = bool(error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf))
     return body

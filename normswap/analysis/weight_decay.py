@@ -7,7 +7,7 @@ The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM T
   downsampling block, does not: it sets the variance of the skip path.
 - Guideline 3: gamma_0, of a norm in the stem, does not: it sets the variance that the first stage starts from.
 - Guideline 4: gamma_other decays. A norm follows, so its size changes nothing but the effective learning rate, which
-  goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, likewise.
+  goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, likewise (4T).
 
 Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one before the first block a
 `gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. A scale per channel in the place of a norm has that

@@ -4,8 +4,6 @@ Each contender answers once first. One whose answers are not the network's is re
 not run. `torch.utils.benchmark` times the passes.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

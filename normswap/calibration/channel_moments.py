@@ -28,7 +28,6 @@ class ChannelMoments:
 
     @classmethod
     def none(cls, channels: int, device: torch.device | None = None) -> ChannelMoments:
-        """The moments of no values."""
         return cls(0, *torch.zeros(2, channels, dtype=torch.float64, device=device))
 
     @property

@@ -1,7 +1,5 @@
 """Values that reach layers, on the user's images or on dead leaves (`natural_noise.leaves`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Calibration batches as calls of a network, on its device; what cannot be one is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,9 +18,7 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
-    part_of = torch.arange(batch.count) // most
-    parted = [batch.take(part_of == i) for i in range(int(part_of[-1]) + 1)]
-    return [piece for piece in parted if piece is not None] or [batch]
+    return batch.parted(most)
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:

@@ -3,8 +3,6 @@
 At each stop the values that later nodes read are stored, batch by batch. The next stop continues from them.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import shutil

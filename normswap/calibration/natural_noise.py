@@ -4,8 +4,6 @@ The noise's amplitude falls as 1/f (Field 1987), and its colours are correlated.
 another, of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from normswap.calibration.channel_values import dead_leaves, image_moments, observed
 from normswap.calibration.checked_batches import first_images
 from normswap.layers import affine
-from normswap.layers.per_sample import before, group_moments, last, move, moved
+from normswap.layers.per_sample import before, last, match, move, moved
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
 
@@ -66,7 +65,7 @@ def choose_rescaling(
         for network in (target, result):
             move(before(network, path, holders), scale, shift)
         moved(norm, scale, shift)
-        _match(last(result.get_submodule(path)), norm, args[path]["groups"])
+        match(last(result.get_submodule(path)), affine.read(norm), *affine.statistics(norm))
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
@@ -79,15 +78,6 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
         together = NormInputs.joined([inputs[path] for path in paths]).least_costly()
         scales |= dict(zip(paths, together.split([inputs[path].var.numel() for path in paths]), strict=True))
     return scales
-
-
-def _match(norm: Any, like: Any, groups: int) -> None:
-    """Set gamma and beta of a per-sample norm so that on an average sample it computes what the BatchNorm does."""
-    scale, offset = affine.read(like)
-    mean, var = group_moments(like.running_mean.double(), like.running_var.double(), groups)
-    mean, var = (value.repeat_interleave(scale.numel() // groups) for value in (mean, var))
-    norm.weight.copy_(scale * (var + norm.eps).sqrt())
-    norm.bias.copy_(offset + scale * mean)
 
 
 @dataclass(frozen=True)

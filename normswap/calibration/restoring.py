@@ -8,8 +8,6 @@ Each layer reads what the corrected layers before it give. Moments of several re
 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast

@@ -1,7 +1,5 @@
 """The inputs and targets of a layer as rows: its input patches, at places drawn at random, never all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A fit to few images may err more on others, and least squares shrinks every laye
 weights without the fit, 1 those of the fit; between them tensors are interpolated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

@@ -4,8 +4,6 @@ Gradient descent changes noise with the spectrum of natural images until each Ba
 variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The loss of a channel x is the share of the variance of tanh(alpha x) that is no
 factor before the tanh, so every channel gets the largest factor, at most 1, with a small enough loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -9,8 +9,6 @@ filters' sums by channel and C the covariance of the channels' sums under the ke
 Gradient descent finds all factors together; each layer's loss counts as a share of its variance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast

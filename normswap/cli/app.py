@@ -3,8 +3,6 @@
 Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said in one line on stderr; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

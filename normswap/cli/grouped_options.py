@@ -4,8 +4,6 @@ Typer knows only options one by one, so it is shown a signature in which each da
 dataclass's `GROUP` is the heading of the panel in --help below which the options stand that it adds.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

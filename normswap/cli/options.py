@@ -125,6 +125,7 @@ def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: A
         progress.working(f"opening {name}") if local else nullcontext(),
         warnings.catch_warnings(record=True) as caught,
     ):
+        # Of all warnings, these alone are the user's: libraries' are in their own terms (`errors.quiet`).
         warnings.simplefilter("always", WeightsNote)
         from normswap.models import devices, zoo
         from normswap.storage import checkpoint

@@ -1,7 +1,5 @@
 """Conversions, proofs and exported files, as several commands print them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from normswap.cli.tables import counts, facts, listing, size, small, table, text
@@ -78,9 +76,9 @@ def proof(body: Body) -> None:
         rows.append(row)
     title = "Verification on {}" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
-    # A row of scores of classes needs no word.
-    answers = dict.fromkeys(error["answer"] for error in body["logits"])
-    listing("agreement", (f"by {answer}" for answer in answers if answer and not answer.endswith("axis 1")))
+    # A classifier's scores, on axis 1, need no word.
+    answers = [error["answer"] for error in body["logits"] if error["answer"] and error["axis"] != 1]
+    listing("agreement", dict.fromkeys(f"by {answer}" for answer in answers))
     listing("warning", body["vacuous"], most=5)
 
 

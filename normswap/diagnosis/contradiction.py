@@ -1,7 +1,5 @@
 """Checks of kept statistics against what the weights say they must be."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterator

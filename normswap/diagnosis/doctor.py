@@ -1,7 +1,5 @@
 """Diagnose: all checks on one network, the root of the trouble first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 

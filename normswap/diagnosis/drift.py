@@ -5,8 +5,6 @@ all before it normalize rightly: one wrong norm does not make those behind it lo
 estimates differ by chance; what does not stand out from that is not said.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

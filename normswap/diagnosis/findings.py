@@ -1,7 +1,5 @@
 """The records of a diagnosis: one network that is looked at, one trouble that was seen, all of them."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator

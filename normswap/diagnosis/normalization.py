@@ -4,8 +4,6 @@ A BatchNorm behind the stem keeps mean and variance of what the training images 
 otherwise become something else; of several ways the right one is nearest.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import suppress

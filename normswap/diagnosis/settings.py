@@ -1,7 +1,5 @@
 """Checks of what norms are set to (eps and momentum, modes, statistics that are not kept) and where they stand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of the numbers that norms keep: broken ones, ones that no training left, channels that are switched off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -8,8 +8,6 @@ are. Taken as normal and independent, they are followed through activations, sum
 Correlations, borders and gates are left out: the means come near, the variances by an order of magnitude.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 

@@ -54,6 +54,11 @@ class ExportedFile:
         """The precision of its weights, as far as the file says it."""
         return self.metadata.get("dtype", "fp32")
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether images go in, and the file says how they are prepared."""
+        return "normalize" in self.body
+
     def described(self) -> Body:
         """The file as plain records, read without running it."""
         form, nodes = self.form, self.form.functions.nodes(self.file)
@@ -86,7 +91,7 @@ class ExportedFile:
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
         """How many images it takes at once (None: any), and their size (C, H, W); raises SourceError: it says none."""
-        if "normalize" not in self.body:
+        if not self.takes_images:
             self._require_images()
         if "input" in self.body:
             return self.body["input"]["batch"], tuple(self.body["input"]["size"])
@@ -99,7 +104,7 @@ class ExportedFile:
         Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
         """
         dtype, inputs = self.precision, self.body.get("inputs")
-        if inputs and "normalize" not in self.body:
+        if inputs and not self.takes_images:
             stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}
             settings = FileSettings(self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None)
             return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)

@@ -106,8 +106,10 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
     def watch(layer: nn.Module) -> RemovableHandle:
         losing = copy.deepcopy(layer)
-        halved = 127 if 1 < getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0) else 63.5
-        losing.get_parameter("weight").sub_(_rounded(layer, halved if halves and how.levels < 127 else how.levels))
+        levels: float = how.levels
+        if halves and levels < 127:
+            levels = 127 if own_forwards.is_depthwise(layer) else 63.5
+        losing.get_parameter("weight").sub_(_rounded(layer, levels))
         losing.register_parameter("bias", None)
 
         def add_loss(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -20,6 +20,7 @@ from normswap.exporting.exported_module import FileContents, Shipped, correct_bi
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings
 from normswap.layers import affine, reparametrized
+from normswap.models import calling, network_input
 from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
@@ -129,8 +130,7 @@ def export(
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
     assumed = "" if request.inputs and not request.imaged else assumption(request.source)
-    remarks = (_REMARKS.get(dtype), form.notes.get(dtype), assumed)
-    notes = tuple(filter(None, remarks))
+    notes = tuple(filter(None, (_cast(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed)))
     quantized: Body = {}
     if how:
         correct_biases(network, how, halves=form.halves)
@@ -171,6 +171,14 @@ def export(
         noise_only,
         tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )
+
+
+def _cast(model: object, dtype: str) -> str:
+    """A note where the network has another precision than the file computes in."""
+    own, arithmetic = calling.anchor(network_input.require_module(model)).dtype, _ARITHMETIC[dtype]
+    if own in (torch.float32, HALVES.get(arithmetic)):
+        return ""
+    return f"the network is in {str(own).removeprefix('torch.')}, and the file computes in {arithmetic}"
 
 
 def folded(request: ExportRequest) -> Shipped:

@@ -198,7 +198,7 @@ class ExportRequest:
         """The file's inputs, call by call; one sample each where their number is not free."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
-            for call in [example] if self.settings.dynamic_batch else example.each():
+            for call in [example] if self.settings.dynamic_batch else example.parted(1):
                 yield tuple(call.tensors()), None
 
 

@@ -5,8 +5,6 @@ RepViT and FastViT are trained, is one convolution: kernels of one centre, strid
 channel is a kernel of one tap. All is read from the graph; no class is known by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product

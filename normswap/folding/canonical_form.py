@@ -6,8 +6,6 @@ inputs and keep a shift (`ChannelBias`); keep it as a `ChannelAffine`, which is 
 `layers.Folded` and `affine.split`. This file decides from the graph which layer absorbs which, and says why not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 import torch
@@ -217,7 +215,7 @@ def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
 
 def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
     """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node` calls."""
-    axis = builder.axes().get(value)
+    axis = builder.axes.get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.traced.module(node)).__name__
         raise NotFoldable(f"the outputs of {node.target} ({kind}) may not be its channels")

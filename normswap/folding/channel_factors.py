@@ -7,8 +7,6 @@ gate x g(x) passes on those of x. The factor of channels that anything else read
 outputs have separate factors, a depthwise one's, too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

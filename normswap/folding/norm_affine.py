@@ -7,8 +7,6 @@ the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block'
 is no module, and stays.
 """
 
-from __future__ import annotations
-
 from torch import fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder, folded_back, stays
@@ -37,9 +35,7 @@ def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def move(builder: PlanBuilder) -> None:
     """Move gamma and beta of every norm to the linear layers after it, where that is exact."""
-    norms = {
-        path: norm for path, norm in foldable_norms(builder.anatomy).items() if any(True for _ in norm.parameters())
-    }
+    norms = {path: norm for path, norm in foldable_norms(builder.anatomy).items() if list(norm.parameters())}
     if not norms:
         return
     axes = channel_axes.read(builder.traced, builder.is_identity)

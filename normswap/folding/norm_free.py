@@ -6,8 +6,6 @@ branch, and move through its gate into its last convolution. The standardized we
 Factors that cannot move stay numbers in the block. The last activation keeps its gamma: features would change.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Values that are overwritten in place: layers that pass them on must copy."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 

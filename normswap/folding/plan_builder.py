@@ -1,10 +1,9 @@
 """The plan builder: what each layer absorbs, which layer goes where, and what became of each norm."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -81,11 +80,9 @@ class PlanBuilder:
     notes: list[str] = field(default_factory=list)
     # By path, what is chained after the replacement there.
     scalars: dict[str, Then] = field(default_factory=dict)
-    _axes: Axes | None = field(default=None, repr=False)
 
     @property
     def traced(self) -> Traced:
-        """The recorded forward."""
         return self.anatomy.traced
 
     def linear(self, path: str) -> LinearBuilder:
@@ -111,11 +108,10 @@ class PlanBuilder:
     def settle(self, path: str, outcome: Outcome) -> None:
         self.outcomes[path] = outcome
 
+    @cached_property
     def axes(self) -> Axes:
-        """The axis of channels of each value; computed once."""
-        if self._axes is None:
-            self._axes = channel_axes.read(self.traced, self.is_identity)
-        return self._axes
+        """The axis of channels of each value."""
+        return channel_axes.read(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:
         then = {path: (scalar,) for path, scalar in self.scalars.items()}

@@ -1,7 +1,5 @@
 """The rules of propagation: which steps of the graph an affine map, or a positive factor, commutes with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ The function stays the same: c f(x) = f'(x) with c in the last weights of f, and
 weights of g. A sum passes a scalar to both its arms, a gate x g(x) to x alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

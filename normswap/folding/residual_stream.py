@@ -5,8 +5,6 @@ write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and e
 (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The result of `inspect` as records: norms with their roles, residual blocks, and the graph they were read from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn

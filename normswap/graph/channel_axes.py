@@ -5,8 +5,6 @@ of two sizes are read where the network takes two. The channel numbers of a line
 every step that acts on all channels alike.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

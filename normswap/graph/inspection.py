@@ -5,8 +5,6 @@ whose following convolution) ends a residual branch; `down`, on a projection ski
 first norm of a downsampling block, which feeds the skip; `head` after the last block; `other`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ record of a small example is enough. Nodes of another path are kept, too (`Trace
 module must be right on both.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import sys
@@ -135,8 +133,10 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
         except TraceError as error:
             first_error = first_error or error
             continue
-        candidates = [*_ranked(model, size), *_resized(network_input.noise(model, size, batch=2))] if size else []
-        return traced, example, candidates
+        if not size:
+            return traced, example, []
+        ranked = [network_input.noise(model, other, batch=3) for other in sizes if len(size) == 1 and other[1:] == size]
+        return traced, example, [*ranked, *_resized(network_input.noise(model, size, batch=2))]
     remedy = "Say what it takes: '--input NAME=SHAPE' (in Python `inputs=`)"
     raise first_error or TraceError(f"what {type(model).__name__} takes is not known", remedy=remedy)
 
@@ -202,12 +202,6 @@ def _other(x: Tensor, side: tuple[int, int]) -> Tensor:
     size = side if height * width >= 128 * 160 else (height + 32, width + 64)
     resized: Tensor = F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
     return resized
-
-
-def _ranked(model: nn.Module, size: tuple[int, ...]) -> Iterator[Example]:
-    if len(size) == 1:
-        out = next((m.out_features for m in tree(model).values() if isinstance(m, nn.Linear)), 1)
-        yield network_input.noise(model, (out, *size), batch=3)
 
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:

@@ -4,8 +4,6 @@ A pattern is a dotted path in which `*`, `?` and `[...]` stand for anything, dot
 module and all below it: `layer3`, `layer3.*.bn1`, `*.downsample`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase

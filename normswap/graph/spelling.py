@@ -1,7 +1,5 @@
 """How the recorder names an operation: as torch.fx's symbolic trace does."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias

@@ -161,7 +161,6 @@ class Traced:
         return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
-        """The linear layer at a path."""
         return cast(Linearity, self.modules[path])
 
     def fetch(self, path: str) -> Tensor:

@@ -1,7 +1,5 @@
 """How well a network classifies labelled images (top-1, top-5, loss, speed), and how often two agree."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

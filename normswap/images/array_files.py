@@ -1,7 +1,5 @@
 """Inputs that are no pictures: arrays in .npy files, or tensors by the names of inputs in .safetensors files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which modules and functions are activations, and which of them a positive factor passes: ReLU, LeakyReLU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers

@@ -5,8 +5,6 @@ sqrt(var + eps)). A person has read the `forward` of each known class; another f
 same (`known_norms`), or is refused by path.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import cast
 

@@ -7,8 +7,6 @@ library's (transformers' DINOv2) is a module without children whose only tensor 
 measured to multiply by that.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import suppress

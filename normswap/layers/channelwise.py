@@ -27,7 +27,6 @@ class ChannelAffine(PlannedLayer, OwnLayer):
         self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         x = x * per_channel(self.weight, x) + per_channel(self.bias, x)
         return self.activated(x)
 
@@ -68,7 +67,6 @@ class ChannelBias(PlannedLayer, OwnLayer):
         self.register_buffer("sign", sign)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         if self.sign is not None:
             x = x * per_channel(self.sign, x)
         x = x + per_channel(self.bias, x)

@@ -9,8 +9,6 @@ is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A ch
 f < 1: f x^ in place of x^, and f alpha in place of alpha in gamma'.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -36,7 +34,6 @@ class DynamicTanh(PlannedLayer, OwnLayer):
         self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         x = self.normalized(x) * per_channel(self.weight, x) + per_channel(self.bias, x)
         return self.activated(x)
 
@@ -84,8 +81,7 @@ def gain(alpha: float) -> float:
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
     """The gain of each channel whose input is multiplied by a factor."""
-    gains = {factor: gain(alpha * factor) for factor in set(factors.tolist())}
-    return torch.tensor([gains[factor] for factor in factors.tolist()], dtype=torch.float64).to(factors)
+    return torch.tensor([gain(alpha * factor) for factor in factors.tolist()], dtype=torch.float64).to(factors)
 
 
 def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:

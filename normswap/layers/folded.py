@@ -1,7 +1,5 @@
 """A linear layer that has absorbed its neighbours' affine maps: the algebra of folding, and its inverse."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,12 +9,11 @@ a BatchNorm if in eval mode, in float64, it computes y = weight (x - mean) / sqr
 a usual one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -79,13 +78,8 @@ class NormKind:
 
 _BATCH, _BATCH_ACT = NormKind(Statistics.POPULATION), NormKind(Statistics.POPULATION, activation=True)
 _SAMPLE, _SAMPLE_ACT = NormKind(Statistics.SAMPLE), NormKind(Statistics.SAMPLE, activation=True)
-
-
-def at_each_position(dim: int, *, centres: bool = True, activation: bool = False, single: bool = False) -> NormKind:
-    """The record of a LayerNorm over the channels in dimension `dim`, or (`centres=False`) of an RMSNorm."""
-    return NormKind(Statistics.POSITION, dim, centres, activation, single)
-
-
+# The record of a LayerNorm over the channels in a dimension, or (`centres=False`) of an RMSNorm.
+at_each_position = partial(NormKind, Statistics.POSITION)
 KINDS: dict[type[nn.Module], NormKind] = {
     _BatchNorm: _BATCH,
     nn.SyncBatchNorm: _BATCH,
@@ -123,9 +117,8 @@ _TENSORS = {"weight", "bias", "running_mean", "running_var"}
 _USUAL = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
 # A norm is tried on maps, series and volumes.
 _SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))
-# It is tried on values of both scales: a clamp bends large ones only.
-_SCALES = (1, 1000)
-_NEAR = 1e-9
+# Layers are tried on values of both scales: a clamp bends large ones only.
+SCALES = (1, 1000)
 
 
 def register_norm(
@@ -224,7 +217,7 @@ def measured_eps(module: nn.Module) -> float | None:
     for positions in _SHAPES:
         x = torch.randn(2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64)
         try:
-            pairs = [(scale * x, norm(scale * x)) for scale in _SCALES]
+            pairs = [(scale * x, norm(scale * x)) for scale in SCALES]
         except Exception:
             continue
         return next((value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None)
@@ -235,4 +228,9 @@ def _computes(norm: Any, x: Tensor, y: object, eps: float) -> bool:
     per = (1, -1, *(1,) * (x.ndim - 2))
     scale = norm.weight * torch.rsqrt(norm.running_var + eps)
     expected = x * scale.view(per) + (norm.bias - norm.running_mean * scale).view(per)
-    return isinstance(y, Tensor) and y.shape == x.shape and bool((y - expected).norm() <= _NEAR * expected.norm())
+    return is_near(y, expected)
+
+
+def is_near(y: object, expected: Tensor) -> bool:
+    """Whether a layer's output is a tensor with these values, in float64."""
+    return isinstance(y, Tensor) and y.shape == expected.shape and bool((y - expected).norm() <= 1e-9 * expected.norm())

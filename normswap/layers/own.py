@@ -1,7 +1,5 @@
 """The base of every module that a conversion leaves in a network: its affine map, the roles of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeGuard
 

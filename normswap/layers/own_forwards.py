@@ -6,8 +6,6 @@ with random weights, its weight, bias, stride, dilation and groups give its outp
 shows the padding.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -18,13 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from normswap.layers.known_norms import SCALES, is_near
 from normswap.layers.reparametrized import CONVOLUTIONS
 
 _CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
-_NEAR = 1e-9
-# Layers are tried on values of both scales: a clamp bends large ones only.
-_SCALES = (1, 1000)
 # Inputs have an odd or an even number of positions beyond the kernel's reach.
 _ROOM = (5, 8)
 
@@ -48,6 +44,11 @@ class _Watch(TorchFunctionMode):
         arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         self.read, self.padding = arguments["input"], arguments.get("padding", 0)
         raise _Reached
+
+
+def is_depthwise(layer: nn.Module) -> bool:
+    """Whether each filter of a convolution reads one of several channels."""
+    return 1 < getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0)
 
 
 def padded(layer: _ConvNd, x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def computes(layer: nn.Module) -> bool:
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        return all(_agrees(twin, room, scale, generator) for room in _ROOM for scale in _SCALES)
+        return all(_agrees(twin, room, scale, generator) for room in _ROOM for scale in SCALES)
     except Exception:
         return False
 
@@ -106,20 +107,14 @@ def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torc
     weight, bias = copy.deepcopy((layer.weight, layer.bias))
     if isinstance(layer, nn.Linear):
         x = scale * torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
-        return _near(layer.forward(x.clone()), F.linear(x, weight, bias))
+        return is_near(layer.forward(x.clone()), F.linear(x, weight, bias))
     sides = _sides(layer, room)
     x = scale * torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
     padded_x = padded(layer, x.clone())
     call = _CALLS[len(sides) - 1]
     expected = call(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
     only_padded = torch.equal(padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x)
-    return only_padded and _near(layer.forward(x.clone()), expected)
-
-
-def _near(y: object, expected: Tensor) -> bool:
-    if not isinstance(y, Tensor) or y.shape != expected.shape:
-        return False
-    return bool((y - expected).norm() <= _NEAR * expected.norm())
+    return only_padded and is_near(layer.forward(x.clone()), expected)
 
 
 def pads(layer: _ConvNd) -> bool:

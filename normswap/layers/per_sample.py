@@ -7,8 +7,6 @@ Per group, with the BatchNorm's running mean mu_c and variance var_c and s_c = g
 so that on an average sample, whose statistics are the population's, the output is the BatchNorm's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from normswap.copying import doubled
 from normswap.layers import affine, site_norm
 from normswap.layers.channelwise import ChannelAffine
+from normswap.layers.known_norms import Pair
 from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import Linearity, PlannedLayer
@@ -56,11 +55,8 @@ class GroupNorm(PlannedLayer):
         else:
             new = GroupNormAct(channels, groups, apply_act=False, **settings)
             new.act = act
-        mean, var = scale_in * mean + offset, scale_in.square() * var
-        m, v = (value.repeat_interleave(channels // groups) for value in group_moments(mean, var, groups))
         scale = scale / scale_in
-        new.weight.copy_(scale * (v + eps).sqrt())
-        new.bias.copy_(shift + scale * (m - offset))
+        match(new, (scale, shift - scale * offset), scale_in * mean + offset, scale_in.square() * var)
         for name in ("weight", "bias"):
             value = getattr(old, name, None)
             if isinstance(value, nn.Parameter):
@@ -92,6 +88,15 @@ class Recentred(PlannedLayer):
             new.weight, new.bias = nn.Parameter(ones, requires_grad=False), nn.Parameter(0 * ones, requires_grad=False)
         moved(new, scale, offset)
         return led(scale, offset, new, lead=lead)
+
+
+def match(norm: Any, affine_map: Pair, mean: Tensor, var: Tensor) -> None:
+    """Set gamma and beta of a GroupNorm, in place: it computes s x + t for a sample with these moments, (C,) each."""
+    scale, shift = affine_map
+    moments = group_moments(mean, var, norm.num_groups)
+    m, v = (value.repeat_interleave(len(scale) // norm.num_groups) for value in moments)
+    norm.weight.copy_(scale * (v + norm.eps).sqrt())
+    norm.bias.copy_(shift + scale * m)
 
 
 def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ class Vacant(PlannedLayer, OwnLayer):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         return self.activated(x)
 
     @classmethod
@@ -45,17 +45,15 @@ class Chain(Holder):
         super().__init__(inner)
         self.then = then
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Map (N, C, ...) to whatever `then` returns."""
-        output: Tensor = self.then(self.inner(x))
-        return output
+        return self.then(self.inner(x))
 
 
 class Copy(PlannedLayer, OwnLayer):
     """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         return x.clone()
 
     @classmethod

@@ -1,7 +1,5 @@
 """The layers that a plan can name: each says by itself how it is built, and how `unfold` goes back over it."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

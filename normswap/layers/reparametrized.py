@@ -5,8 +5,6 @@ arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode
 bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval mode it is a constant, which can be baked.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any, cast

@@ -38,7 +38,6 @@ class Scale(PlannedLayer, OwnLayer):
         return isinstance(self.alpha, nn.Parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         y = self.alpha.to(x) * x
         if self.bias is not None:
             y = y + self.bias.to(x)
@@ -86,7 +85,6 @@ class ScalarBias(PlannedLayer, OwnLayer):
         self.bias, self.act = nn.Parameter(bias), act
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         x = x + self.bias.to(x)
         return self.activated(x)
 

@@ -1,7 +1,5 @@
 """Random numbers that begin anew for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -47,7 +47,6 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         if self.training and self.ghost:
             batches = input.split(self.ghost_sizes(len(input)))
             x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
@@ -122,7 +121,6 @@ class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
     """torchvision's frozen BatchNorm for any dimensions, in one kernel, under autocast in the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
@@ -164,7 +162,6 @@ class EvalNorm(PlannedLayer, OwnLayer):
     running_var: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, ...) to (N, C, ...)."""
         x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return self.activated(x)
 

@@ -5,8 +5,6 @@ arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is 
 to zero. Other filters need one more number each, their mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

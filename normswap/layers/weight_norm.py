@@ -1,7 +1,5 @@
 """A convolution that has absorbed its neighbours (`Folded`), with weight norm or spectral norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

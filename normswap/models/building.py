@@ -1,7 +1,5 @@
 """The result of every kind of source: a bare network, how to build it again, and how to get its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar

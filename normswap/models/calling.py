@@ -109,13 +109,13 @@ class Example:
         return self.on(tensor.device).map_floats(lambda values: values.to(tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
-        """On that device."""
         return self.map(lambda tensor: tensor.to(device))
 
-    def each(self) -> list[Example]:
-        """Its samples one by one, or itself where it cannot be parted."""
-        samples = [self.take(torch.arange(self.count) == i) for i in range(self.count)]
-        return [sample for sample in samples if sample is not None] or [self]
+    def parted(self, size: int) -> list[Example]:
+        """Its samples in order, `size` at a time, or itself where it cannot be parted."""
+        part_of = torch.arange(self.count) // size
+        parts = [self.take(part_of == i) for i in part_of.unique()]
+        return [part for part in parts if part is not None] or [self]
 
     @property
     def listed(self) -> bool:

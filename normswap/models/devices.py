@@ -1,7 +1,5 @@
 """The devices that torch has here, by their names."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

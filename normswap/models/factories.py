@@ -4,8 +4,6 @@ The module is looked for where Python looks, and in the working directory. The f
 fixed seed, so that a network it draws can be had again.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

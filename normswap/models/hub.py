@@ -3,8 +3,6 @@
 That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of preprocessing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -165,8 +163,7 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     size = kwargs.get("img_size", recorded["input_size"][1:])
     recorded["input_size"] = [chans, *to_2tuple(size)]
     recorded |= {key: per_channel(recorded[key], chans) for key in ("mean", "std") if recorded.get(key) is not None}
-    plain: Cfg = json.loads(json.dumps(recorded))
-    return plain
+    return json.loads(json.dumps(recorded))
 
 
 def bare(config: Cfg) -> Cfg:

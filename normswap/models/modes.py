@@ -1,7 +1,5 @@
 """Eval mode for a while, or nearly training mode, hooks, full precision; and how far a long piece of work has come."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ An example comes from what the user gives; else from what the network says of it
 Hugging Face config), else from its first layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -206,7 +204,7 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Sizes to try, the likeliest first."""
-    stated, first = _said(model), _first_layer(model)
+    stated, first = stated_size(model), _first_layer(model)
     sizes = list(filter(None, [stated]))
     if first and stated and len(first) == len(stated):
         sizes.append((first[0], *stated[1:]))
@@ -221,7 +219,8 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(sizes))
 
 
-def _said(model: nn.Module) -> tuple[int, ...] | None:
+def stated_size(model: nn.Module) -> tuple[int, ...] | None:
+    """The size (C, H, W) that the network, or a record of it, states."""
     configs = (provenance.of(model).pretrained_cfg, getattr(model, "pretrained_cfg", None))
     stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
     patches = getattr(getattr(model, "patch_embed", None), "img_size", None)

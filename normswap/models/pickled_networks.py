@@ -4,8 +4,6 @@ torch's own reader of weights makes the tensors, and calls nothing that it does 
 calls for is given to it as an inert class: objects of it hold what the file says of them, and do nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

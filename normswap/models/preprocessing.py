@@ -1,7 +1,5 @@
 """How a network wants its images: what its record states, what is assumed beyond that, and what the user says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -48,7 +46,10 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
     if asked:
         channels = data_config(model)["input_size"][0]
         for name in {"mean", "std"} & set(asked):
-            asked[name] = _per_channel(name, asked[name], channels)
+            if len(asked[name]) not in (1, channels):
+                why = f"images of the network have {channels} channels"
+                raise OptionError(f"{name} has {len(asked[name])} numbers", why)
+            asked[name] = per_channel(asked[name], channels)
         _record(model, asked)
     return model
 
@@ -76,9 +77,3 @@ def _record(model: nn.Module, values: Cfg) -> None:
 def stated(model: nn.Module) -> Cfg:
     """Return what a network's record, or timm's, states of its images and classes."""
     return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)
-
-
-def _per_channel(name: str, numbers: tuple[float, ...], channels: int) -> list[float]:
-    if len(numbers) not in (1, channels):
-        raise OptionError(f"{name} has {len(numbers)} numbers", f"images of the network have {channels} channels")
-    return per_channel(numbers, channels)

@@ -1,7 +1,5 @@
 """How the user says that images are prepared, and whether any can be prepared so: seen before torch is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

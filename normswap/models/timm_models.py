@@ -1,7 +1,5 @@
 """timm's networks: by name, from the Hugging Face hub, from directories. Only this room knows timm's registry."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence

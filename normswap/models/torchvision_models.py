@@ -4,8 +4,6 @@ Some builders build by the weights' name (frozen norms, auxiliary heads, another
 is a part of the architecture, as the argument `weights`; the network is built with it and nothing is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

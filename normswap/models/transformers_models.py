@@ -4,8 +4,6 @@ The class is the one that the config names, else AutoModel's; code that a reposi
 architecture is the class and its config as JSON, so that the network can be built again offline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

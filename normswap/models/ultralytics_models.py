@@ -4,8 +4,6 @@ A checkpoint's tensors are read without its code (`pickled_networks`), and the n
 the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

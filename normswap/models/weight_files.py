@@ -1,7 +1,5 @@
 """Weight files: read them without running them, and load them into a bare network strictly."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import inspect
@@ -13,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -52,23 +49,11 @@ def _own_hash(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
-class Wrapped(NamedTuple):
-    """The state dict in a weights file, and which others beside it were not taken."""
-
-    state: State
-    notes: tuple[str, ...]
-
-
 def read(file: Path) -> State:
-    """The state dict in a weights file (`read_wrapped`); a warning says which others in it were not taken."""
-    state, notes = read_wrapped(file)
-    for note in notes:
-        warnings.warn(note, WeightsNote, stacklevel=2)
-    return state
+    """The state dict in a weights file by clean names; no code in it is run, and a warning says what was not taken.
 
-
-def read_wrapped(file: Path) -> Wrapped:
-    """Read the state dict in a weights file by clean names, and run no code in it; raises SourceError: unreadable."""
+    Raises SourceError: it is unreadable.
+    """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
     try:
@@ -86,13 +71,13 @@ def read_wrapped(file: Path) -> Wrapped:
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
         raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
-    wrapped = _unwrapped(content, file)
-    for name, tensor in wrapped.state.items():
+    state = _unwrapped(content, file)
+    for name, tensor in state.items():
         if tensor.is_quantized or tensor.layout is not torch.strided:
             remedy = "Save what it was made from: plain tensors of numbers."
             raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
-    check_finite(wrapped.state, str(file))
-    return wrapped
+    check_finite(state, str(file))
+    return state
 
 
 def _unpickled(file: Path) -> object:
@@ -106,9 +91,8 @@ def _unpickled(file: Path) -> object:
         raise
 
 
-def _unwrapped(content: object, file: Path) -> Wrapped:
+def _unwrapped(content: object, file: Path) -> State:
     """Return the state dict in what a training script wrote, without what wrappers of a network put before names."""
-    notes: list[str] = []
     while isinstance(content, Mapping):
         inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
         states = [key for key, value in inner.items() if all(isinstance(entry, Tensor) for entry in value.values())]
@@ -120,7 +104,8 @@ def _unwrapped(content: object, file: Path) -> Wrapped:
             break
         taken = key or states[0]
         if others := [str(other) for other in states if other != taken]:
-            notes.append(f"{file} holds {some(others)} beside {taken}, which was taken")
+            note = f"{file} holds {some(others)} beside {taken}, which was taken"
+            warnings.warn(note, WeightsNote, stacklevel=3)
         content = content[taken]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
@@ -133,7 +118,7 @@ def _unwrapped(content: object, file: Path) -> Wrapped:
         if name in state:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
         state[name] = tensor
-    return Wrapped(state, tuple(notes))
+    return state
 
 
 def _without_prefix(state: State, bare: State) -> State:

@@ -1,7 +1,5 @@
 """Model sources: from what the user names to a network with weights, whatever kind of source it is (`kinds`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -44,8 +42,7 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 
 def create(arch: Arch) -> nn.Module:
     """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it cannot be built."""
-    model: nn.Module = kinds.by_builder(arch.builder).load().create(arch)
-    return model
+    return kinds.by_builder(arch.builder).load().create(arch)
 
 
 def skeleton(arch: Arch) -> nn.Module:

@@ -1,7 +1,5 @@
 """The demo: a small trained network that ships with the package, converted, saved, loaded and measured. Offline."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections import Counter

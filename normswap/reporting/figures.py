@@ -1,7 +1,5 @@
 """The report's figures, by matplotlib: what each shows, under which title, and what is to be said about it."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

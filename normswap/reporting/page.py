@@ -3,8 +3,6 @@
 The page is `page.html.jinja`; here is what it is filled with. Jinja escapes every text that is not marked as HTML.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ OUTCOMES = {
     "replaced": ("r", "replaced by another layer"),
     "kept": ("●", "kept"),
 }
-_PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_PAPER, _CODE = re.compile(r"arXiv:(\d{4}\.\d{4,5})"), re.compile(r"`([^`]*)`")
 
 
 def render(facts: Facts) -> str:
@@ -42,7 +40,7 @@ def render(facts: Facts) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    pages.filters |= {"cited": _cited, "small": small, "share": share}
+    pages.filters |= {"marked": _marked, "small": small, "share": share}
     norms = facts.norms
     return pages.get_template("page.html.jinja").render(
         facts=facts,
@@ -70,8 +68,9 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.4g} %"
 
 
-def _cited(paper: str) -> Markup:
-    return Markup(_PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(paper))))
+def _marked(text: str) -> Markup:
+    linked = _PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(text)))
+    return Markup(_CODE.sub(r"<code>\1</code>", linked))
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:

@@ -3,8 +3,6 @@
 The source is opened again where it is still what it was; else only what the directory itself holds is told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record in the catalogue.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A scheme's functions are named by module and function, and imported when they ar
 schemes with `normswap.register_scheme`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ class Function:
     name: str
 
     def load(self) -> Callable[..., Any]:
-        """Import it."""
         module, _, function = self.name.rpartition(".")
         loaded: Callable[..., Any] = getattr(importlib.import_module(f"normswap.{module}"), function)
         return loaded

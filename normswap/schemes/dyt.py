@@ -5,8 +5,6 @@ pre-activation networks a scale and shift in front does. `dynamic_tanh` has the 
 factors of channels with long tails.
 """
 
-from __future__ import annotations
-
 from normswap.calibration.sequential_fit import refit
 from normswap.calibration.tanh_factors import choose_factors
 from normswap.folding.plan_builder import PlanBuilder

@@ -1,13 +1,11 @@
 """Schemes that normalize filters: `nf`, `centered-weightnorm`, `weightnorm`, `spectralnorm`.
 
-Normalizer-free: y = skip + beta f(x), every convolution with standardized weights, gain and bias; no norm.
+Normalizer-free: y = skip + alpha f(x), every convolution with standardized weights, gain and bias; no norm.
 
 Convolutions become timm's `ScaledStdConv2d`, which computes exactly the filters that sum to zero. `--mean fit` rescales
 channels (`zero_sum_rescaling`) and fits zero-sum filters to the source (`sequential_fit`). `--mean keep` keeps the
 means as one more parameter per filter, and with them the function.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -60,10 +58,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         except NotFoldable as why:
             builder.notes.append(f"{path} is not standardized: {why}")
             continue
-        reads_one_channel = module.groups > 1 and module.weight.shape[1] == 1
-        keeps = mean == "keep" or (i == 0 and stem == "keep") or (reads_one_channel and depthwise == "keep")
+        is_kept = (i == 0 and stem == "keep") or (own_forwards.is_depthwise(module) and depthwise == "keep")
         linear = builder.linear(path)
-        linear.layer, linear.extra = "StandardizedConv", {"mean": keeps}
+        linear.layer, linear.extra = "StandardizedConv", {"mean": is_kept or mean == "keep"}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):

@@ -4,8 +4,6 @@
 0, and the other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the number of residual blocks.
 """
 
-from __future__ import annotations
-
 from torch import fx, nn
 
 from normswap.folding.canonical_form import fold_norms

@@ -5,8 +5,6 @@ standardization stays. Parallel branches that are summed become one convolution:
 b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697, section 3.3).
 """
 
-from __future__ import annotations
-
 from normswap.folding import branches, norm_affine
 from normswap.folding.branches import Branches
 from normswap.folding.canonical_form import fold_norms

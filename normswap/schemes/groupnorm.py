@@ -6,10 +6,6 @@ tenths of v + eps are the same for every sample. `per_sample_rescaling` chooses 
 the norm, so that a sample's own statistics cost least.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 from torch import nn
 
 from normswap.calibration.per_sample_rescaling import choose_rescaling, rescalable
@@ -29,23 +25,17 @@ def plan(anatomy: Anatomy, *, groups: int, group_size: int, relative_eps: float)
     With r = `relative_eps`, a sample whose variance is d^2 times the average is divided by sqrt((r + d^2) / (r + 1))
     times what an average sample is divided by.
     """
-
-    def groups_of(channels: int) -> int:
-        if group_size:
-            return max(channels // group_size, 1)
-        return groups
-
-    return insert_per_sample_norms(anatomy, groups_of, relative_eps)
+    return insert_per_sample_norms(anatomy, groups, group_size, relative_eps)
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
     """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every BatchNorm."""
-    return insert_per_sample_norms(anatomy, lambda channels: 1, relative_eps)
+    return insert_per_sample_norms(anatomy, 1, 0, relative_eps)
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
     """Plan a norm per channel and sample, which erases each channel's mean and size; one element is refused."""
-    return insert_per_sample_norms(anatomy, lambda channels: channels, channelwise=True)
+    return insert_per_sample_norms(anatomy, 0, 1, 0.0, channelwise=True)
 
 
 def fit(task: FitTask) -> None:
@@ -59,12 +49,12 @@ def fit(task: FitTask) -> None:
 
 
 def insert_per_sample_norms(
-    anatomy: Anatomy, groups: Callable[[int], int], relative_eps: float = 0.0, *, channelwise: bool = False
+    anatomy: Anatomy, groups: int, group_size: int, relative_eps: float, *, channelwise: bool = False
 ) -> PlanBuilder:
     """A GroupNorm in place of every BatchNorm.
 
     Args:
-        groups: the number of groups for a number of channels.
+        groups: the number of groups; `group_size`, unless it is 0: the channels of each.
         relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0, channels may be
             rescaled, by a convolution right before the norm or by a `ChannelAffine`.
         channelwise: each channel is a group.
@@ -78,7 +68,8 @@ def insert_per_sample_norms(
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
         else:
-            counts[path] = channels if channelwise else _count(builder, path, channels, groups(channels))
+            number = max(channels // group_size, 1) if group_size else groups
+            counts[path] = channels if channelwise else _count(builder, path, channels, number)
     if builder.refusals:
         return builder
     large_eps: dict[str, float] = {}

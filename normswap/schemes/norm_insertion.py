@@ -5,8 +5,6 @@ place of one that was folded forward, or left a shift or an affine map, is its i
 new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

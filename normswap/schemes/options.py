@@ -3,8 +3,6 @@
 The command line, recipes, errors, cards and pages are made from it. A registered scheme brings records of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

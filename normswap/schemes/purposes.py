@@ -5,8 +5,6 @@
 2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import fx, nn

@@ -1,7 +1,5 @@
 """Parts of the schemes that replace BatchNorms: which of them, and the convolutions before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ it, where relu(a z) = a relu(z). Without one (pre-activation networks) the branc
 instead, and the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ embedding that writes to the stream, its mean is 0. gamma stays with the norm; b
 it. The features between the blocks lose their mean. Refused where something else reads the mean.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from normswap.errors import RefusedError, spelled

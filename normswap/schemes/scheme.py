@@ -88,7 +88,6 @@ class Scheme:
 
     @property
     def defaults(self) -> Options:
-        """Its options with their defaults."""
         return {option.name: option.default for option in self.options}
 
     def is_exact(self, options: Options) -> bool:

@@ -5,8 +5,6 @@ divided by it: f has unit variance, as in the paper's analysis, and the function
 function.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ beta = mean: in eval mode nothing changes, whatever the statistics are; in train
 `estimate`: BatchNorms for norms with statistics per sample. `recalibrate`: BatchNorm's statistics anew.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import cast
 

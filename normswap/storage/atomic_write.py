@@ -1,7 +1,5 @@
 """Files are there whole or not at all: written beside their place, then renamed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

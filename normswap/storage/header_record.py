@@ -1,7 +1,5 @@
 """The record in the header of the weights: where the network is from, how it is built, its plan and its proof."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The model card that stands beside converted weights."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePath
 
 from huggingface_hub import EvalResult, ModelCardData

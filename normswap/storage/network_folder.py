@@ -1,7 +1,5 @@
 """The files of a network's directory, and whether one may be written somewhere: without importing torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from normswap.errors import OutputError, spelled

@@ -4,8 +4,6 @@ What timm alone can build and load is published so that `timm.create_model("hf-h
 anything else loads with normswap. Only the files that `checkpoint.save` wrote leave this machine, in one commit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Every replacement is built from the untouched model. Then the model is copied wi
 have no order, the source is never written to, and a tensor that is replaced is never copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias

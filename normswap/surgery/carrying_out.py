@@ -1,7 +1,5 @@
 """Carry out one step of a conversion: apply it, fit its values to data, prove the result, record what was done."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import nn

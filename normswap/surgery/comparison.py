@@ -355,7 +355,7 @@ def _with_agreement(error: Error, a: Outputs, b: Outputs, anatomy: Anatomy | Non
     if not shares:
         return error
     agreement, answer = least_agreement(shares)
-    return replace(error, agreement=agreement, answer=answer)
+    return replace(error, agreement=agreement, answer=answer, axis=class_axes(a, anatomy).get(""))
 
 
 def least_agreement(shares: Mapping[str, float]) -> tuple[float | None, str]:

@@ -23,7 +23,7 @@ from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
 from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.network import Batches, Network
+from normswap.surgery.network import Batches, Network, calls_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -240,7 +240,7 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
     images = fitting.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
-    return likeness.batchnorm_like(network, like, fitting.calls_of(images, network))
+    return likeness.batchnorm_like(network, like, calls_of(images, network))
 
 
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:

@@ -1,13 +1,10 @@
 """DO: fit values of a step's result to images, where its scheme has a `fit`; the structure never depends on data."""
 
-from __future__ import annotations
-
 import functools
-import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
@@ -19,7 +16,7 @@ from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
 from normswap.surgery import applying
 from normswap.surgery.held_out import TOO_FEW, HeldOutSplit
-from normswap.surgery.network import Batches, Network
+from normswap.surgery.network import Batches, Network, calls_of
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
@@ -51,34 +48,6 @@ class Fitted:
     held: tuple[Example, ...] = ()
     unmeasured: str = ""
     notes: tuple[str, ...] = ()
-
-
-class _Calls:
-    """Batches of any form, a function that returns them, or a single batch, as calls of a network."""
-
-    def __init__(self, calibrate: Batches, form: Example) -> None:
-        batches: object = calibrate
-        if callable(calibrate):
-            batches = calibrate()
-        several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
-        if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
-            batches = [batches]
-        self.batches: Iterable[object] = batches
-        self.form = form
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self.form.read(batch)[0] for batch in self.batches)
-
-    def __length_hint__(self) -> int:
-        return operator.length_hint(self.batches)
-
-
-def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Images as calls of the network; iterable repeatedly if the images are."""
-    calls = _Calls(images, network.form)
-    if isinstance(calls.batches, Iterator):
-        return iter(calls)
-    return calls
 
 
 def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:

@@ -1,7 +1,5 @@
 """Held-out images: every fourth of the user's, on which source and result are compared."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -83,7 +81,7 @@ def measured(
     `anatomy`, the source's, tells scores of classes from other outputs.
     """
     off = size = 0.0
-    count, same, compared = 0, defaultdict[str, float](float), defaultdict[str, int](int)
+    count, axis, same, compared = 0, None, defaultdict[str, float](float), defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None, "there is no second size"
@@ -92,6 +90,7 @@ def measured(
         floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
         squares = sum(float(value.square().sum()) for value in floats) or example.count
         off, size, count = off + squares * error.relative_l2**2, size + squares, count + example.count
+        axis = comparison.class_axes(before, anatomy).get("")
         for answer, share in comparison.agreements(before, after, anatomy).items():
             same[answer] += share * example.count
             compared[answer] += example.count
@@ -99,4 +98,4 @@ def measured(
         return None
     shares = {answer: same[answer] / count for answer in same if compared[answer] == count}
     agreement, answers = comparison.least_agreement(shares)
-    return Kept(agreement, (off / size) ** 0.5, count, answers)
+    return Kept(agreement, (off / size) ** 0.5, count, answers, axis)

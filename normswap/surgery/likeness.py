@@ -5,8 +5,6 @@ measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them (I
 section 3: a norm can be the identity). The result needs no layer of normswap's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

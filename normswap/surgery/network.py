@@ -5,7 +5,9 @@ Its anatomy, calls and images are computed once, when they are first needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol, TypeAlias
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from normswap import copying, provenance
 from normswap.calibration import synthetic_images
 from normswap.calibration.synthetic_images import SyntheticImages
-from normswap.errors import OptionError
+from normswap.errors import NormswapError, OptionError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.models import calling, network_input
@@ -37,6 +39,26 @@ class HasModel(Protocol):
     def model(self) -> nn.Module: ...
 
 
+class _Calls:
+    """Batches of any form, a function that returns them, or a single batch, as calls of a network."""
+
+    def __init__(self, calibrate: Batches, form: Example) -> None:
+        batches: object = calibrate
+        if callable(calibrate):
+            batches = calibrate()
+        several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
+        if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
+            batches = [batches]
+        self.batches: Iterable[object] = batches
+        self.form = form
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self.form.read(batch)[0] for batch in self.batches)
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self.batches)
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """A network, how it is called, and the images that its values are fitted to. No function that takes it changes it.
@@ -47,7 +69,8 @@ class Network:
         module: the network itself.
         inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
             default random ones of its stated shapes (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
-        size: (C, H, W) of one input; by default the network's own (`network_input.size`).
+        size: (C, H, W) of one input; by default the network's own (`network_input.size`), or that of
+            the first batch to calibrate on.
         seed: of all random numbers.
         calibrate: batches to fit values to, a function that returns them, or "synthetic": images made from the
             statistics of the network's BatchNorms.
@@ -67,8 +90,22 @@ class Network:
         network_input.require_seed(self.seed)
         if self.inputs is None and self.size is None:
             object.__setattr__(self, "inputs", network_input.drawn_calls(self.module, seed=self.seed))
+            if self.inputs is None and network_input.stated_size(self.module) is None:
+                self._look_at_images()
         if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
             raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
+
+    def _look_at_images(self) -> None:
+        """Take size or inputs from the first batch of images, for a network that states neither."""
+        if self.calibrate is None or isinstance(self.calibrate, str | Iterator):
+            return
+        # Batches that cannot be read are named where they are used.
+        with suppress(NormswapError):
+            for call in _Calls(self.calibrate, calling.form(self.module)):
+                of_images = call.only_images and not call.listed and call.images.is_floating_point()
+                name, value = ("size", call.size) if of_images else ("inputs", [call.first(2)])
+                object.__setattr__(self, name, value)
+                return
 
     @classmethod
     def of(
@@ -166,7 +203,6 @@ class Network:
 
     @property
     def provenance(self) -> Provenance:
-        """Where the network is from, and what was done to it."""
         return provenance.of(self.module)
 
     @property
@@ -213,3 +249,11 @@ class Network:
         if self.inputs is not None:
             return "given inputs"
         return f"N(0, 1) noise, seed {self.seed}"
+
+
+def calls_of(images: Batches, network: Network) -> Iterable[Example]:
+    """Images as calls of the network; iterable repeatedly if the images are."""
+    calls = _Calls(images, network.form)
+    if isinstance(calls.batches, Iterator):
+        return iter(calls)
+    return calls

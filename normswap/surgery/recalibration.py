@@ -4,8 +4,6 @@ BatchNorms get statistics measured on the images. Without BatchNorms, the layers
 that they have in another network, the one before the change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,8 +21,7 @@ from normswap.plan import Body, Step
 from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
-from normswap.surgery.fitting import calls_of
-from normswap.surgery.network import Batches, Network
+from normswap.surgery.network import Batches, Network, calls_of
 
 
 def recalibrate(

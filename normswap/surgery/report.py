@@ -1,7 +1,5 @@
 """The result of a comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -13,13 +11,15 @@ class Kept:
         agreement: share of images, or of places in maps, with the same argmax; None where the outputs have no argmax.
         relative_l2: |result - source| / |source| at the outputs.
         count: number of images.
-        answer: the axis of the argmax; of several outputs the one that agrees least, and the agreement of the others.
+        answer: what the argmax is taken of; of several outputs the one that agrees least, and the others' agreement.
+        axis: of that argmax; None where outputs have names.
     """
 
     agreement: float | None
     relative_l2: float
     count: int
     answer: str = ""
+    axis: int | None = None
 
     @property
     def least(self) -> float | None:
@@ -38,8 +38,8 @@ class Kept:
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
         sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
-        # A classifier's scores need no word.
-        answer = self.answer and f", {self.answer}" * (not self.answer.endswith("on axis 1"))
+        # A classifier's scores, on axis 1, need no word.
+        answer = f", {self.answer}" * bool(self.answer and self.axis != 1)
         return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}), {distance}"
 
 
@@ -50,7 +50,7 @@ class Error:
     Args:
         relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
         agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class;
-            `answer`: which numbers the argmax is taken of, as in `Kept`.
+            `answer` and `axis`: of the argmax, as in `Kept`.
         output: the name of the worst output, where there are several.
     """
 
@@ -62,6 +62,7 @@ class Error:
     agreement: float | None = None
     output: str = ""
     answer: str = ""
+    axis: int | None = None
 
 
 @dataclass(frozen=True)

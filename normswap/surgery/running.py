@@ -1,7 +1,5 @@
 """Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -156,26 +154,20 @@ def noise(
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    called = form(model)
-    examples: list[Example] = []
-    why = ""
-    for i, shape in enumerate(dict.fromkeys([*network_input.small(size), tuple(size)])):
-        if examples and i > 1:
-            break
-        # `compare` leaves this image of a second size out if the network does not take it.
-        if examples:
-            return [*examples, called.of(torch.randn(1, *shape, generator=generator).to(like))]
+    called, why = form(model), ""
+    first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
+    for shape in (first, *others):
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
             if str(x) not in ran:
                 run(model, x.first(1))
         except Exception as error:
             why = first_line(error)
-        else:
-            examples.append(x)
-    if not examples:
-        raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
-    return examples
+            continue
+        # `compare` leaves this image of a second size out if the network does not take it.
+        second = others[:1] if shape == first else []
+        return [x, *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second)]
+    raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -5,8 +5,6 @@ the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta take
 channel with s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 
 import torch

@@ -3,8 +3,6 @@
 The shipped ones are the YAML files of `recipes/` (see `shipped`).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -7,8 +7,6 @@ state/run.pt   everything that continuing needs: read by torch.load with weights
 tensorboard/   and what other trackers write
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Mapping

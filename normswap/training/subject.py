@@ -1,7 +1,5 @@
 """The network that a run trains: opened, converted as the recipe says."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

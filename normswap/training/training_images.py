@@ -5,8 +5,6 @@ loader workers, nor of where a run was interrupted. So N processes together see 
 what an uninterrupted one would see.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import signal

@@ -1,7 +1,5 @@
 """Advice: the rules, one row each; every command it names can be planned; nothing is foretold."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The fixture that tries a scheme on small networks notices one that is wrong, and one that breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

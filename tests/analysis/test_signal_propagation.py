@@ -3,8 +3,6 @@
 `PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints signals.md.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Who decays: membership against tables worked out by hand, and the laws every grouping obeys."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`normswap bench`: what is timed, what is not, and the arithmetic between."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What images, and images of leaves, make reach a norm: against sums written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

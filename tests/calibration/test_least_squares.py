@@ -1,7 +1,5 @@
 """Streamed least squares against a dense computation of its own, and what calibration refuses."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

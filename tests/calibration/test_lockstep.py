@@ -1,7 +1,5 @@
 """Networks that run from node to node: what they compute, and what they keep on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

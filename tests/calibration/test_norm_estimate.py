@@ -1,7 +1,5 @@
 """GroupNorm and its kin as sources: the best affine map per channel, by numpy; then on to any other scheme."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

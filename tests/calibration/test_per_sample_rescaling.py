@@ -1,7 +1,5 @@
 """Norms with statistics per sample and a large eps: signs, factors of channels; the cost, the descent, going back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

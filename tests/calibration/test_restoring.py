@@ -1,7 +1,5 @@
 """Networks without BatchNorm get back the means and variances that their layers gave before they were changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -122,12 +120,6 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     before, after = (model.get_parameter("0.weight") for model in (faint, done.model))
     assert torch.equal(before[0], after[0])
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
-
-
-@torch.no_grad()
-def distance(one: nn.Module, two: nn.Module, batches: list[Tensor]) -> float:
-    x = torch.cat(batches)
-    return float((one(x) - two(x)).norm() / one(x).norm())
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [

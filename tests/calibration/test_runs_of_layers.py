@@ -1,7 +1,5 @@
 """How often each layer runs while values are fitted: what a calibration costs, without a clock."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -1,7 +1,5 @@
 """What a fit aims at, on networks so small that NumPy's least squares gives the answer."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

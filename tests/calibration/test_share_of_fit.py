@@ -1,7 +1,5 @@
 """As much of a fit is kept as makes the answers to images that were held out of it better."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Law of shift, scale and order: estimators against NumPy in float64, wherever numbers lie, however they come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

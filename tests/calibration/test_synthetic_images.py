@@ -1,7 +1,5 @@
 """Images made from a network's statistics: they have these, the network stays, and what cannot be made is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Law of unequal parts: the same images in batches of any sizes give the same, the last batch of one image too."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

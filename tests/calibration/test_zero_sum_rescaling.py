@@ -1,7 +1,5 @@
 """Rescaling before filters that must sum to zero: its losses against constrained least squares, and what it gains."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

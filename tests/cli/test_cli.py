@@ -29,7 +29,6 @@ from normswap.training import recipe_files
 COMMANDS = tuple(commands.SUMMARIES)
 IMAGES = str(demo_files.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
-FILE = ("--arch", "resnet18", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 
 
 @pytest.fixture(scope="module")

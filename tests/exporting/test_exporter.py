@@ -117,6 +117,9 @@ def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
     assert normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2 <= 1e-6
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     assert normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
+    notes = normswap.export(other.half(), tmp_path / "c.pt2", input_size=(3, 8, 8)).notes
+    assert notes[0] == "the network is in float16, and the file computes in fp32"
+    assert "float16" not in str(normswap.export(other, tmp_path / "d.onnx", input_size=(3, 8, 8), dtype="fp16").notes)
 
 
 def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:

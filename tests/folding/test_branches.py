@@ -1,7 +1,5 @@
 """Branches that are summed become one convolution under `folded`: exact, and as many as timm's own result has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

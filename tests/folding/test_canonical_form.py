@@ -1,7 +1,5 @@
 """Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always exact, or refused."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

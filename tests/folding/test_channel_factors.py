@@ -1,7 +1,5 @@
 """Factors of channels: which are free, against hand counts and brute force in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

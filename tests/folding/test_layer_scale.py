@@ -1,7 +1,5 @@
 """LayerScale folds into the linear layer before it, or stays, with the reason."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A fast sample of the walks over timm and other libraries (tests/lab/coverage), and their own checkers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Normalizer-free networks as sources: plain convolutions afterwards, exactly, and no standardization left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

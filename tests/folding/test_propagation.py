@@ -1,7 +1,5 @@
 """Norms behind reshapes, average pools and concatenations: folded where the channels are surely the layer's outputs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

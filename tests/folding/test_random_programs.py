@@ -1,7 +1,5 @@
 """Random programs: whatever a small CNN shares, forks, adds or overwrites, folding keeps its function."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

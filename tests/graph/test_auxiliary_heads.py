@@ -1,7 +1,5 @@
 """Auxiliary heads, which only training runs: seen, converted, and held to the proof."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the channels of a convolution are after a step, against what changes when one of them does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -82,7 +80,7 @@ def test_channels_are_where_a_change_of_them_shows(name: str) -> None:
     model = net(lambda m, x: step(m.conv(x)), conv=lambda: conv(out=WIDE))()
     anatomy = inspection.inspect(model, torch.randn(2, C, 8, 8))
     (last,) = inputs(anatomy.traced.nodes[-1])
-    axis = PlanBuilder(anatomy).axes().get(last)
+    axis = PlanBuilder(anatomy).axes.get(last)
     assert (axis is not None) is known
     if axis is not None:
         assert axis.size == WIDE

@@ -1,7 +1,5 @@
 """What `inspect` sees in small networks, and that it changes nothing."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `inspect` says about fifteen networks, against figures worked out by hand (He et al. 2015; Kim et al. 2022)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

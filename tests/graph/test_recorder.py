@@ -1,7 +1,5 @@
 """What a record must not hide: branches, views, values that leave, calls by the back door; always exact, or refused."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Conversions of a part: loading, patterns that cannot be, where norms stood; the law of it is in test_scope.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

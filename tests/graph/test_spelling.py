@@ -1,7 +1,5 @@
 """How operations are written down: as torch.fx's own symbolic trace names them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many lines each room may have, and all together: whoever adds a feature takes as much out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

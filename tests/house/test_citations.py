@@ -1,7 +1,5 @@
 """Every place of the works below that is cited is a row of tests/lab/seeds.md, which was read against their texts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """README's figures and picture are those of the tables that scripts wrote."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Every code block of docs/ runs, in the order of its page, and prints what the page shows; tables are the scripts'."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

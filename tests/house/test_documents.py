@@ -1,7 +1,5 @@
 """The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes the way they say."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Every import counts, also those inside functions: they start a command faster, they do not make a rule void.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

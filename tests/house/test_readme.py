@@ -1,7 +1,5 @@
 """What the README shows runs: its Python block, and its shell commands, on a network without weights."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

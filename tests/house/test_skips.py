@@ -1,7 +1,5 @@
 """A test that is skipped for a reason that nobody has listed fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

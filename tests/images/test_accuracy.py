@@ -1,7 +1,5 @@
 """The evaluation: top-1, top-5 and loss against their definitions, and a model left as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Labelled images: every container gives the same batches, every bad one a clear line; and the evaluation itself."""
 
-from __future__ import annotations
-
 import sys
 import tarfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Labels become outputs: by name, WordNet id or number; what partly matches is refused, what is chosen is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Under autocast a converted network stays in half precision: a float32 number times a bf16 map gives a float32 map."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A norm that somebody registered is converted as a BatchNorm is; every norm of the table is listed and has a role."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lived import distance, lived_in

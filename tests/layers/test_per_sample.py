@@ -1,7 +1,5 @@
 """Norms with statistics of a sample, or of a few, against torch's own BatchNorm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

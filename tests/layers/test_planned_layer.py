@@ -1,7 +1,5 @@
 """Two layers of one name are refused; a subclass that torch makes while it records one is the same layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Standardized convolutions of one and of three dimensions, beside timm's of two and beside the formula by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Detectors that Ultralytics fused, by the files of the page: unfused, trained by its own trainer, fused again."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import importlib.util

@@ -1,7 +1,5 @@
 """The hub: downloads through the real client from a local server, and every way it can fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

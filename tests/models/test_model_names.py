@@ -1,7 +1,5 @@
 """MODEL names of every kind: torchvision, transformers, factories; from end to end."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

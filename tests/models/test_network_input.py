@@ -1,7 +1,5 @@
 """What a network takes is known from what it says, or from its first layer; and every form of input is understood."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

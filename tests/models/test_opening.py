@@ -1,7 +1,5 @@
 """What costs nothing must change nothing: one record for all sizes, networks that are not drawn, memory, threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a network's record states of its images, what is assumed, and what the user says instead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wide-ResNets n-k: the parameter counts of their paper, timm's ways, and SkipInit on them against plain formulas."""
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any

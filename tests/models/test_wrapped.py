@@ -1,7 +1,5 @@
 """Networks in other people's wrappings: parallel, synchronized, quantizable, fused, lazy, compiled."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 

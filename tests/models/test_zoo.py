@@ -1,7 +1,5 @@
 """Model sources: every kind opens to the same tensors, and what cannot be opened says why in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -56,12 +54,6 @@ def test_create_refuses(arch: Arch, said: list[str]) -> None:
         create(arch)
     assert all(word in str(caught.value) for word in said)
     assert "\n" not in str(caught.value)
-
-
-def test_create_builds_in_eval_mode() -> None:
-    model = create(Arch("resnet18", {**ARGS, "num_classes": 3}))
-    assert not model.training
-    assert model.num_classes == 3
 
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])

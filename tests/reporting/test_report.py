@@ -72,6 +72,7 @@ def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, 
     assert [error.site for error in stored.sites] == [block.path for block in facts.blocks]
     assert all(f"<code>{error.site}</code>" in text for error in stored.sites)
     assert facts.digest in text
+    assert "`" not in text
     assert all(f"{name} {version}" in text for name, version in read_header(folder).versions.items())
     assert ("changes the function" in text) is not stored.exact
 

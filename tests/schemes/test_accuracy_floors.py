@@ -5,8 +5,6 @@
 Needs `../shared` (images and checkpoints); all figures: tests/lab/benchmarks/schemes.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

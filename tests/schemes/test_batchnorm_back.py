@@ -1,7 +1,5 @@
 """Networks that others fused get BatchNorms back, exactly; those train, their statistics move, and they fold again."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """What SkipInit's scalars start from, where they stand, and what they do in training."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

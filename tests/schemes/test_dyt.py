@@ -1,7 +1,5 @@
 """`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and its limit."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The laws that hold for every row of test_schemes.py, on small networks of every kind."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random
@@ -25,7 +23,6 @@ from normswap.surgery import applying, conversion
 
 everywhere = crossed("arch, row", RESNETS, ROWS, every=6)
 exact_everywhere = crossed("arch, row", RESNETS, EXACT, every=6)
-architectures = pytest.mark.parametrize("arch", RESNETS)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Exact schemes beyond test_every_scheme.py: round trips, training, residual rules, ghost batches, NF networks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Law of what eval mode hides: norms that come back are the old ones in training; what does not learn stays so."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

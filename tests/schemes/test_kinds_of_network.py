@@ -1,7 +1,5 @@
 """Kinds of network: a trained one of the zoo, fitted and not; rescaling; what held-out images tell."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -100,9 +98,10 @@ def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int
     kept = measured(one, two, [Example((x[:30],)), Example((x[30:],))], inspect(one, x[:2]))
     assert kept is not None
     error = compare(Network(one, x), two, exact=False).logits[-1]
-    assert (error.answer, error.agreement) == (kept.answer, pytest.approx(kept.agreement))
+    assert (error.answer, error.axis, error.agreement) == (kept.answer, kept.axis, pytest.approx(kept.agreement))
     assert (kept.agreement is None) is (answer is None)
     assert kept.answer.startswith(answer or "")
+    assert f"axis {kept.axis}" == (answer or "").rpartition(" on ")[2] or kept.axis is None
     if answer and answer[-1].isdigit():
         before, after = (net(x).argmax(int(answer[-1])) for net in (one, two))
         assert kept.agreement == pytest.approx(float((before == after).double().mean()))

@@ -1,7 +1,5 @@
 """What comes out is theirs: its tensors load, strictly, into the framework's own network without BatchNorm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Law of bounds: what a case may be off by comes from the case beside it, not from what passed once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import statistics

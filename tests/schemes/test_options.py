@@ -1,7 +1,5 @@
 """The records of the schemes' options: they match the plans, refuse what cannot be, and need no torch."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Networks that users write themselves: residual branches that end in a convolution, in a norm, in a function."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The constants of papers and libraries, where they end up in a network: numbers from the papers, torch, timm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Private and federated training: what Opacus itself says, and its gradients per sample against one at a time."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

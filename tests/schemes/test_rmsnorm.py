@@ -1,7 +1,5 @@
 """`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that cannot be."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,14 +79,17 @@ def test_the_stream_has_no_mean(name: str) -> None:
         assert max(means) < 1e-13 if centred else min(means) > 1e-3
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_laws(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [*((name, "rmsnorm") for name in EXACT), *((name, "folded") for name in ("vit", "swin", "convnext"))],
+)
+def test_laws(name: str, scheme: str) -> None:
     """Edits have no order, a plan replays on a fresh skeleton, and gradients reach every parameter."""
     model, x = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    planned, _ = step(model, "rmsnorm")
+    planned, _ = step(model, scheme)
     result = applying.apply_step(model, planned)
-    backwards = applying.apply_step(model, Step("rmsnorm", {}, planned.edits[::-1]))
+    backwards = applying.apply_step(model, Step(scheme, {}, planned.edits[::-1]))
     assert torch.equal(run(result, x), run(backwards, x))
     fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()).steps)
     assert distance(run(result, x), run(fresh, x)) > 1e-3

@@ -1,7 +1,5 @@
 """There and back: chains of conversions that end where they began, or somewhere that could be reached directly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The laws that every row obeys are in test_every_scheme.py, on small networks; wh
 test_branch_scale.py.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

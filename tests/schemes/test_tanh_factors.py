@@ -1,7 +1,5 @@
 """Factors before a tanh: against brute force over normal and long-tailed channels, and on a network with images."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """What is on the disk is whole, whatever happens when; and what files say is done as timm does it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
@@ -162,7 +160,7 @@ def test_label_offset_drops_the_first_classes(offset: int) -> None:
         assert torch.allclose(model.eval()(x), source.eval()(x)[:, offset:], atol=1e-6)
 
 
-SIZE, PLAIN = 16, {"mean": [0.0] * 3, "std": [1.0] * 3, "interpolation": "bilinear", "crop_mode": "center"}
+PLAIN = {"mean": [0.0] * 3, "std": [1.0] * 3, "interpolation": "bilinear", "crop_mode": "center"}
 
 
 @pytest.mark.parametrize("share", [0.5, 0.875, 0.9, 0.95, 0.965, 1.0])

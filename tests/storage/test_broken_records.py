@@ -1,7 +1,5 @@
 """Plans, headers, recipes with one thing changed at random: done, or one line, exit code 2, nothing written."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

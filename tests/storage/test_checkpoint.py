@@ -1,7 +1,5 @@
 """Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

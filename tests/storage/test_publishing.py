@@ -1,7 +1,5 @@
 """`normswap push`, and what was pushed as a MODEL: against a hub on this machine that speaks the hub's protocol."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

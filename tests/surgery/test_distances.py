@@ -1,7 +1,5 @@
 """How far a result is from its source: against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Held-out images: every fourth, which nothing is fitted to; copies of fitted ones tell nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

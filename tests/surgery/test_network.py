@@ -1,7 +1,5 @@
 """The record of a network: what it is made of, what it works out, and that it looks once."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +82,17 @@ def test_inputs_are_the_calls() -> None:
     assert network.examples is network.calls
     assert network.described == "given inputs"
     assert network.anatomy.traced.recorded[0] == "1x3x48x48"
+
+
+def test_what_states_no_size_is_looked_at_as_it_is_calibrated() -> None:
+    series = nn.Sequential(nn.Conv1d(2, 8, 3), nn.BatchNorm1d(8), nn.Flatten(), nn.Linear(8 * 38, 4)).eval()
+    batches = [torch.randn(8, 2, 40) for _ in range(4)]
+    for calibrate in (batches, lambda: iter(batches)):
+        done = recalibrate(series, calibrate)
+        assert {error.size for error in done.report.logits} == {(2, 2, 40)}
+    pair = torch.randn(6, 5), torch.randn(6, 3)
+    (call,) = Network(nn.Bilinear(5, 3, 4), calibrate=[pair]).calls
+    assert torch.equal(call.tensors()[1], pair[1][:2])
 
 
 def test_one_size_tells_where_all_go_one_way() -> None:

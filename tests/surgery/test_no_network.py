@@ -1,7 +1,5 @@
 """What is no network, no size and no image is named with a remedy, before anything runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

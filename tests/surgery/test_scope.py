@@ -1,7 +1,5 @@
 """Law of scope: what `only` and `skip` leave out stays to the last bit; what they take gets the whole plan's edits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

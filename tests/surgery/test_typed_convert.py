@@ -1,7 +1,5 @@
 """Editors and type checkers know the options of `normswap.convert`."""
 
-from __future__ import annotations
-
 import typing
 
 from normswap.schemes.catalogue import TARGETS

@@ -1,7 +1,5 @@
 """Unfolding: the source is looked at as it was made to be called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The gates let nothing wrong through: an error that float32 cannot see, a wrong way back, a file that is off."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`normswap advise`: which target to choose, and why."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import asdict, dataclass
 from typing import Annotated

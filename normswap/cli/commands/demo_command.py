@@ -1,7 +1,5 @@
 """`normswap demo`: the whole way, offline, on a network that ships with the package."""
 
-from __future__ import annotations
-
 from normswap.cli import progress
 from normswap.cli.options import Json
 from normswap.cli.tables import network, show, small, table

@@ -1,7 +1,5 @@
 """`normswap doctor`: BatchNorm troubles found and named, with the command that mends each."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`normswap evaluate`: accuracy, loss and speed on labelled images."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`normswap inspect`: the residual blocks and norms of a network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

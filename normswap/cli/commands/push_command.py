@@ -1,7 +1,5 @@
 """`normswap push`: a converted network onto the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

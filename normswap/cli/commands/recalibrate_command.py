@@ -1,7 +1,5 @@
 """`normswap recalibrate`: statistics of a new domain, or of weights that were changed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """`normswap recipes`: what to train by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

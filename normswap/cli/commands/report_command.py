@@ -1,7 +1,5 @@
 """`normswap report`: a page about a directory that `normswap convert` wrote."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path

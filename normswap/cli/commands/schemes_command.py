@@ -1,7 +1,5 @@
 """`normswap schemes`: what one can convert to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -60,7 +60,7 @@ def run(
     following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
         following = ["bench", *opening.words(str(against)), directory]
-        if "normalize" not in file.body:
+        if not file.takes_images:
             following = ["inspect", directory]
     show(body, json, _print, *following * is_good)
     return int(not is_good)

@@ -1,7 +1,5 @@
 """SkipInit whose scalars start from a share of what keeps the function."""
 
-from __future__ import annotations
-
 import normswap
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
