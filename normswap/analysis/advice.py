@@ -6,8 +6,6 @@ then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer
 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +20,13 @@ from normswap.surgery.network import Network
 
 # From so many images in a batch on, BatchNorm is no trouble.
 ENOUGH = 16
-_PLAIN = "the norm of other libraries: normalizes fully, keeps less at once"
+# The plain norm, which other libraries load as it is, stands beside ours.
+_VARIANTS: dict[str, list[dict[str, object]]] = {"groupnorm": [{}, {"relative_eps": 0}]}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One target with its options, why, the command, and whether the function is kept exactly."""
+    """One target, why, the command, whether the function is kept exactly, and the options."""
 
     scheme: str
     why: str
@@ -37,26 +36,19 @@ class Advice:
 
     @property
     def target(self) -> str:
-        """The target as it is typed after --to; what the purpose adds is the same for all."""
-        words = [spelled(name, value) for name, value in self.options.items() if name != "purpose"]
-        return " ".join([self.scheme, *words])
+        """The target as it is typed after --to, without the purpose."""
+        return self.scheme + " --relative-eps 0" * ("relative_eps" in self.options)
 
 
 def advise(
-    network: Network,
-    name: str,
-    batch_size: int,
-    *,
-    private: bool = False,
-    deploy: bool = False,
-    data: str | None = None,
+    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False, data: str = "DATA"
 ) -> tuple[list[Advice], dict[str, str]]:
     """Find the possible targets for a network, the best first, and why others are not possible.
 
     Args:
         name: the network's name in the commands.
         batch_size: the images that would share statistics: those of a device, or of a client.
-        data: images that the targets will be tried on; the plain GroupNorm is then a target, too.
+        data: images to fit to, in the commands.
 
     Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
     """
@@ -68,26 +60,24 @@ def advise(
         )
     possible, refused = [], {}
     purpose = {"purpose": "opacus"} if private else {}
-    wishes = [(target, why, purpose) for target, why in _wishes(network.module, batch_size, private, deploy)]
-    if data is not None:
-        plain = [(target, _PLAIN, {"relative_eps": 0, **purpose}) for target, _, _ in wishes if target == "groupnorm"]
-        wishes += plain
-    for target, why, options in wishes:
+    wishes = _wishes(network.module, batch_size, private, deploy)
+    for target, why, variant in ((*wish, variant) for wish in wishes for variant in _VARIANTS.get(wish[0], [{}])):
         if target == "batchnorm":
             possible.append(Advice(target, why, "", True))
             continue
-        scheme = schemes.get(target)
+        scheme, options = schemes.get(target), {**variant, **purpose}
         is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
-        advice = Advice(target, why, "", not is_fitted, options)
-        fitting = f" --calibrate {shlex.quote(data or 'DATA')}" * is_fitted
-        command = f"normswap convert {name} --to {advice.target}{fitting}" + " --for opacus" * private
+        if variant:
+            why += "; with the eps of other libraries, which keeps less at once"
         try:
             list(plan_steps(network, target, measured=is_fitted, **options))
             if target == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
                 why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
-            possible.append(replace(advice, why=why, command=command))
+            advice = Advice(target, why, "", not is_fitted, options)
+            words = f" --calibrate {shlex.quote(data)}" * is_fitted + " --for opacus" * private
+            possible.append(replace(advice, command=f"normswap convert {name} --to {advice.target}{words}"))
         except RefusedError as error:
-            refused[advice.target] = str(error)
+            refused[target] = str(error)
     if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return possible, refused

@@ -140,9 +140,12 @@ class Task:
         subject: the network as training begins.
         images: the training images.
         engine: Accelerate's view of the machine.
+        validates: whether it opens the validation images.
     """
 
-    def __init__(self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator) -> None:
+    def __init__(
+        self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator, *, validates: bool = True
+    ) -> None:
         train = recipe.train
         self.recipe, self.engine = recipe, engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
@@ -156,7 +159,7 @@ class Task:
         self.updates = max(round(train.epochs * self.per_epoch), 1)
         classifies = images.labelled or network_input.classifies(subject.module, record["input_size"])
         self.validation = None
-        if classifies:
+        if classifies and validates:
             self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
         self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
 

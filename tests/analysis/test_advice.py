@@ -66,7 +66,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", str(demo_files.FOLDER), "--batch-size", "4", "--json"]) == 0
     body = as_documented(capfd.readouterr().out, "advise")
     assert body["choose"]["scheme"] == "skipinit"
-    assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused"}
+    assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused", "measured"}
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
     assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
     assert main(["advise", str(demo_files.FOLDER), "--private"]) == 0

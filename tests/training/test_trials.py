@@ -45,18 +45,17 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(monkeypatch: 
 
     def trial(advice: Advice, lr: float, updates: int) -> Trial:
         clock[0] += 0.1 * updates + 0.5
-        loss = 9 - "abcde".index(advice.scheme) + 100 * abs(lr - 0.002) + 2.5 * (advice.scheme == "e" and updates > 50)
+        loss = 9 - "abcde".index(advice.scheme) + 1000 * abs(lr - 8e-4) + 2.5 * (advice.scheme == "e" and updates > 50)
         tried.trials.append(Trial(advice, lr, updates, 50, 50, loss, torch.zeros(8)))
         return tried.trials[-1]
 
     monkeypatch.setattr(tried, "_trial", trial)
-    entries = [(Advice(name, "", "", True), lr) for name in "abcde" for lr in (0.001, 0.002, 0.004)]
-    ended = tried._halved(entries)
+    ended = tried.run([Advice(name, "", "", True) for name in "abcde"])
     rounds = [list(group) for _, group in itertools.groupby(tried.trials, lambda trial: trial.updates)]
     assert [len(group) for group in rounds] == [15, 3, 2]
     assert [group[0].updates for group in rounds] == sorted(group[0].updates for group in rounds)
     assert [trial.advice.scheme for trial in ended] == ["d", "c", "e", "b", "a"]
-    assert {trial.lr for trial in ended} == {0.002}
+    assert {trial.lr for trial in ended} == {8e-4}
     assert 150 < clock[0] <= 3 * 60
 
 

@@ -15,15 +15,15 @@ from normswap.plan import Body
 
 KEYS = (
     "source, batch_size, private, deploy, choose (scheme, why, command, exact, options), others, refused (scheme: "
-    "why), measured (null without --data: seconds, images, held_out, top1 of the source, ended and trials, which "
+    "why), measured (null without --data: seconds, images, held_out, ended and trials, which "
     "have target, lr, updates, at_once, after, loss, level)"
 )
 _ENDED = {"target": "target", "at_once": "at once", "after": "after", "loss": "loss", "updates": "updates", "lr": "lr"}
 EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private", "advise demo --data demo --minutes 3")
 _DATA = "Try the targets on these images of its classes: PATH/train, PATH/val or test; or half is held out."
 _NOT_MEASURED = (
-    "not measured on this network, and it differs from network to network: --data IMAGES tries them, and "
-    "docs/results.md has what others of its kind kept, at once and after training"
+    "how much an approximate target keeps differs from network to network: --calibrate measures what is kept, and "
+    "--data IMAGES where training ends, which docs/results.md has of other networks"
 )
 _MINUTES = "How long those trials may take [default: 3]."
 
@@ -59,7 +59,7 @@ def run(
     network, words = Network(net), opening.words(model)
     with progress.working("looking"):
         how = {"private": private, "deploy": deploy}
-        possible, refused = advise(network, shlex.join(words), batch_size, **how, data=trying.data)
+        possible, refused = advise(network, shlex.join(words), batch_size, **how, data=trying.data or "DATA")
     measured, following = None, []
     if trying.data is not None:
         from normswap.training import trials
@@ -67,8 +67,11 @@ def run(
         with progress.bar(f"trying {len(possible)} targets (seconds)") as advance:
             tried = trials.Trials(network, trying.data, batch_size, trying.minutes or 3, trying.device, advance)
             ended = tried.run(possible)
-        remark(tried.notes)
-        possible, measured = tried.ordered(ended), tried.record(ended)
+        remark(tried.held_out.notes)
+        possible = [trial.advice for trial in ended]
+        records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
+        measured = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
+        measured |= {"ended": records[0], "trials": records[1]}
         keys = trials.keys(possible[0], ended[0].lr, batch_size)
         following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
@@ -79,20 +82,20 @@ def run(
 
 def _print(body: Body) -> None:
     targets, measured = [body["choose"], *body["others"]], body["measured"]
-    facts(("choose", targets[0]["scheme"]), ("because", targets[0]["why"]))
+    target, why = targets[0]["scheme"], targets[0]["why"]
+    if measured is not None:
+        target, why = measured["ended"][0]["target"], f"lowest loss on {measured['held_out']} images held out"
+    facts(("choose", target), ("because", why))
     # What is kept as it is needs no command.
     label = "run" if targets[0]["command"] else "or"
     listing(label, (target["command"] for target in targets if target["command"]))
     if measured is not None:
         rows = [(*map(trial.get, _ENDED), "level" * trial["level"]) for trial in measured["ended"]]
-        table(
-            "Where trials end: top-1 and loss",
-            (*_ENDED.values(), "top-1 with the best"),
-            rows,
-            right=[*_ENDED.values()][1:],
-        )
+        columns = (*_ENDED.values(), "top-1 with the first")
+        table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
     else:
         rows = [(target["scheme"], "kept" if target["exact"] else "approximate", target["why"]) for target in targets]
         table("Targets that this network admits", ("target", "function", "why"), rows)
-        print(_NOT_MEASURED)
+        if not all(target["exact"] for target in targets):
+            print(_NOT_MEASURED)
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
