@@ -89,7 +89,8 @@ class Trials:
             raise OptionError(spelled("minutes", minutes), "it is a positive number")
         self.source, self.batch_size, self.minutes, self.progress = source, batch_size, minutes, progress
         self.begun, self.device = time.monotonic(), device
-        self.images, self.to_fit, self.held_out = self._split(Data(root=data, batch_size=batch_size, workers=0))
+        images_of_recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"]).data
+        self.images, self.to_fit, self.held_out = self._split(images_of_recipe.model_copy(update={"root": data}))
         self.networks: dict[str, tuple[Network, float]] = {}
         self.trials: list[Trial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
