@@ -4,8 +4,6 @@ Forward may write to attributes and buffers (caches, counters); what is run must
 cannot be copied (a lock, a Python module, a tensor with a history) is shared.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import ChainMap, OrderedDict

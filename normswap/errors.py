@@ -1,7 +1,5 @@
 """The errors: what happened, why, and what to do about it."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import logging
@@ -95,6 +93,15 @@ def first_line(error: BaseException) -> str:
         text = str(error.args[0])
     lines = text.strip().splitlines()
     return next(iter(lines), type(error).__name__)
+
+
+@contextmanager
+def explained(kind: type[NormswapError], what: str, remedy: str = "") -> Iterator[None]:
+    """Turn whatever is raised into an error of this kind, whose reason is its first line."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(what, first_line(error), remedy) from None
 
 
 class SourceError(NormswapError):

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 # An object as JSON has it.
 Body: TypeAlias = dict[str, Any]
 VERSION = 2
-# For pydantic, which reads the records from JSON: no unknown key, and no value of another type that could be cast.
-_AS_WRITTEN: ConfigDict = {"extra": "forbid", "strict": True}
+
+
+class _Record:
+    """What pydantic reads from JSON without an unknown key, or a value of another type that could be cast."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,8 @@ class AbsorbMode(str, Enum):
 
 
 @dataclass(frozen=True)
-class Absorption:
+class Absorption(_Record):
     """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     way: AbsorbMode
     part: tuple[int, int] | None = None
@@ -85,17 +87,15 @@ class Absorption:
 
 
 @dataclass(frozen=True)
-class Then:
+class Then(_Record):
     """One more layer at the same path, after the replacement."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     layer: str
     args: Body = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Edit:
+class Edit(_Record):
     """Place `layer` at `path`.
 
     Args:
@@ -108,8 +108,6 @@ class Edit:
         then: further layers after the replacement, which is then called `inner`.
         out_of_place: nothing in the replacement writes into its input.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     path: str
     layer: str
@@ -143,7 +141,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(_Record):
     """The outcome of a norm, as the rule that did it says.
 
     Args:
@@ -151,8 +149,6 @@ class Outcome:
         sentence: `folds into layer1.0.conv1`.
         reason: why it stays, or what is special about it.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     counted: str
     sentence: str
@@ -163,10 +159,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(_Record):
     """One conversion: scheme, options, at most one edit per path; the outcomes are for the reader alone."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
 
     scheme: str
     options: Body
@@ -226,9 +220,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _PlanFile:
-    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
-
+class _PlanFile(_Record):
     version: int
     steps: tuple[Step, ...]
     digest: str = ""

@@ -1,7 +1,5 @@
 """Entry points of other installed packages, each loaded once, when it is first of use."""
 
-from __future__ import annotations
-
 import functools
 from importlib.metadata import entry_points
 

@@ -3,8 +3,6 @@
 In a checkout it stands beside the package, installed within it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

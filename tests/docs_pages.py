@@ -18,6 +18,7 @@ from normswap.schemes.options import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+WITH_TABLES = [*PAGES, ROOT / "README.md"]
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 _OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
 _TABLE = re.compile(r"<!-- from (\S+?)(?:: (.*))? -->\n\n((?:(?:\|[^\n]*|\*\*[^\n]*\*\*)\n\n?)*)")
@@ -121,5 +122,5 @@ def options() -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
+    for path in WITH_TABLES:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

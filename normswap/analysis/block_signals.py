@@ -11,8 +11,6 @@ average channel variance at the end of the residual branch: here that of f in y 
 (SkipInit's, NF's alpha), which shows whether f keeps the variance. `added_variance` is that of alpha f(x).
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration import natural_noise
-from normswap.errors import OptionError, SourceError, first_line, spelled
+from normswap.errors import OptionError, SourceError, explained, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, hooked, undisturbed
@@ -68,12 +68,10 @@ def make(
         with undisturbed(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:
             for step in range(STEPS):
                 distances.clear()
-                try:
+                with explained(SourceError, "synthetic images cannot be made", remedy):
                     form.of((natural_noise.coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
-                except Exception as error:
-                    raise SourceError("synthetic images cannot be made", first_line(error), remedy) from None
                 if not bool(torch.isfinite(loss)):
                     raise SourceError("synthetic images cannot be made", "the network's numbers overflow", remedy)
                 optimizer.step()

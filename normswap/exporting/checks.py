@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, VerificationError, first_line
+from normswap.errors import OptionError, VerificationError, explained
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
@@ -131,10 +131,8 @@ def check(
         if any(value.is_complex() or value.is_sparse for value in answers.values()):
             remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
             raise OptionError("the network gives complex numbers or a sparse tensor", "files hold neither", remedy)
-        try:
+        with explained(VerificationError, f"{what} does not run on {example}"):
             outputs = reference.answers(runs, x)
-        except Exception as error:
-            raise VerificationError(f"{what} does not run on {example}", first_line(error)) from None
         if len(outputs) != len(answers):
             raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED

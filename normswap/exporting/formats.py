@@ -31,6 +31,7 @@ from normswap.errors import (
     RefusedError,
     VerificationError,
     called,
+    explained,
     first_line,
     quiet,
     require_packages,
@@ -130,11 +131,8 @@ class Format:
         """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
         from normswap.exporting.signature import alone, together
 
-        try:
-            with quietly():
-                runs = self.functions.open(file)
-        except Exception as error:
-            raise VerificationError(f"{self.runtime} cannot run it", first_line(error)) from None
+        with explained(VerificationError, f"{self.runtime} cannot run it"), quietly():
+            runs = self.functions.open(file)
 
         def answers(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
             return alone(together(runs(*tensors)))

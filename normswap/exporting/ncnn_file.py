@@ -4,8 +4,6 @@ ncnn has no dimension for the number of images, and takes one at a time. Its rea
 FILE.param; the metadata follow there.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""ONNX: the graph of torch.export, in torch's current opset, for ONNX Runtime and other readers.
+"""ONNX: the graph of torch.export, in torch's own opset, and with RMSNorms in opset 23, for ONNX Runtime and others.
 
 int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime adds
 pairs of such products with saturation at 16 bits, which weights of 7 bits cannot reach: they give the same on every
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,27 +23,48 @@ from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
+from normswap.layers import known_norms
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
+# The first that has RMSNormalization, which is six operators in opsets before.
+_RMS_OPSET = 23
 # The classifier's answers are not rounded. What another layer reads is rounded there.
 _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The file is complete: nothing lies beside it."""
-    model = graph(contents)
+    model = graph(contents, opset=_RMS_OPSET if _has_rms_norm(contents) else None)
     if contents.network.stored != contents.network.dtype:
         _store_bf16(model.graph)
     _save(model, contents, file)
 
 
-def graph(contents: FileContents) -> onnx.ModelProto:
-    """The model in fp32 or fp16, without torch's notes on each node; raises RefusedError: it is too large."""
+def _has_rms_norm(contents: FileContents) -> bool:
+    norms = (known_norms.kind_of(module) for module in contents.network.modules())
+    return any(norm is not None and not norm.centres for norm in norms)
+
+
+def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """aten::rms_norm as one operator: torch's own translation computes the weight of a norm that has none."""
+    from onnxscript import ir
+    from onnxscript.onnx_opset import opset23
+
+    if weight is None:
+        weight = opset23.Constant(value=ir.tensor(np.ones(normalized_shape, x.dtype.numpy())))
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    return opset23.RMSNormalization(x, weight, axis=-len(normalized_shape), epsilon=epsilon)
+
+
+def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
+    """The model in fp32 or fp16, in torch's own opset by default, without torch's notes on each node.
+
+    Raises RefusedError: it is too large.
+    """
     tensors = (*contents.network.parameters(), *contents.network.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
@@ -53,6 +75,8 @@ def graph(contents: FileContents) -> onnx.ModelProto:
         contents.example,
         dynamo=True,
         verbose=False,
+        opset_version=opset,
+        custom_translation_table={torch.ops.aten.rms_norm.default: _rms_norm} if opset == _RMS_OPSET else None,
         dynamic_shapes=contents.dynamic_shapes,
         input_names=[*network.signature.inputs],
         output_names=[*network.signature.outputs],

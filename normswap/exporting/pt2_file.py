@@ -5,8 +5,6 @@ both and multiplies in fp32, the same on every CPU. Compiled with torchao's pass
 on x64 without VNNI, but not with weights of 7 bits.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import zipfile

@@ -3,8 +3,6 @@
 Its name has the whole name of the file, as exports in one folder may need different preprocessing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

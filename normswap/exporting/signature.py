@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import NormswapError, OptionError, first_line
+from normswap.errors import NormswapError, OptionError, explained, first_line
 from normswap.models.calling import Example, form, named_arguments, named_tensors
 from normswap.models.modes import undisturbed
 from normswap.models.network_input import answer
@@ -45,11 +45,8 @@ class Signature:
     def of(cls, model: nn.Module, example: Example) -> Signature:
         """Every tensor in and out, by the names of dicts, records and arguments; raises OptionError: no run."""
         taken = _named(named_arguments(model, example), "input")
-        try:
-            with undisturbed(model), torch.no_grad():
-                output = example.map(torch.clone).call(model)
-        except Exception as error:
-            raise OptionError(f"the network does not run on {example}", first_line(error)) from None
+        with explained(OptionError, f"the network does not run on {example}"), undisturbed(model), torch.no_grad():
+            output = example.map(torch.clone).call(model)
         outputs = _named(output, "output")
         if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")

@@ -4,8 +4,6 @@ What depends on no input is computed once: the anchors of detectors, grids of po
 transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the last dimension. Values stay.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from torch import nn
 
-from normswap.errors import SourceError, first_line, quiet, spelled
+from normswap.errors import SourceError, explained, first_line, quiet, spelled
 from normswap.plan import Body
 
 # timm's record of the preprocessing, or a config.json.
@@ -75,11 +75,8 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             return None
         raise _explained(error, repo) from None
-    try:
+    with explained(SourceError, f"the transfer of {filename} from {url} broke", "Nothing was kept; try again."):
         return Path(client.hf_hub_download(repo, filename, revision=revision))
-    except Exception as error:
-        what = f"the transfer of {filename} from {url} broke"
-        raise SourceError(what, first_line(error), "Nothing was kept; try again.") from None
 
 
 def _explained(error: Exception, repo: str) -> SourceError:
@@ -97,10 +94,8 @@ def _explained(error: Exception, repo: str) -> SourceError:
 
 def read_json(file: Path, origin: str) -> Cfg:
     """Read a file that holds an object of JSON; raises SourceError."""
-    try:
+    with explained(SourceError, f"{origin}: {file.name} cannot be read"):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{origin}: {file.name} cannot be read", first_line(error)) from None
     if not isinstance(content, dict):
         raise SourceError(f"{origin}: {file.name} holds no object")
     return content

@@ -10,7 +10,7 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from normswap import demo_files, shipped
-from normswap.errors import SourceError, first_line, near, quiet, spelled
+from normswap.errors import SourceError, explained, near, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
 from normswap.models.hub import GENERAL, own_cfg, read_config, record
@@ -104,11 +104,8 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
         remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
-    try:
-        with quiet():
-            model = timm.create_model(source, pretrained=True, **arguments).eval()
-    except Exception as error:
-        raise SourceError(f"cannot get the weights of {source}", first_line(error)) from None
+    with explained(SourceError, f"cannot get the weights of {source}"), quiet():
+        model = timm.create_model(source, pretrained=True, **arguments).eval()
     check_finite(model.state_dict(), source)
     return model
 

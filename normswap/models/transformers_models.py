@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from normswap.errors import SourceError, first_line, near, quiet
+from normswap.errors import SourceError, explained, near, quiet
 from normswap.layers.seeding import seeded
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, make, rebuilds
@@ -104,21 +104,18 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     if file.name.endswith(".index.json"):
         for shard in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):
             _fetch(place, shard)
-    try:
-        with quiet(), seeded():
-            model, info = getattr(transformers, arch.name).from_pretrained(
-                file.parent,
-                config=_config(arch),
-                local_files_only=True,
-                use_safetensors="safetensors" in file.name,
-                weights_only=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except Exception as error:
-        raise SourceError(f"{name} does not load", first_line(error), "Is the file whole?") from None
+    with explained(SourceError, f"{name} does not load", "Is the file whole?"), quiet(), seeded():
+        model, info = getattr(transformers, arch.name).from_pretrained(
+            file.parent,
+            config=_config(arch),
+            local_files_only=True,
+            use_safetensors="safetensors" in file.name,
+            weights_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     other_shapes = [key[0] for key in info["mismatched_keys"] if not fresh]
     wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": other_shapes}
     if any(wrong.values()):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.errors import SourceError, first_line, spelled
+from normswap.errors import SourceError, explained, spelled
 from normswap.models import pickled_networks
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
 from normswap.models.weight_files import State, check_finite, load_into
@@ -27,11 +27,9 @@ def build(name: str, request: BuildRequest) -> Built:
         place = str(Path(place).resolve())
         if not Path(place).is_file():
             raise SourceError(f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it")
-        try:
+        with explained(SourceError, f"{place} cannot be read", _BY_FACTORY):
             attributes, state = pickled_networks.read(Path(place))
             described, classes = (attributes["yaml"][key] for key in ("yaml_file", "nc"))
-        except Exception as error:
-            raise SourceError(f"{place} cannot be read", first_line(error), _BY_FACTORY) from None
         # Its networks have BatchNorms, all of them, until it fuses them.
         fused = not any(key.endswith("running_mean") for key in state)
         kwargs = {"num_classes": classes, "fused": fused, **kwargs}

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from normswap.errors import SourceError, first_line
+from normswap.errors import SourceError, explained
 from normswap.plan import Arch
 from normswap.storage.network_folder import WEIGHTS
 from normswap.surgery.report import Report
@@ -35,12 +35,9 @@ def read_header(place: Path) -> Header:
     file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():
         raise SourceError(f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
-    try:
-        with safe_open(file, "pt") as opened:
-            text = (opened.metadata() or {}).get("normswap")
-    except (OSError, SafetensorError) as error:
-        reason = first_line(error)
-        raise SourceError(f"{file} is not a readable safetensors file", reason, "Is it truncated?") from None
+    what = f"{file} is not a readable safetensors file"
+    with explained(SourceError, what, "Is it truncated?"), safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get("normswap")
     if text is None:
         remedy = "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.copying import to_double, tree
-from normswap.errors import VerificationError, first_line
+from normswap.errors import VerificationError, explained, first_line
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
@@ -60,10 +60,8 @@ def both(
     if not outputs[0]:
         remedy = "Its forward has to return what it computes"
         raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
-    try:
+    with explained(VerificationError, f"the result does not run on {example}"):
         return outputs, run(result, example, paths)
-    except Exception as error:
-        raise VerificationError(f"the result does not run on {example}", first_line(error)) from None
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:

@@ -5,7 +5,8 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from normswap.analysis import plots
 from normswap.analysis.block_signals import Point, awake, signal_propagation
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
+from normswap.images.datasets import make_loader
 from normswap.surgery.network import Network
 
 shipped.register_networks()
@@ -103,28 +105,48 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
     assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
 
 
-def stack(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
-    """Fully connected blocks x + W act(norm(x)), on normal inputs; with ReLUs, on W act(norm(inputs))."""
+def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Point]:
+    """Blocks x + branch(x)."""
+    blocks = [Net(lambda m, x: x + m.branch(x), branch=branch()) for _ in range(depth)]
+    return signal_propagation(Network(nn.Sequential(*blocks), x.detach()), batch_statistics=True)
+
+
+def fully_connected(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
+    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendix B has them, and appendix C."""
+
+    def layer(inputs: int = width) -> nn.Module:
+        linear = nn.Linear(inputs, width, bias=False)
+        nn.init.normal_(linear.weight, std=math.sqrt((1 + relu) / inputs))
+        return nn.Sequential(*[nn.BatchNorm1d(inputs, eps=1e-12)] * norm, *[nn.ReLU()] * relu, linear)
+
     torch.manual_seed(0)
-    x, blocks = torch.randn(width, width), nn.Sequential()
-    for _ in range(depth + relu):
-        linear = nn.Linear(width, width, bias=False)
-        nn.init.normal_(linear.weight, std=math.sqrt((1 + relu) / width))
-        layers = [*[nn.BatchNorm1d(width, eps=1e-12)] * norm, *[nn.ReLU()] * relu, linear]
-        blocks.append(Net(lambda m, x: x + m.branch(x), branch=nn.Sequential(*layers)))
-    if relu:
-        x = (blocks.pop(0)(x) - x).detach()
-    return signal_propagation(Network(blocks, x), batch_statistics=True)
+    return stacked(layer, layer(width // 10)(torch.randn(width, width // 10)), depth)
 
 
-def wide_resnet(depth: int, width: int, norm: bool, seed: int = 0) -> list[Point]:
-    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has none."""
-    torch.manual_seed(seed)
-    network = timm.create_model("wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True).double()
+@cache
+def wide_resnet(
+    depth: int, width: int, norm: bool, seeds: int = 1, *, relu: bool = True, dtype: torch.dtype = torch.float64
+) -> list[list[Point]]:
+    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has none.
+
+    Without ReLUs the weights of its blocks are smaller by sqrt(2).
+    """
+    network: Any = timm.create_model("wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True).to(dtype)
     network = network if norm else swapped(network.eval(), "skipinit", alpha=1)
+    weights = [module.weight for module in network.stages.modules() if isinstance(module, nn.Conv2d)]
     for module in network.modules():
-        module.padding_mode = "circular"  # type: ignore[assignment]
-    return signal_propagation(Network(network, noise(8, 16, seed).double()), batch_statistics=norm)
+        module.padding_mode = "circular"
+        if not relu and hasattr(module, "conv1"):
+            module.act1 = module.act2 = nn.Identity()
+    points = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        network.init_weights()
+        for weight in weights:
+            weight.data *= 1 if relu else math.sqrt(0.5)
+        x = noise(8, 8 + 8 * norm, seed).to(dtype)
+        points.append(signal_propagation(Network(network, x), batch_statistics=norm))
+    return points
 
 
 def second(points: list[Point]) -> list[float]:
@@ -135,7 +157,9 @@ def second(points: list[Point]) -> list[float]:
 def of_papers(depth: int, width: int, seeds: int) -> Iterator[tuple[str, list[float], str, Any]]:
     """What is measured of blocks l = 2, 3 ..., with the formula of the paper and its values."""
     block = np.arange(2, 200)
-    plain, normed, relu = (stack(depth, width, *kind) for kind in ((False, False), (True, False), (True, True)))
+    plain, normed, relu = (
+        fully_connected(depth, width, *kind) for kind in ((False, False), (True, False), (True, True))
+    )
     yield "De & Smith, figure 2 (a), linear, no norm: skip", second(plain), "2^(l - 1)", 2.0 ** (block - 1)
     yield "the same: branch", [point.branch_variance for point in plain[1:]], "2^(l - 1)", 2.0 ** (block - 1)
     yield "figure 2 (b), linear, BatchNorm: skip", second(normed), "l", block
@@ -144,12 +168,38 @@ def of_papers(depth: int, width: int, seeds: int) -> Iterator[tuple[str, list[fl
     yield "the same: moving variance", [point.variance for point in relu], "l (1 - 1/pi)", block * (1 - 1 / math.pi)
     yield "the same: squared moving mean", [point.mean_sq for point in relu], "l / pi", block / math.pi
     for layers, wide in ((16, 8), (100, 2)):
-        skips = [second(wide_resnet(layers, wide, norm=False, seed=seed)) for seed in range(seeds)]
+        skips = [second(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)]
         added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
         yield f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip", list(np.mean(added, 0)), "1", block**0
-        stage = wide_resnet(layers, wide, norm=True)[1 : len(skips[0]) // 3]
+        stage = wide_resnet(layers, wide, norm=True)[0][1 : len(skips[0]) // 3]
         shares = [point.added_variance / point.variance for point in stage]
         yield f"section 2.1, {layers}-{wide}, BatchNorm: share of the branch", shares, "1 / (l + 1)", 1 / (block + 1)
+
+
+def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], str, Any]]:
+    """Figure 2 (c): a convolutional network on 100 of CIFAR-10's training images."""
+
+    def layer(stride: int = 1, inputs: int = 100) -> nn.Sequential:
+        convolution = nn.Conv2d(inputs, 100, 3, stride, 1, bias=False)
+        nn.init.kaiming_normal_(convolution.weight)
+        return nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(), convolution)
+
+    torch.manual_seed(0)
+    points = stacked(layer, layer(2)(layer(2, 3)[-1](images)), depth)
+    block, skip, moving_mean = np.arange(2, 200), np.array(second(points)), [point.mean_sq for point in points]
+    yield "figure 2 (c), convolutions, ReLU, BatchNorm: skip", list(skip), "l, a little less", block
+    yield "the same: moving variance", [point.variance for point in points], "a little below the skip's", skip
+    yield "the same: squared moving mean", moving_mean, "grows with l", block * moving_mean[0] / 2
+
+
+def growth(depth: int, width: int, seeds: int, kind: str = "", **args: Any) -> str:
+    """A row: E[x^2] at block l by 2^l, which is the paper's 2^(l - 1) for a stem that gives 2, over random networks."""
+    skips = np.array([second(points) for points in wide_resnet(depth, width, norm=False, seeds=seeds, **args)])
+    over = skips / 2.0 ** np.arange(2, skips.shape[1] + 2)
+    columns = [over[:, place] for place in (2, 5, -1)]
+    cells = [f"{column.mean():.2f} ± {column.std(ddof=1) / math.sqrt(seeds):.2f}" for column in columns]
+    ends = f"{np.median(over[:, -1]):.2f} | {np.log2(over[:, -1]).std(ddof=1):.1f}"
+    return f"| {depth}-{width}{kind} | {seeds} | {' | '.join(cells)} | {ends} |"
 
 
 def after_reset() -> list[float]:
@@ -177,7 +227,7 @@ def slope(role: str) -> float:
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
-    for name, values, formula, theory in of_papers(24, 400, 1):
+    for name, values, formula, theory in of_papers(24, 400, 4):
         assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
@@ -249,17 +299,34 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
 
 if __name__ == "__main__":
     import circumstances
+    from trained_networks import SHARED
+    from unpacked import unpacked
 
+    tar = str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz"))
+    ((images, _),) = make_loader(timm.create_model("wide_resnet_cifar"), tar, batch_size=100, workers=0, samples=100)
     print("# Signals at initialization, beside De & Smith's and Kim et al.'s\n")
     print("\n".join(circumstances.lines("python tests/analysis/test_signal_propagation.py", "cpu")))
-    print("Of block l, and how far off, on average over blocks and at most; of one seed, branch by skip of eight.\n")
+    print("Of block l, and how far off, on average over blocks and at most; of one network, branch by skip of 64.\n")
     print("| where | paper | l = 2 | l = 4 | l = 48 | off, % | at most |\n|---|---|---|---|---|---|---|")
     reset = "Kim et al., equation 11, resnet50: E[x^2]", after_reset(), "1", np.ones(3)
-    for name, values, formula, theory in (*of_papers(48, 1000, 8), reset):
+    for name, values, formula, theory in (*of_papers(48, 1000, 64), *on_cifar10(images, 48), reset):
         cells = [f"{value:.3g}" for value in [*values, *[math.nan] * 48]]
         off = 100 * (values / theory[: len(values)] - 1)
         ends = f"{np.mean(off):+.0f} | {max(abs(off)):.0f}"
         print(f"| {name} | {formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |".replace("nan", ""))
+    print("""
+De & Smith, section 2.1, alpha = 1: E[x^2] of what block l reads, by 2^(l - 1) and the stem's 2: mean over networks and
+its standard error; of the last block median and deviation of log2, too. The mean is the paper's. Of finite width each
+drifts: the chances of blocks multiply, and the product spreads like a log-normal one, whose median is below its mean.
+ReLUs widen that: their outputs have a mean, so that all images and pixels of a channel come to agree, and only channels
+are left to average over.
+
+| network | networks | l = 4 | l = 7 | last | median | deviation of log2 |
+|---|---|---|---|---|---|---|""")
+    for shape in ((16, 2, 64), (16, 8, 64), (100, 2, 64), (100, 8, 16)):
+        print(growth(*shape))
+    print(growth(100, 2, 64, ", linear", relu=False))
+    print(growth(100, 2, 64, ", float32", dtype=torch.float32))
     print("\n| Kim et al., figure 6 | paper | slope |\n|---|---|---|")
     for role in ("other", "stem", "down", "last"):
         print(f"| {role} | near -2 | {slope(role):.2f} |")

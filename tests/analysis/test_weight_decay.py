@@ -143,7 +143,7 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
     side = NARROW[name].get("img_size", 48)
     model = convert(timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options).model

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import zoo_networks
 from lived import distance, run
+from small import small
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -208,6 +208,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(relative_eps: flo
 
 
 @pytest.mark.parametrize("kind", ["preact", "plain"])
+@pytest.mark.one_in(2)
 def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
     """Trained networks, and 300 images that were not seen."""
     loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
@@ -231,7 +232,7 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
 @pytest.mark.one_in(2)
 def test_a_fit_adds_no_tensor_that_the_plan_does_not_know(to: str, options: dict[str, Any]) -> None:
     """As a bias for a convolution that has none: what is saved could not be loaded."""
-    model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
+    model = small(channels=(8, 8, 8, 8))
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     fitted = conversion.convert(model, to, inputs=images[:2], calibrate=[images], **options)
     (step,) = fitted.plan.steps

@@ -1,7 +1,5 @@
 """Law of doors: command line, Python, a plan applied, and a directory loaded give one result, to the last bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

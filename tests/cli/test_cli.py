@@ -1,7 +1,5 @@
 """The command line: what it prints, what it writes, and that every bad input gives one line and leaves nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The main job as a newcomer does it: `normswap convert resnet18 --to skipinit`, weights from a hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

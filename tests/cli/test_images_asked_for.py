@@ -1,7 +1,5 @@
 """A command asks the reader of images for what was typed: which images, how many at a time, drawn by which seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

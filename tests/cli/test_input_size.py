@@ -1,7 +1,5 @@
 """`--input-size`: a network that runs at one size only, and says nowhere which, by command from end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mistakes by kind, a few of each: one line, exit code 2, nothing written; early ones before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

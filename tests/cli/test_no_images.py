@@ -1,7 +1,5 @@
 """Networks that take no images, by command: from a factory to a file that is verified, fitted to arrays on the way."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

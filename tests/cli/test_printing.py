@@ -1,7 +1,5 @@
 """What commands print and ask for, by the parts that do it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

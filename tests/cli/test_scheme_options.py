@@ -1,7 +1,5 @@
 """What the schemes' options and data may not be, said in one line each, with nothing left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

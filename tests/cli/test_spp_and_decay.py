@@ -1,7 +1,5 @@
 """`normswap spp` and `normswap decay` on the command line."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Law of what is said: every command that an answer, a finding, an error or a card names is run, and mends that."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

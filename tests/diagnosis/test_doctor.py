@@ -1,7 +1,5 @@
 """One fault is planted in a trained network: the doctor names it first, and says nothing of networks that are well."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

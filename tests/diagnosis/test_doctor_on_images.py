@@ -1,7 +1,5 @@
 """The doctor reads off images how they are prepared, whether statistics and eps fit them, how the modes agree."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import statistics

@@ -1,7 +1,5 @@
 """Law of what is said: the command that a finding names is run, and the finding is gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Core ML: a package is written whole, with names and metadata; nothing runs it on Linux."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ExecuTorch: a folded network runs in XNNPACK, in a process without normswap; what it cannot hold is said."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

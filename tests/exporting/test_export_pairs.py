@@ -3,8 +3,6 @@
 The reference is the network that the command was given, in float64, on images that are prepared here.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

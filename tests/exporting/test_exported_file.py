@@ -1,7 +1,5 @@
 """An exported file is a MODEL: it answers as the checkpoint does, on images that its sidecar says how to prepare."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

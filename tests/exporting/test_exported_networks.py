@@ -3,8 +3,6 @@
 Node counts beside a plain export, and the figures: tests/lab/benchmarks/export.py writes them as tables.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

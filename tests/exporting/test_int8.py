@@ -1,7 +1,5 @@
 """`normswap export --precision int8`: from end to end on the demo's network, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

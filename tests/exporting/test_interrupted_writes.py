@@ -1,7 +1,5 @@
 """A full disk, whatever the format: one line, and nothing is left."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LiteRT: a folded network runs in a process that has its interpreter alone; what it cannot hold is said in a line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

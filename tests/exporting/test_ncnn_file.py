@@ -1,7 +1,5 @@
 """ncnn: files of folded networks, in a process that has ncnn alone; what they cannot hold is said in a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A file whose runtime this system has not: the folded network is proven instead, and no file is called verified."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Law of bounds: a file with an option is as near to its network as the file without it, in each precision."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

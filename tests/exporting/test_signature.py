@@ -1,7 +1,5 @@
 """Files of networks that take and give more than one tensor: by name, and every output is that of the torch network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

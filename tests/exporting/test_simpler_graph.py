@@ -1,7 +1,5 @@
 """What stands for operators that tools lack computes the same, in float64; what looks alike and is not, stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 onnxruntime-web is what `npm install` of that page gets, fetched once into the user's cache; nothing of it is kept here.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

@@ -46,6 +46,7 @@ SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a s
 
 @pytest.mark.parametrize("arch", sampled(SAMPLE, every=3))
 @pytest.mark.filterwarnings("default")
+@pytest.mark.one_in(2)
 def test_fold(arch: str) -> None:
     row = network.check(arch)
     assert row["status"] == "exact", row
@@ -78,6 +79,7 @@ def need(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sampled(OTHERS, every=3))
+@pytest.mark.one_in(2)
 def test_other_libraries_fold(name: str) -> None:
     need(name)
     row = wild.check(name)

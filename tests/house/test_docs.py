@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from docs_pages import PAGES, ROOT, Block, blocks, filled, without_tables
+from docs_pages import PAGES, ROOT, WITH_TABLES, Block, blocks, filled, without_tables
 from hub_server import hub_server, use_hub
 
 import normswap
@@ -125,7 +125,7 @@ def test_notebooks_are_linked() -> None:
     assert all(f"notebooks/{notebook.name})" in index for notebook in NOTEBOOKS)
 
 
-@pages
+@pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_tables_are_those_of_the_scripts(page: Path) -> None:
     text = page.read_text()
     assert text == filled(text)
@@ -149,7 +149,7 @@ def options() -> set[str]:
     return {name for command in SUMMARIES for parameter in load(command).params for name in parameter.opts}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_options_exist(page: Path) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - options() - OTHER_TOOLS == set()
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small import SMALL_IMAGES
 from torch import nn
 
 import normswap
@@ -16,7 +17,8 @@ KEEPING: dict[str, dict[str, Any]] = {"nf": {"mean": "keep"}, "centered-weightno
 @pytest.fixture(scope="module")
 def network() -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10, channels=(4, 4, 8, 8), zero_init_last=False)
+    small = {"channels": (4, 4, 8, 8), "pretrained_cfg_overlay": SMALL_IMAGES}
+    model = timm.create_model("resnet18", num_classes=10, zero_init_last=False, **small)
     with torch.no_grad():
         model.train()(torch.randn(8, 3, 32, 32))
     return model.eval()

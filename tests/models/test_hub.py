@@ -60,7 +60,7 @@ def test_hub(repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("garbage", "hf-hub:some/small", "not a readable weights file"),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_hub_fails(
     repos: dict[str, Path],
     tmp_path: Path,

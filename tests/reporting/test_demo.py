@@ -1,7 +1,5 @@
 """The demo: every figure agrees, it is quick, and it notices when something does not agree."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

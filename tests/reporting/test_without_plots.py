@@ -1,7 +1,5 @@
 """Where matplotlib and jinja2 are not installed: all works but pictures and pages, which say so in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

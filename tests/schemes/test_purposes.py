@@ -88,6 +88,7 @@ def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 @pytest.mark.parametrize("to", ["groupnorm", "skipinit"])
+@pytest.mark.one_in(2)
 def test_the_demo_network_trains_privately(to: str, tmp_path: Path) -> None:
     done = normswap.convert(open_model(str(demo_files.FOLDER)), to, purpose="opacus")
     normswap.save(done, tmp_path / "out")
@@ -112,6 +113,7 @@ def test_fused_norms_that_opacus_misses(arch: str) -> None:
 
 
 @crossed("arch, way", NARROW, WAYS, every=4, ids=named)
+@pytest.mark.one_in(2)
 def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> None:
     """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
     to, options = way

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed
+from crossed import crossed, quick
 from lived import distance, run, step
 from small_transformers import inhabit, skeleton, small
 from timm.layers import RmsNorm
@@ -133,7 +133,7 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *LARGER])
+@pytest.mark.parametrize("name", quick([*REFUSED, *LARGER], REFUSED))
 def test_refused_with_path_and_reason(name: str) -> None:
     path, why = REFUSED.get(name) or LARGER[name]
     model = skeleton(name) if name in REFUSED else timm.create_model(name)

@@ -16,6 +16,7 @@ from normswap.layers.scalars import Scale
 
 
 @pytest.mark.parametrize("arch", NORM_FREE)
+@pytest.mark.one_in(2)
 def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
     """The standardized weights are baked, the factors folded, and every branch gets its scalar: in one conversion."""
     model, x = norm_free(arch)

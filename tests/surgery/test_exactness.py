@@ -133,6 +133,7 @@ def test_every_class_of_a_table_is_tried() -> None:
 
 
 @crossed("kind, scheme", [kind for kind in TABLES if _layer(kind)], ["folded", "tune", "affine"], every=3, ids=_name)
+@pytest.mark.one_in(2)
 def test_a_forward_of_its_own_is_never_taken_for_its_class(kind: type[nn.Module], scheme: str) -> None:
     """It bends values that N(0, 1) noise does not reach."""
     for patched, place in itertools.product((False, True), (0, 1)):

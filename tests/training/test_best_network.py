@@ -1,7 +1,5 @@
 """Which network best/ holds, by accuracies that are made up; and the loss that a run reports, by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every scheme trains: on real images a few SGD steps lower the loss, every parameter moves, and its state survives."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

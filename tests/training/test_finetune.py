@@ -1,7 +1,5 @@
 """`normswap finetune` as a user meets it: from a name to a recovered checkpoint, and what is said of bad input."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Callable

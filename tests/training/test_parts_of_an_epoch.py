@@ -1,7 +1,5 @@
 """Law of unequal parts in training: a loss is a mean over its own images, however an epoch is cut and shared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

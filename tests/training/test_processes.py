@@ -1,7 +1,5 @@
 """Several processes: who each is, what torchrun, srun and `accelerate launch` start, and the norms that they share."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reading recipes: overrides, and errors of one line that name the key and the file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

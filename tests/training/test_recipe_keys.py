@@ -1,7 +1,5 @@
 """Every key of a recipe does something: with another value, another run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The shipped recipes: their commands can be run, their networks train, and they come with the package."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

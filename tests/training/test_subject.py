@@ -1,7 +1,5 @@
 """The network of a run: its classifier, its teacher, what is said of it; and that one forward of it is recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

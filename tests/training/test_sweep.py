@@ -1,7 +1,5 @@
 """Sweeps: grids, the best k of n, several workers, workers that die, runs that diverge."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """The images of a run: which are validated on, by whom and prepared how, and what tells one set from another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

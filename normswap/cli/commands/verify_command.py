@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 KEYS = (
     "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), first_apart (the first "
     "layer that differs: site, relative_l2 and more), report, data (null, or agreement, count, top-1 of source and "
-    "result, or relative_l2); of an exported file: directory, against, passed, "
-    "enough, figures (as in `export`)"
+    "result, or relative_l2), compiled (null, or of outputs and gradients what departs most: what, relative_l2, "
+    "allowed); of an exported file: directory, against, passed, enough, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
@@ -36,6 +36,9 @@ def run(
     compared: Compared,
     images: Images,
     opening: ImageOpening,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compare its outputs and gradients under torch.compile with its own.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Compare a converted network or exported file with its source.
@@ -50,12 +53,14 @@ def run(
     with progress.working(f"loading {directory}"):
         file = exported_file(str(directory))
     if file is None:
-        body = _of_directory(directory, against, images, opening)
+        body = _of_directory(directory, against, images, opening, compiled=compiled)
+    elif compiled:
+        raise OptionError("--compile of an exported file", "torch.compile takes networks", "Leave it out")
     else:
         body = _of_file(file, against, images, opening)
     agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
     body["enough"] = compared.enough(agreement)
-    is_good = body["passed"] and body["enough"]
+    is_good = body["passed"] and body["enough"] and not _departed(body)
     trust = ["--trust-factory"] * opening.trust_factory
     following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
@@ -66,12 +71,14 @@ def run(
     return int(not is_good)
 
 
-def _of_directory(directory: Path, against: str | None, images: Images, opening: ImageOpening) -> Body:
+def _of_directory(
+    directory: Path, against: str | None, images: Images, opening: ImageOpening, *, compiled: bool
+) -> Body:
     with progress.working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
         from normswap.storage import checkpoint
-        from normswap.surgery import reverification
+        from normswap.surgery import compiling, reverification
         from normswap.surgery.network import Network
         from normswap.training.run_folder import check_no_run
 
@@ -98,6 +105,12 @@ def _of_directory(directory: Path, against: str | None, images: Images, opening:
     body["first_apart"] = apart and asdict(apart)
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
+    body["compiled"] = None
+    if compiled:
+        network = Network(result)
+        example = network.calls[0] if images.data is None else network.form.read(next(iter(loader)))[0].like(result)
+        with progress.working("compiling"):
+            body["compiled"] = [asdict(departure) for departure in compiling.compare(network, example)]
     return {**body, "report": summary.of_report(report), "data": data}
 
 
@@ -135,12 +148,22 @@ def _print(body: Body) -> None:
             ("relative L2", small(data.get("relative_l2"))),
             ("agreement", f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None),
         )
+    for error in body.get("compiled") or ():
+        distance = f"{error['what']}: relative L2 {small(error['relative_l2'])}"
+        facts(("compiled", f"{distance}, allowed {small(error['allowed'])}"))
     if not body["passed"]:
         place = f", first at {apart['site']} (relative L2 {small(apart['relative_l2'])})" if apart else ""
         print(f"FAILED: they differ{place}")
+    elif departed := _departed(body):
+        print(f"FAILED: under torch.compile the {departed} differs from eager mode")
     elif not body["enough"]:
         print(result_tables.TOO_LITTLE)
     elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
         print("measured: it is not exact, and what it keeps stands above")
     else:
         print("passed")
+
+
+def _departed(body: Body) -> str:
+    """The output or gradient that is off by more than is allowed; empty: none is."""
+    return next((each["what"] for each in body.get("compiled") or () if each["relative_l2"] > each["allowed"]), "")

@@ -1,20 +1,19 @@
-"""The picture of README: accuracy right after the swap, by hand and by normswap, as `imagenet.md` has it.
+"""The picture of README: accuracy right after the swap (`imagenet.md`), and after training (`after_training.md`).
 
 python tests/lab/benchmarks/after_the_swap.py            # writes tests/pictures/after_the_swap.png
 
 The figures that were drawn stand in the PNG's metadata, so that a test can compare them with the table.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 HERE = Path(__file__).resolve().parent
-TABLE, PICTURE = HERE / "imagenet.md", HERE.parents[1] / "pictures" / "after_the_swap.png"
+PICTURE = HERE.parents[1] / "pictures" / "after_the_swap.png"
 NETWORK = "efficientnet_lite0"
 SOURCE = "source, BatchNorm"
 Row = tuple[str, str]  # of the table: how, and images
@@ -41,8 +40,27 @@ BARS: dict[str, tuple[Row, Row | None]] = {  # what the bar is called: the rows 
 }
 
 
-def figures(table: str) -> tuple[int, dict[str, list[float]]]:
+TRAINED = {  # the same for the ways of `after_training.md`
+    "fresh GroupNorm": "fresh GroupNorm, groups of 16",
+    "gamma and beta copied": "GroupNorm, gamma and beta copied, groups of 16",
+    "the plain norm": "`groupnorm --relative-eps 0`",
+    "groupnorm": "`groupnorm`",
+    "skipinit": "`skipinit`",
+    "frozen-bn": "`frozen-bn`",
+    SOURCE: "BatchNorm",
+}
+
+
+def trained() -> dict[str, list[float]]:
+    """Top-1 in percent by bar, of two images an update: at the end of training, and at once."""
+    rows = re.findall(r"^\| two \|(.*)\|$", (HERE / "after_training.md").read_text(encoding="utf-8"), re.M)
+    cells = {way: numbers for way, _, *numbers in ([cell.strip() for cell in row.split("|")] for row in rows)}
+    return {bar: [float(cells[way][2].split()[0]), float(cells[way][0])] for bar, way in TRAINED.items()}
+
+
+def figures() -> tuple[int, dict[str, list[float]]]:
     """How many images, and top-1 in percent by bar: for one group and for 32, or one figure that goes without."""
+    table = (HERE / "imagenet.md").read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {NETWORK}: top-1 ([\d.]+) % of (\d+) images\n(.*?)(?=^## |\Z)", table, re.M | re.S)
     source, count, rows = section
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines() if row.startswith("| ")]
@@ -51,26 +69,35 @@ def figures(table: str) -> tuple[int, dict[str, list[float]]]:
     return int(count), {**drawn, SOURCE: [float(source)]}
 
 
-def main() -> None:
-    count, top1 = figures(TABLE.read_text(encoding="utf-8"))
-    figure, axes = plt.subplots(figsize=(9.2, 4.4), dpi=150, facecolor="white")
-    for place, (bar, values) in enumerate(top1.items()):
-        strong, light = ("#8a8f98", "") if bar == SOURCE else ("#2c5aa0", "#9db8dc")
-        strong, light = ("#c0392b", "#e3a29a") if bar.startswith("by hand") else (strong, light)
+def draw(axes: Axes, bars: dict[str, list[float]], titles: tuple[str, str], by_hand: tuple[str, ...]) -> None:
+    """A group of at most two bars for each name, the first one strong; `titles`: what the two are."""
+    for place, (bar, values) in enumerate(bars.items()):
+        colours = ("#c0392b", "#e3a29a") if bar.startswith(by_hand) else ("#2c5aa0", "#9db8dc")
+        if bar == SOURCE:
+            colours = ("#8a8f98", "#c9ccd1")
         height = 0.8 / len(values)
-        for i, (value, colour) in enumerate(zip(values, (strong, light), strict=False)):
+        for i, (value, colour) in enumerate(zip(values, colours, strict=False)):
             shift = (i - (len(values) - 1) / 2) * height
-            label = f"{value:.1f} %" + ("" if len(values) == 1 else (" in one group", " in 32 groups")[i])
+            label = f"{value:.1f} %" if len(values) == 1 else f"{value:.1f} % {titles[i]}"
             axes.bar_label(axes.barh(place + shift, value, height * 0.9, color=colour), [label], padding=4, fontsize=8)
-    axes.set_yticks(range(len(top1)), list(top1), fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 112), xlabel="top-1, percent", xticks=range(0, 101, 20))
-    title = f"EfficientNet-Lite0 on {count} ImageNet photographs, right after the swap, before any training"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    axes.set(xlim=(0, 125), xlabel="top-1, percent", xticks=range(0, 101, 20))
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"figures": json.dumps([count, top1])})
+
+
+def main() -> None:
+    (count, swapped), after = figures(), trained()
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9.2, 7.8), dpi=150, facecolor="white")
+    draw(upper, swapped, ("in one group", "in 32 groups"), ("by hand",))
+    title = f"EfficientNet-Lite0, {count} ImageNet photographs: right after the swap, before any training"
+    upper.set_title(title, fontsize=11, x=-0.65, ha="left")
+    draw(lower, after, ("at the end", "before"), ("fresh", "gamma"))
+    title = "A narrow ResNet-18 on CIFAR-10: trained on with two images an update"
+    lower.set_title(title, fontsize=11, x=-0.65, ha="left")
+    figure.tight_layout(h_pad=2)
+    figure.savefig(PICTURE, metadata={"figures": json.dumps([count, swapped, after])})
 
 
 if __name__ == "__main__":

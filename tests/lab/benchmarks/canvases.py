@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from schemes_table import NETWORKS, SHARED, unpacked
+from schemes_table import NETWORKS, archive, read
 from torch import Tensor
 
-from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
 NETWORK, SIDE, OBJECTS = "resnet18_narrow", 64, 2
@@ -40,12 +39,10 @@ def canvases(split: str, count: int, seed: int) -> Canvases:
 
     An object is an image within an ellipse, 28 to 44 pixels wide; the second may cover a part of the first.
     """
-    data = str(unpacked(SHARED / "data" / "cifar10" / f"{split}.tar.xz"))
-    loader = make_loader(open_model(str(NETWORKS[NETWORK])), data, batch_size=100, workers=0, samples=OBJECTS * count)
-    pairs = list(loader)
+    images, labels = read(open_model(str(NETWORKS[NETWORK])), archive(split), OBJECTS * count)
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(OBJECTS * count, generator=random)
-    images, labels = torch.cat([x for x, _ in pairs])[order], torch.cat([y for _, y in pairs])[order]
+    images, labels = images[order], labels[order]
     clouds = F.interpolate(torch.randn(count, 3, 5, 5, generator=random), SIDE, mode="bicubic")
     found = Canvases(
         clouds, torch.zeros(count, SIDE, SIDE, dtype=torch.long), torch.zeros(count, OBJECTS, 4),

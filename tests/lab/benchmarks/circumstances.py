@@ -1,7 +1,5 @@
 """What a measurement was made with, for the head of its table."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -7,8 +7,6 @@ of the times pair by pair, and by how many times the checkpoint's size the peak 
 is what a user waits for: the CPU time of the command as it is typed, over that of the baseline's whole process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ Pictures: `canvases.py`. Learning rates are chosen on held-out training pictures
 choose nothing. What is measured is kept, a line each, in runs/detection.jsonl.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import time

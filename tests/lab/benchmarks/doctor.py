@@ -21,13 +21,12 @@ import test_doctor_on_images
 import torch
 import zoo_networks
 from kinds_images import score
+from schemes_table import NETWORKS, archive, logits, read
 from torch import Tensor, nn
-from trained_networks import IMAGES, NETWORKS
 
 import normswap
 from normswap.diagnosis.findings import Finding
 from normswap.errors import NormswapError
-from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
@@ -58,19 +57,15 @@ def opened(name: str) -> nn.Module:
 
 
 def images_for(model: nn.Module, count: int = TESTED) -> Images:
-    loader = make_loader(model, str(IMAGES), batch_size=BATCH, workers=1, samples=LOOKED_AT + count, seed=3)
-    pairs = list(loader)
-    x, y = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+    x, y = read(model, archive("test"), LOOKED_AT + count, seed=3)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     return Images(list(x[:LOOKED_AT].split(BATCH)), list(x[LOOKED_AT:].split(BATCH)), y[LOOKED_AT:])
 
 
-@torch.no_grad()
 def top1(model: nn.Module, images: Images) -> float:
     """In the mode that the network is in; of a network that answers by pixel, the mean IoU."""
-    model = copy.deepcopy(model)
-    return score(torch.cat([model(x) for x in images.test]), images.labels)
+    return score(logits(copy.deepcopy(model), images.test), images.labels)
 
 
 def _set_eps(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Module, Images]:

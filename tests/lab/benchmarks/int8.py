@@ -19,9 +19,6 @@ images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights
 500 others measure.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import functools
 import importlib.metadata
@@ -29,11 +26,10 @@ import importlib.util
 import io
 import logging
 import os
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +38,24 @@ import nncf
 import onnx
 import openvino as ov
 import torch
-from kept import Kept, Row
+from kept import Kept, Row, arguments
 from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
+from schemes_table import NETWORKS, ROOT, archive, logits, read
 from torch import Tensor, nn
+from zoo_networks import trained
 
 import normswap
 from normswap.errors import quiet
 from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.images import datasets
 from normswap.models import zoo
 from normswap.storage.checkpoint import open_model
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import zoo_networks  # noqa: E402
-from unpacked import unpacked  # noqa: E402
-
-SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "int8.jsonl"
 LITE0 = "lite0"
 ZOO = ("depthwise", "efficient")
-FOLDERS = {
-    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
-    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-}
+FOLDERS = {name: NETWORKS[name] for name in ("resnet18_narrow", "resnetv2_18_narrow")}
 CALIBRATED, PHOTOGRAPHS = 512, 128
 ROUNDS, SECONDS = 5, 0.3  # of timing
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite"}
@@ -91,47 +78,30 @@ class Case:
 
     def __init__(self, name: str) -> None:
         if name == LITE0:
-            self.model, self.calibrate, self.test = lite0()
+            self.model, calibrate, (test, self.labels) = lite0()
         else:
-            self.model = zoo_networks.trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
-            images = SHARED / "data" / "cifar10"
-            self.calibrate = self._load(unpacked(images / "train.tar.xz"), CALIBRATED)
-            self.test = self._load(unpacked(images / "test.tar.xz"), None)
-        with torch.inference_mode():
-            self.answers = torch.cat([self.model(x).argmax(1) for x, _ in self.test])
-        self.labels = torch.cat([y for _, y in self.test])
-
-    def _load(self, file: Path, samples: int | None) -> list[tuple[Tensor, Tensor]]:
-        size = 32 if samples else 250
-        return list(datasets.make_loader(self.model, str(file), batch_size=size, workers=0, samples=samples))
-
-    @property
-    def images(self) -> list[Tensor]:
-        return [x for x, _ in self.calibrate]
+            self.model = trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
+            calibrate, _ = read(self.model, archive("train"), CALIBRATED)
+            test, self.labels = read(self.model, archive("test"))
+        self.images, self.test = calibrate.split(32), test.split(50 if name == LITE0 else 250)
+        self.checked = [(self.test[0], self.labels[: len(self.test[0])])]
+        self.answers = logits(self.model, self.test).argmax(1)
 
     def measure(self, file: Path, form: str) -> Row:
         """Top-1, agreement and size of a file; one that takes one image at a time gets them so."""
-        runs, one = formats.get(form).open(file), form == "litert"
-        seen = torch.cat([runs(part).argmax(1) for x, _ in self.test for part in (x.split(1) if one else [x])])
-        found = {"top1": share(seen == self.labels), "same": share(seen == self.answers)}
+        runs, size = formats.get(form).open(file), 1 if form == "litert" else len(self.test[0])
+        answers = torch.cat([runs(part).argmax(1) for batch in self.test for part in batch.split(size)])
+        found = {"top1": share(answers == self.labels), "same": share(answers == self.answers)}
         return {**found, "kilobytes": formats.get(form).size(file) / 1e3}
 
 
-def lite0() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+def lite0() -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]]:
     """The network with the weights of its authors, in timm's layout; photographs without labels, others with."""
     model = imagenet.packaged("efficientnet_lite0")
     assert model is not None
-    how = {**zoo.data_config(model), **imagenet.SIDE, "num_classes": 1000}
-    calibrate, test = (
-        list(
-            datasets.make_loader(
-                how, str(imagenet.PHOTOGRAPHS / f"{name}.tar"), batch_size=size, workers=0, samples=samples,
-                labelled=name == "test",
-            )
-        )
-        for name, size, samples in (("calibration", 32, PHOTOGRAPHS), ("test", 50, None))
-    )  # fmt: skip
-    return model, calibrate, test
+    config = {**zoo.data_config(model), **imagenet.SIDE, "num_classes": 1000}
+    calibrate, _ = read(config, str(imagenet.PHOTOGRAPHS / "calibration.tar"), PHOTOGRAPHS, labelled=False)
+    return model, calibrate, read(config, str(imagenet.PHOTOGRAPHS / "test.tar"))
 
 
 def share(right: Tensor) -> float:
@@ -140,7 +110,7 @@ def share(right: Tensor) -> float:
 
 def ours(case: Case, file: Path, bits: int) -> None:
     normswap.export(
-        case.model, file, dtype="int8", calibrate=case.images, images=case.test[:1],
+        case.model, file, dtype="int8", calibrate=list(case.images), images=case.checked,
         weight_bits=bits, dynamic_batch=file.suffix != ".tflite",
     )  # fmt: skip
 
@@ -157,7 +127,7 @@ def plain(case: Case, folder: Path) -> Path:
 class Reader:
     """Images, as onnxruntime asks for them."""
 
-    def __init__(self, images: list[Tensor]) -> None:
+    def __init__(self, images: Iterable[Tensor]) -> None:
         self.left: Iterator[Any] = ({"images": x.numpy()} for x in images)
 
     def get_next(self) -> Any:
@@ -226,7 +196,7 @@ def made(name: str, form: str) -> Row:
     case = opened(name)
     writers = {bits: functools.partial(ours, case, bits=bits) for bits in BITS[form]}
     writers |= {"tool": functools.partial(TOOLS[form], case)}
-    options: dict[str, Any] = {"images": case.test[:1], "dynamic_batch": form != "litert"}
+    options: dict[str, Any] = {"images": case.checked, "dynamic_batch": form != "litert"}
     writers |= {"fp32": functools.partial(normswap.export, case.model, **options)}
     found: Row = {}
     with tempfile.TemporaryDirectory() as name_of_folder:
@@ -237,7 +207,7 @@ def made(name: str, form: str) -> Row:
                 write(files[who])
             found[str(who)] = case.measure(files[who], form)
         timed = {str(who): formats.get(form).open(file) for who, file in files.items()}
-        found["ms"] = milliseconds({"eager": case.model, **timed}, case.test[0][0][:1])
+        found["ms"] = milliseconds({"eager": case.model, **timed}, case.test[0][:1])
     return {**found, "load": os.getloadavg()[0]}
 
 
@@ -269,11 +239,9 @@ def versions() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone")
     parser.add_argument("--format", action="append", choices=ENDINGS, help="in these alone")
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
-    parser.add_argument("-o", "--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -289,11 +257,10 @@ def main() -> None:
             loads.append(found["load"])
             lines.append(line(name, form, fp32, found))
             print(lines[-1], flush=True)
-    if args.output:
-        about = " ".join((__doc__ or "").split("\n\n")[3].split())
-        how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
-        table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
-        kept.write(args.output, "int8: ours beside each tool's own", table, how)
+    about = " ".join((__doc__ or "").split("\n\n")[3].split())
+    how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
+    table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
+    kept.write(args.output, "int8: ours beside each tool's own", table, how)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Rows that a benchmark measured before: a line of JSON each, by what they are of, with the commit."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterable

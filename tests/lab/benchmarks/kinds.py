@@ -10,8 +10,6 @@ chosen was settled on the depthwise network, by looking at test images as well. 
 their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import time
@@ -20,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import circumstances
-import torch
 from kept import Kept, Row
-from kinds_images import ROOT, of_kind, score
-from torch import Tensor, nn
+from kinds_images import of_kind, score
+from schemes_table import ROOT, logits
+from torch import Tensor
 from zoo_networks import DATA, KINDS, known, trained
 
 from normswap.errors import NormswapError
+from normswap.graph import inspection
 from normswap.models import calling
 from normswap.surgery import conversion, held_out
 
@@ -62,15 +61,10 @@ TABLE = Path(__file__).with_name("kinds.md")
 OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
 
 
-@torch.inference_mode()
-def outputs(model: nn.Module, images: Tensor) -> Tensor:
-    return torch.cat([model(part) for part in images.split(250)])
-
-
 @functools.cache
 def answers(kind: str) -> Tensor:
     """The source's, on the test images."""
-    return outputs(trained(kind), of_kind(kind, "test")[0])
+    return logits(trained(kind), of_kind(kind, "test")[0].split(250))
 
 
 def measure(kind: str, way: Way, samples: str) -> Row:
@@ -84,10 +78,11 @@ def measure(kind: str, way: Way, samples: str) -> Row:
     except NormswapError as error:
         return {"why": str(error)}
     seconds = time.perf_counter() - start
-    after = outputs(done.model, images)
+    after = logits(done.model, images.split(250))
     held = done.report.kept
     if held is None:  # nothing was fitted: any unlabelled images are held out
-        held = held_out.measured(model, done.model, calling.batches(pictures[:HELD]))
+        anatomy = inspection.inspect(model, calling.batches(images[:8]))
+        held = held_out.measured(model, done.model, calling.batches(pictures[:HELD]), anatomy)
     return {
         "before": score(before, labels), "after": score(after, labels), "seconds": seconds, "tests": len(images),
         "agreement": 100 * float((before.argmax(1) == after.argmax(1)).double().mean()),

@@ -1,20 +1,9 @@
 """The CIFAR-10 images as the networks of the zoo take them, in memory: `zoo_networks.FRONTS`, pasted pictures."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import torch
+from schemes_table import ROOT, archive, read
 from torch import Tensor
-
-ROOT = Path(__file__).resolve().parents[3]
-SHARED = ROOT.parent / "shared" / "data" / "cifar10"
-sys.path.insert(0, str(ROOT / "tests"))
-import zoo_networks  # noqa: E402
-from unpacked import unpacked  # noqa: E402
-
-from normswap.images.datasets import make_loader  # noqa: E402
+from zoo_networks import FRONTS, PREPROCESSING
 
 TEST, CALIBRATION = 10_000, 3000  # images that are kept of each set
 Pair = tuple[Tensor, Tensor]
@@ -26,16 +15,9 @@ def images(split: str) -> Pair:
     kept = ROOT / "runs" / "zoo" / f"{split}-{count}.pt"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        loader = make_loader(
-            zoo_networks.PREPROCESSING,
-            str(unpacked(SHARED / f"{split}.tar.xz")),
-            batch_size=500,
-            workers=0,
-            samples=count,
-        )
-        pairs = list(loader)
+        pair = read(PREPROCESSING, archive(split), count)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        torch.save(tuple(torch.cat(part)[order] for part in zip(*pairs, strict=True)), kept)
+        torch.save(tuple(tensor[order] for tensor in pair), kept)
     found: Pair = torch.load(kept)
     return found
 
@@ -45,7 +27,7 @@ def of_kind(kind: str, split: str) -> Pair:
     seen, labels = images(split)
     if kind == "unet":
         return pasted(seen, torch.Generator().manual_seed(int(split == "test")))
-    front = zoo_networks.FRONTS.get(kind)
+    front = FRONTS.get(kind)
     return (front()(seen) if front else seen), labels
 
 

@@ -5,8 +5,6 @@ whose labels are per pixel, by a loop of its own. Runs are kept in runs/zoo and 
 and recipe go to tests/data/zoo.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tarfile
@@ -16,8 +14,9 @@ from typing import Any
 
 import circumstances
 import torch
-from kinds_images import ROOT, SHARED, images, of_kind, pasted, score
+from kinds_images import images, of_kind, pasted, score
 from safetensors.torch import save_file
+from schemes_table import ROOT, archive, logits
 from torch import nn
 from zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 
@@ -51,8 +50,8 @@ def folder() -> Path:
     place = RUNS / "cifar10"
     for split in ("train", "test"):
         if not (place / split).is_dir():
-            with tarfile.open(SHARED / f"{split}.tar.xz") as archive:
-                archive.extractall(place / "unpacked", filter="data")
+            with tarfile.open(archive(split)) as images_of_split:
+                images_of_split.extractall(place / "unpacked", filter="data")
             (place / "unpacked").rename(place / split)
     return place
 
@@ -87,8 +86,7 @@ def main() -> None:
         state = {n: t.half() if t.is_floating_point() else t for n, t in model.state_dict().items()}
         save_file({name: t.contiguous() for name, t in state.items()}, DATA / f"{kind}.safetensors")
         seen, labels = of_kind(kind, "test")
-        with torch.inference_mode():
-            accuracy = score(torch.cat([trained(kind)(part) for part in seen.split(250)]), labels)
+        accuracy = score(logits(trained(kind), seen.split(250)), labels)
         note = {
             "accuracy": round(accuracy, 2), "measure": "mean IoU" if kind == "unet" else "top-1", "images": len(seen),
             "parameters": sum(p.numel() for p in model.parameters()), "recipe": recipe,

@@ -115,7 +115,7 @@ def run(table: Table, line: Line, power: int, seed: int) -> Row:
     words = [*data, f"data.validation_samples={TESTED}", *table.setting.split(), *line.own]
     recipe = recipe_files.load_recipe(line.recipe, [*words, f"optim.lr={2.0**power}", f"train.seed={seed}"])
     place = ROOT / "runs" / "papers" / trained.called(f"{line.name} lr 2^{power} seed {seed}")
-    trained.attempt(None, recipe, place, "cpu")
+    trained.attempt(recipe, place)
     if trained.missing(place):
         return {"state": "diverged"}
     last = trained.rows(place)[-1]

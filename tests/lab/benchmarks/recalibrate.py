@@ -5,16 +5,14 @@
 Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000 test images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from schemes_table import NETWORKS, SHARED, unpacked
+from schemes_table import NETWORKS, archive, read
 from torch import Tensor, nn
 
-from normswap.images.datasets import make_loader
+from normswap.images.accuracy import classify
 from normswap.models import zoo
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
@@ -39,23 +37,17 @@ def shifts(model: nn.Module) -> dict[str, Shift]:
     }
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, batches: list[tuple[Tensor, Tensor]], shift: Shift) -> float:
-    hits = sum(int((model(shift(x)).argmax(1) == y).sum()) for x, y in batches)
-    return 100 * hits / sum(len(y) for _, y in batches)
-
-
 def main() -> None:
-    tests, trains = (str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz")) for part in ("test", "train"))
     print("| network | shift | top-1 | recalibrated |")
     print("|---|---|---|---|")
     for name, place in NETWORKS.items():
         model = open_model(str(place))
-        test = list(make_loader(model, tests, batch_size=250, workers=1))
-        train = [x for x, _ in make_loader(model, trains, batch_size=100, workers=1, samples=1000)]
+        images, labels = read(model, archive("test"))
+        train = read(model, archive("train"), 1000)[0].split(100)
         for said, shift in shifts(model).items():
             new = recalibrate(model, [shift(x) for x in train]).model
-            before, after = (accuracy(net, test, shift) for net in (model, new))
+            test = [*zip(shift(images).split(250), labels.split(250), strict=True)]
+            before, after = (classify(network, test)[0].top1 for network in (model, new))
             print(f"| `{name}` | {said} | {before:.2f} | {after:.2f} |", flush=True)
 
 

@@ -8,8 +8,6 @@ measured on are test images. Nothing is trained. "loads" asks whether torch load
 into what diffusion_policy and lerobot build.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import time
@@ -20,6 +18,7 @@ from typing import Any
 import circumstances
 import torch
 from schemes_table import NETWORKS, SHARED, unpacked
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
@@ -56,7 +55,9 @@ def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
             if keep:
                 new.load_state_dict({"weight": norm.weight, "bias": norm.bias})
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, new)
+            # timm's BatchNormAct2d holds the activation, too.
+            activation = [norm.act] if isinstance(norm, BatchNormAct2d) else []
+            setattr(model.get_submodule(parent), name, nn.Sequential(new, *activation) if activation else new)
     return model.eval()
 
 

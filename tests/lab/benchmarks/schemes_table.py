@@ -9,14 +9,13 @@ fresh GroupNorms. What is measured is kept, a line each, in
 runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
+import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from kept import Kept
 from torch import Tensor, nn
+from trained_networks import NETWORKS, SHARED
 from unpacked import unpacked
 
-import normswap
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
 from normswap.layers import affine, per_sample
@@ -36,17 +35,11 @@ from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
 ROOT = Path(__file__).resolve().parents[3]
-SHARED = ROOT.parent / "shared"
 KEPT = ROOT / "runs" / "schemes_table.jsonl"
-NETWORKS = {
-    "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",
-    "resnetv2_18_narrow": SHARED / "checkpoints" / "resnetv2_18_narrow",
-    "demo": Path(normswap.__file__).parent / "demo_data",
-}
 Way = tuple[str, dict[str, Any]]
 RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
 EXACT: tuple[Way, ...] = (
-    ("folded", {}), ("skipinit", {}), ("regularized-skipinit", {}), ("fixup", {}), ("batchnorm", {}), ("frozen-bn", {}),
+    ("folded", {}), ("skipinit", {}), ("regularized-skipinit", {}), ("fixup", {}), ("frozen-bn", {}),
     ("tune", {}), *(("residual-scale", {"rule": rule}) for rule in RULES), ("weightnorm", {}), ("spectralnorm", {}),
     ("nf", {"mean": "keep"}), ("centered-weightnorm", {"mean": "keep"}),
 )  # fmt: skip
@@ -62,32 +55,63 @@ FITTED: tuple[Way, ...] = (
     ("dyt", {}),
 )
 MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("dyt", {}))
-BATCHNORM: Way = ("batchnorm", {})
 
 
 def said(way: Way) -> str:
     return " ".join([way[0], *(f"--{key} {value}" for key, value in way[1].items())])
 
 
+def archive(split: str) -> str:
+    """CIFAR-10's `train` or `test` images."""
+    return str(unpacked(SHARED / "data" / "cifar10" / f"{split}.tar.xz"))
+
+
+def read(
+    source: nn.Module | Mapping[str, object], data: str, count: int | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, H, W) as a network, or its record, takes them, and labels (N,): all, or so many drawn ones."""
+    loader = make_loader(source, data, batch_size=250, workers=0, samples=count, **options)
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
 class Network:
     """A trained network with its images, read when first needed."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.model = name, open_model(str(NETWORKS[name]))
-        self.images: list[Tensor] = []
-        self.labels = self.reference = torch.empty(0)
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self.name, self.given, self.model = name, given, open_model(str(NETWORKS[name]))
 
-    def read(self, data: str) -> None:
-        if not self.images:
-            pairs = list(make_loader(self.model, data, batch_size=250, workers=1))
-            self.images, self.labels = [x for x, _ in pairs], torch.cat([y for _, y in pairs])
-            self.reference = logits(self.model, self.images)
+    @functools.cached_property
+    def test(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The test images, their labels, and the network's own logits."""
+        images, labels = read(self.model, self.given.test)
+        return images, labels, logits(self.model, images.split(250))
 
-    def against(self, result: nn.Module, seconds: float) -> dict[str, Any]:
-        found = logits(result, self.images)
-        before, after = (100 * float((x.argmax(1) == self.labels).double().mean()) for x in (self.reference, found))
-        error = float((found - self.reference).double().norm() / self.reference.double().norm())
-        return {"before": before, "after": after, "l2": error, "seconds": seconds}
+    @functools.cached_property
+    def train(self) -> list[Tensor]:
+        return list(read(self.model, self.given.train, 1000)[0].split(100))
+
+    def measured(self, make: Callable[[], nn.Module]) -> dict[str, Any]:
+        """The row of a result: `why` it was refused, or its accuracy and distance."""
+        images, labels, reference = self.test
+        start = time.perf_counter()
+        try:
+            result = make()
+        except NormswapError as error:
+            return {"why": str(error)}
+        seconds = time.perf_counter() - start
+        found = logits(result, images.split(250))
+        before, after = (100 * float((x.argmax(1) == labels).double().mean()) for x in (reference, found))
+        error = float((found - reference).double().norm() / reference.double().norm())
+        left = sum(affine.is_batchnorm(module) for module in result.modules())
+        return {"before": before, "after": after, "l2": error, "seconds": seconds, "norms_left": left}
+
+    def converted(self, way: Way, images: str) -> nn.Module:
+        """Calibrated on 1000 images, on "synthetic" ones, or on none."""
+        calibrate: Any = None if images == "none" else images
+        if images == "1000 images":
+            calibrate = self.train
+        return conversion.convert(self.model, way[0], calibrate=calibrate, **way[1]).model
 
 
 def copied(model: nn.Module, groups: int = 1) -> nn.Module:
@@ -145,52 +169,22 @@ def opacus(model: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def logits(model: nn.Module, batches: list[Tensor]) -> Tensor:
+def logits(model: Callable[[Tensor], Tensor], batches: Iterable[Tensor]) -> Tensor:
     return torch.cat([model(batch) for batch in batches])
 
 
-def by_hand(kept: Kept, name: str, measured: Callable[[Callable[[nn.Module], nn.Module]], dict[str, Any]]) -> None:
-    """Print the rows of what people do by hand."""
-    for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
-        row = kept.get((name, how, "none"), lambda make=make: measured(make))
-        show(row, how + (f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""))
-
-
-def rows(kept: Kept, given: argparse.Namespace, name: str) -> None:
+def rows(kept: Kept, network: Network, parts: list[str]) -> None:
     """Print the rows of one network."""
-    network = Network(name)
-    train: list[Tensor] = []
-
-    def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
-        network.read(given.test)
-        start = time.perf_counter()
-        try:
-            result = make()
-        except NormswapError as error:
-            return {"why": str(error)}
-        took = time.perf_counter() - start
-        left = sum(affine.is_batchnorm(module) for module in result.modules())
-        return {**network.against(result, took), "norms_left": left}
-
-    def fit(way: Way) -> nn.Module:
-        train[:] = train or [x for x, _ in make_loader(network.model, given.train, batch_size=100, workers=1,
-                                                       samples=1000, seed=0)]  # fmt: skip
-        return conversion.convert(network.model, way[0], calibrate=train, **way[1]).model
-
-    def plain(way: Way, calibrate: str | None = None) -> nn.Module:
-        return conversion.convert(network.model, way[0], calibrate=calibrate, **way[1]).model
-
-    if "rows" in given.parts:
-        by_hand(kept, name, lambda make: measured(lambda: make(network.model)))
-        for way in (way for way in (*EXACT, *DATALESS) if way != BATCHNORM):  # that is what they have
-            show(kept.get((name, said(way), "none"), lambda way=way: measured(lambda: plain(way))), f"`{said(way)}`")
-    if "fitted" in given.parts:
-        for way in FITTED:
-            key = (name, said(way), "1000 images")
-            show(kept.get(key, lambda way=way: measured(lambda: fit(way))), f"`{said(way)}`")
-        for way in MADE:
-            key = (name, said(way), "synthetic")
-            show(kept.get(key, lambda way=way: measured(lambda: plain(way, "synthetic"))), f"`{said(way)}`")
+    if "rows" in parts:
+        for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
+            measure = functools.partial(network.measured, functools.partial(make, network.model))
+            row = kept.get((network.name, how, "none"), measure)
+            show(row, how + (f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""))
+    for images, ways in (("none", (*EXACT, *DATALESS)), ("1000 images", FITTED), ("synthetic", MADE)):
+        if ("rows" if images == "none" else "fitted") in parts:
+            for way in ways:
+                measure = functools.partial(network.measured, functools.partial(network.converted, way, images))
+                show(kept.get((network.name, said(way), images), measure), f"`{said(way)}`")
 
 
 def show(row: dict[str, Any], how: str) -> None:
@@ -205,8 +199,8 @@ def show(row: dict[str, Any], how: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--test", default=str(unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")))
-    parser.add_argument("--train", default=str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")))
+    parser.add_argument("--test", default=archive("test"))
+    parser.add_argument("--train", default=archive("train"))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--parts", nargs="*", default=["rows", "fitted"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
@@ -216,7 +210,7 @@ def main() -> None:
     print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.networks:
-        rows(kept, given, name)
+        rows(kept, Network(name, given), given.parts)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,13 @@
-"""Fine-tuning runs that a benchmark keeps, each in a folder of its own: made once, continued when interrupted."""
-
-from __future__ import annotations
+"""Runs of recipes that a benchmark keeps, each in a folder of its own: made once, continued when interrupted."""
 
 import csv
 import re
 from pathlib import Path
 
-from torch import nn
-
 from normswap.errors import TrainingError
-from normswap.storage import checkpoint
 from normswap.training.engine import finetune
 from normswap.training.recipe import Recipe
 
-SHARED = Path(__file__).resolve().parents[4] / "shared"
-CLIPPED = ("optim.clip.mode=agc", "optim.clip.value=0.05")  # as `cifar10_recover_skipinit` does
-KEPT = ("convert.options.mean=keep", "convert.calibrate=false")  # NF's filter means
 Rows = tuple[dict[str, float | None], ...]
 
 
@@ -24,22 +16,12 @@ def called(name: str) -> str:
     return re.sub(r"\W+", "-", name).strip("-")
 
 
-def run(network: Path | nn.Module | None, recipe: Recipe, place: Path, device: str) -> None:
-    """Train in `place`, unless that is done; nothing is tracked.
-
-    Args:
-        network: it, or a checkpoint; None: the recipe names it.
-    """
-    model = checkpoint.open_model(str(network)) if isinstance(network, Path) else network
-    finetune(model, recipe, place, resume="auto", device=device, track="none")
-
-
-def attempt(network: Path | None, recipe: Recipe, place: Path, device: str) -> None:
-    """`run`; that it diverged is written down in `place`, and it is not tried again."""
+def attempt(recipe: Recipe, place: Path) -> None:
+    """Train the recipe's network in `place`, unless that is done; that it diverged is written down there."""
     if (place / "diverged.txt").exists():
         return
     try:
-        run(network, recipe, place, device)
+        finetune(None, recipe, place, resume="auto", device="cpu", track="none")
     except TrainingError as error:
         (place / "diverged.txt").write_text(f"{error}\n")
 

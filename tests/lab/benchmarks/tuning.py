@@ -1,7 +1,5 @@
 """Ways compared with equal tuning: a learning rate for each, chosen on held-out data, then a run for every seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Networks of other libraries than timm, by name, with random weights and, where it must be said, what they take."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -65,51 +63,42 @@ HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentatio
          "ForKeypointDetection", "ForKeypointMatching", "ForPoseEstimation", "ForImageMatting",
          "ForInstanceSegmentation", "ForUniversalSegmentation", "VisionModel", "Model")  # fmt: skip
 TAKES = {"VitMatte": (4, 128, 128), "VitPose": (3, 128, 96), "EfficientLoFTR": (2, 1, 128, 128)}
+FLAT = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+SOLID = {**FLAT, "spatial_dims": 3}
+LEVELS = {"channels": (8, 16, 32), "strides": (2, 2)}
+BASIC = {"features": (8, 8, 16, 16, 32, 8), "norm": "batch"}
+DYNAMIC = {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "norm_name": "batch"}
 MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "UNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2),
-              "num_res_units": 2, "norm": "BATCH"}, (1, 64, 64)),
-    "UNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2),
-                  "norm": "BATCH"}, (1, 32, 32, 32)),
-    "BasicUNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "features": (8, 8, 16, 16, 32, 8),
-                   "norm": "batch"}, (1, 64, 64)),
-    "AttentionUnet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32),
-                       "strides": (2, 2)}, (1, 64, 64)),
+    "UNet": ({**FLAT, **LEVELS, "num_res_units": 2, "norm": "BATCH"}, (1, 64, 64)),
+    "UNet 3-D": ({**SOLID, **LEVELS, "norm": "BATCH"}, (1, 32, 32, 32)),
+    "BasicUNet": ({**FLAT, **BASIC}, (1, 64, 64)),
+    "AttentionUnet": ({**FLAT, **LEVELS}, (1, 64, 64)),
     "SegResNet": ({"spatial_dims": 3, "init_filters": 8, "norm": "BATCH"}, (1, 32, 32, 32)),
-    "DynUNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "kernel_size": (3, 3, 3),
-                 "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "norm_name": "batch"}, (1, 64, 64)),
+    "DynUNet": ({**FLAT, **DYNAMIC}, (1, 64, 64)),
     "VNet": ({"spatial_dims": 2}, (1, 64, 64)),
-    "HighResNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2}, (1, 48, 48)),
-    "DenseNet121": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2}, (1, 64, 64)),
+    "HighResNet": (FLAT, (1, 48, 48)),
+    "DenseNet121": (FLAT, (1, 64, 64)),
     "resnet18": ({"spatial_dims": 3, "n_input_channels": 1}, (1, 32, 32, 32)),
     "EfficientNetBN": ({"model_name": "efficientnet-b0", "spatial_dims": 2, "in_channels": 1, "pretrained": False},
                        (1, 64, 64)),
-    "UNet 1-D": ({"spatial_dims": 1, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32), "strides": (2, 2),
-                  "norm": "BATCH"}, (1, 128)),
-    "AttentionUnet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": (8, 16, 32),
-                           "strides": (2, 2)}, (1, 32, 32, 32)),
-    "BasicUNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "features": (8, 8, 16, 16, 32, 8),
-                       "norm": "batch"}, (1, 32, 32, 32)),
-    "BasicUNetPlusPlus": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2,
-                           "features": (8, 8, 16, 16, 32, 8), "norm": "batch"}, (1, 64, 64)),
-    "SegResNetDS": ({"spatial_dims": 2, "init_filters": 8, "in_channels": 1, "out_channels": 2, "norm": "BATCH"},
-                    (1, 64, 64)),
+    "UNet 1-D": ({**FLAT, "spatial_dims": 1, **LEVELS, "norm": "BATCH"}, (1, 128)),
+    "AttentionUnet 3-D": ({**SOLID, **LEVELS}, (1, 32, 32, 32)),
+    "BasicUNet 3-D": ({**SOLID, **BASIC}, (1, 32, 32, 32)),
+    "BasicUNetPlusPlus": ({**FLAT, **BASIC}, (1, 64, 64)),
+    "SegResNetDS": ({**FLAT, "init_filters": 8, "norm": "BATCH"}, (1, 64, 64)),
     "SegResNetVAE": ({"input_image_size": (32, 32, 32), "spatial_dims": 3, "init_filters": 8, "norm": "BATCH"},
                      (1, 32, 32, 32)),
-    "DynUNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "kernel_size": (3, 3, 3),
-                     "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "norm_name": "batch", "res_block": True},
-                    (1, 32, 32, 32)),
-    "HighResNet 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (1, 24, 24, 24)),
-    "DenseNet121 3-D": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (1, 32, 32, 32)),
+    "DynUNet 3-D": ({**SOLID, **DYNAMIC, "res_block": True}, (1, 32, 32, 32)),
+    "HighResNet 3-D": (SOLID, (1, 24, 24, 24)),
+    "DenseNet121 3-D": (SOLID, (1, 32, 32, 32)),
     "resnet50": ({"spatial_dims": 2, "n_input_channels": 1}, (1, 64, 64)),
     "SEResNet50": ({"spatial_dims": 2, "in_channels": 1}, (1, 64, 64)),
     "SEResNext50 3-D": ({"spatial_dims": 3, "in_channels": 1}, (1, 32, 32, 32)),
     "FlexibleUNet": ({"in_channels": 1, "out_channels": 2, "backbone": "efficientnet-b0"}, (1, 64, 64)),
     "FlexibleUNet on a ResNet": ({"in_channels": 1, "out_channels": 2, "backbone": "resnet18"}, (1, 64, 64)),
     "HoVerNet": ({"mode": "fast", "in_channels": 3, "out_classes": 5}, (3, 256, 256)),
-    "AHNet": ({"layers": (3, 4, 6, 3), "spatial_dims": 2, "in_channels": 1, "out_channels": 2,
-               "upsample_mode": "transpose"}, (1, 128, 128)),
-    "LocalNet": ({"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "num_channel_initial": 8,
-                  "extract_levels": (0, 1, 2)}, (1, 64, 64)),
+    "AHNet": ({**FLAT, "layers": (3, 4, 6, 3), "upsample_mode": "transpose"}, (1, 128, 128)),
+    "LocalNet": ({**FLAT, "num_channel_initial": 8, "extract_levels": (0, 1, 2)}, (1, 64, 64)),
     "GlobalNet": ({"image_size": (64, 64), "spatial_dims": 2, "in_channels": 1, "num_channel_initial": 8, "depth": 3},
                   (1, 64, 64)),
     "DAF3D": ({"in_channels": 1, "out_channels": 2, "visual_output": False}, (1, 32, 32, 32)),
@@ -119,41 +108,31 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")  # whole, with the text's tower
+MODULES = {"smp": "segmentation_models_pytorch"}  # of libraries that are called otherwise here
 
 
 class TooLargeError(Exception):
     """More parameters than `LARGEST`."""
 
 
-def there(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
-
-
 def preload(chosen: Iterable[str]) -> None:
     """Import the libraries of these networks once, before a process is made for each of them."""
-    modules = {"smp": "segmentation_models_pytorch"}
     for library in {name.partition(":")[0] for name in chosen}:
-        importlib.import_module(modules.get(library, library))
+        importlib.import_module(MODULES.get(library, library))
 
 
 def names() -> Iterator[str]:
     """All that can be built here."""
-    if there("torchvision"):
-        from torchvision import models
+    from torchvision import models
 
-        for room in ("", ".segmentation", ".detection", ".video", ".optical_flow", ".quantization"):
-            module = importlib.import_module(f"torchvision.models{room}")
-            yield from (f"torchvision:{name}" for name in models.list_models(module=module))
-    if there("segmentation_models_pytorch"):
-        yield from (f"smp:{arch}:{encoder}" for arch, encoders in SMP.items() for encoder in encoders)
-    if there("ultralytics"):
-        yield from (f"ultralytics:{name}" for name in YOLO)
-    if there("transformers"):
-        yield from (f"transformers:{name}" for name in SMALL)
-    if there("monai"):
-        yield from (f"monai:{name}" for name in MONAI)
-    if there("open_clip"):
-        yield from (f"open_clip:{name}" for name in CLIPS)
+    for room in ("", ".segmentation", ".detection", ".video", ".optical_flow", ".quantization"):
+        module = importlib.import_module(f"torchvision.models{room}")
+        yield from (f"torchvision:{name}" for name in models.list_models(module=module))
+    segmenters = [f"{arch}:{encoder}" for arch, encoders in SMP.items() for encoder in encoders]
+    listed = {"smp": segmenters, "ultralytics": YOLO, "transformers": SMALL, "monai": MONAI, "open_clip": CLIPS}
+    for library, networks in listed.items():
+        if importlib.util.find_spec(MODULES.get(library, library)) is not None:
+            yield from (f"{library}:{name}" for name in networks)
 
 
 def build(name: str) -> Built:

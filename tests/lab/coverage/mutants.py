@@ -1,7 +1,5 @@
 """The walk's own checker, tested: one channel of one BatchNorm is off by 1 %, and folding must be found wrong."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Iterator

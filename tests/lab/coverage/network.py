@@ -1,7 +1,5 @@
 """One network of the walk: build it, let it live, fold it, compare; and the same for torch's own fuser."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The walk's rows as one table by family."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +29,7 @@ def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
         "statistics-bearing norm left. Beside it `torch.fx.experimental.optimization.fuse` in the same run.",
         _totals(rows, mine),
         *_mutants(list(mutants)),
-        "\n".join([_cells(HEAD), _cells(["---"] * len(HEAD)), *lines, _line("**all**", mine)]),
+        "\n".join([cells(HEAD), cells(["---"] * len(HEAD)), *lines, _line("**all**", mine)]),
         *_problems(mine),
     ]
     return "\n\n".join(parts) + "\n"
@@ -77,17 +75,17 @@ def _line(name: str, rows: list[Row]) -> str:
     states = Counter(row["status"] for row in rows)
     fuse = Counter(row["fuse"]["status"] for row in rows if "fuse" in row)
     errors = [row["error"] for row in rows if "error" in row]
-    cells: list[Any] = [name, len(rows), states["exact"], states["refused"], states["wrong"]]
-    cells += [sum(states[state] for state in ("raised", "crashed", "timeout"))]
-    cells += [sum(row.get(key, 0) for row in rows) for key in ("norms", "back", "forward", "moved", "affine")]
-    cells += [f"{max(errors):.0e}" if errors else "", f"{sum(row.get('seconds', 0) for row in rows):.0f}"]
-    cells += [fuse[state] for state in ("complete", "partial", "no-op", "wrong", "raised")]
-    cells += [sum(row["fuse"]["left"] for row in rows if "fuse" in row)]
-    return _cells(cells)
+    figures: list[Any] = [name, len(rows), states["exact"], states["refused"], states["wrong"]]
+    figures += [sum(states[state] for state in ("raised", "crashed", "timeout"))]
+    figures += [sum(row.get(key, 0) for row in rows) for key in ("norms", "back", "forward", "moved", "affine")]
+    figures += [f"{max(errors):.0e}" if errors else "", f"{sum(row.get('seconds', 0) for row in rows):.0f}"]
+    figures += [fuse[state] for state in ("complete", "partial", "no-op", "wrong", "raised")]
+    figures += [sum(row["fuse"]["left"] for row in rows if "fuse" in row)]
+    return cells(figures)
 
 
-def _cells(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def cells(values: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(str, values))} |"
 
 
 def _problems(rows: list[Row]) -> list[str]:

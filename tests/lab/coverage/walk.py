@@ -8,8 +8,6 @@
 Each network has a process of its own: one that crashes, hangs or eats the memory is one row of the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -12,8 +12,6 @@ accuracy. Norms that no forward reaches are not counted as left. Rows are kept i
 Ultralytics is AGPL: measured where it is there, and used nowhere else.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import multiprocessing as mp

@@ -1,13 +1,12 @@
 """The table of the walk through other libraries: by library, then every network that has BatchNorms."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import circumstances
+from summary import cells
 
 Row = dict[str, Any]
 DISTRIBUTIONS = {"monai": "monai", "open_clip": "open_clip_torch", "smp": "segmentation_models_pytorch", "torchvision":
@@ -19,29 +18,26 @@ def table(rows: Sequence[Row], listed: Sequence[str], about: str, command: str) 
     """All rows that there are, in Markdown."""
     owners = {name: [one for one in listed if library(one) == name] for name in sorted(map(library, listed))}
     commits = Counter(row["commit"] for row in rows)
+    versions = ", ".join(f"{DISTRIBUTIONS[name]} {version(DISTRIBUTIONS[name])}" for name in owners)
     walked = "; ".join(f"{count} networks at {commit}" for commit, count in commits.items())
     head = ("library", "listed", "walked", "not built", "too large", "no BatchNorm", "exact", "largest error",
             "affines left in", "refused", "other", "groupnorm runs",
             "groupnorm refused", "groupnorm other")  # fmt: skip
     lines = ["# Other libraries' networks, folded", "", *circumstances.lines(command, "cpu"), about, "",
-             f"Walked: {walked}. {', '.join(f'{DISTRIBUTIONS[name]} {_version(name)}' for name in owners)}.", "",
-             _cells(head), "|" + len(head) * "---|"]  # fmt: skip
+             f"Walked: {walked}. {versions}.", "",
+             cells(head), "|" + len(head) * "---|"]  # fmt: skip
     lines += [
         _library(name, names, [row for row in rows if library(_name(row)) == name]) for name, names in owners.items()
     ]
     head = ("network", "norms", "status", "error", "strays", "affines left", "seconds", "groupnorm", "its relative L2",
             "its seconds", "why", "commit")  # fmt: skip
-    lines += ["", _cells(head), "|" + len(head) * "---|"]
+    lines += ["", cells(head), "|" + len(head) * "---|"]
     lines += [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
     return "\n".join(lines) + "\n"
 
 
 def library(name: str) -> str:
     return name.split(":")[0]
-
-
-def _version(name: str) -> str:
-    return version(DISTRIBUTIONS[name])
 
 
 def _name(row: Row) -> str:
@@ -54,7 +50,7 @@ def _library(name: str, listed: Sequence[str], rows: Sequence[Row]) -> str:
     tried = sum(status not in UNTRIED for status in found.elements())
     approximate = Counter(row["approximate"]["status"] for row in rows if "approximate" in row)
     worst = f"{max(row['error'] for row in exact):.0e}" if exact else ""
-    return _cells((
+    return cells((
         name, len(listed), len(rows), *(found[status] for status in UNTRIED), len(exact), worst,
         sum(bool(row["affines"]) for row in exact), found["refused"], tried - len(exact) - found["refused"],
         approximate["runs"], approximate["refused"],
@@ -66,7 +62,7 @@ def _network(row: Row) -> str:
     other: Row = row.get("approximate", {})
     strays = f"{row['straying']:.0e}" if "straying" in row else ""
     why = "; ".join(part["why"] for part in (row, other) if part.get("why"))
-    return _cells((
+    return cells((
         _name(row), row.get("norms", ""), row["status"], _size(row), strays, row.get("affines", ""),
         row.get("seconds", ""),
         other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"), row["commit"],
@@ -78,7 +74,3 @@ def _size(row: Row) -> str:
     if "error" not in row:
         return ""
     return "other shapes" if row["error"] is None else f"{row['error']:.0e}"
-
-
-def _cells(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"

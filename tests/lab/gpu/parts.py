@@ -1,7 +1,5 @@
 """What only a GPU can show, part by part; `run.sh` runs them. With `--dry`: on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools
@@ -19,11 +17,13 @@ from typing import Any
 import timm
 import torch
 import trained
+from lived import distance
 from safetensors.torch import load_file
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 import normswap
+from normswap.images.accuracy import agreement
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 from normswap.schemes.catalogue import TARGETS
@@ -69,10 +69,13 @@ class Machine:
         """All of them on a GPU, a few in a dry run."""
         return names if self.device == "cuda" else names[::6]
 
-    def described(self) -> str:
+    def heading(self, title: str, about: str, *columns: str) -> str:
+        """What comes before the rows of a part's table, which it begins."""
         name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU (dry run)"
         versions = f"PyTorch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}"
-        return f"{name}; {versions}; normswap {normswap.__version__}."
+        made_with = f"{name}; {versions}; normswap {normswap.__version__}."
+        table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        return "\n".join([f"# {title}", "", made_with, about, "", *table])
 
 
 GPU = Machine("cuda", "resnet50", side=224, batch=128, passes=15)
@@ -87,16 +90,6 @@ def tensor_float(*, allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-
-def distance(answers: Tensor, expected: Tensor) -> float:
-    """Relative L2, in float64."""
-    return float((answers.double() - expected.double()).norm() / expected.double().norm())
-
-
-def same_class(answers: Tensor, expected: Tensor) -> float:
-    """Share of images with the same class, in percent."""
-    return 100 * float((answers.argmax(1) == expected.argmax(1)).double().mean())
 
 
 def layer_norms() -> nn.Module:
@@ -117,18 +110,15 @@ def schemes(machine: Machine) -> Iterator[str]:
     images = next(iter(make_loader(demo, str(DEMO / "images.tar"), batch_size=500, workers=0)))[0]
     fitted_to, images = images[:100], images[100 : 200 if machine.device == "cpu" else 500]
     networks = {"batchnorm": normswap.convert(demo, "skipinit").model, "rmsnorm": layer_norms()}
-    yield "# Every scheme, converted on the GPU"
-    yield ""
-    yield machine.described()
-    yield (
+    yield machine.heading(
+        "Every scheme, converted on the GPU",
         f"The demo's network (batchnorm: as skipinit; rmsnorm: a ViT of three blocks), {len(images)} images that no fit"
         " used, float32. Each result is moved to the CPU and answers there, so that the conversion alone is compared."
         " Relative L2 to the source's answers, and to those of the result that was converted on the CPU; share of"
-        " images with the source's class."
-    )
-    yield ""
-    yield "| scheme | L2 to the source: CPU | GPU | TF32 | L2 to the CPU's: GPU | TF32 | same class: CPU | GPU | TF32 |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+        " images with the source's class.",
+        "scheme", "L2 to the source: CPU", "GPU", "TF32", "L2 to the CPU's: GPU", "TF32", "same class: CPU", "GPU",
+        "TF32",
+    )  # fmt: skip
     for name in machine.some(list(TARGETS)):
         scheme, source = TARGETS[name], networks.get(name, demo)
         options = dict(KEEPING.get(name, {}))
@@ -154,18 +144,20 @@ def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
     if errors:
         return f"| {name} | {' '.join(errors[0].split())} |" + " |" * 7
     on_cpu, off, on = results
-    distances = [distance(result, expected) for result in results]
-    between = [distance(off, on_cpu), distance(on, on_cpu)]
+    distances = [distance(expected.double(), result.double()) for result in results]
+    between = [distance(on_cpu.double(), result.double()) for result in (off, on)]
     figures = [f"{value:.1e}" for value in (*distances, *between)]
-    figures += [f"{same_class(result, expected):.1f}" for result in results]
+    figures += [f"{100 * agreement(result.argmax(1), expected.argmax(1)):.1f}" for result in results]
     return f"| {name} | {' | '.join(figures)} |"
 
 
 def training(machine: Machine) -> Iterator[str]:
     """`finetune` by the same recipe on the CPU and the GPU, in float32 and bf16, with all that a recipe may ask for."""
-    yield "# finetune on the GPU"
-    yield ""
-    yield machine.described()
+    yield machine.heading(
+        "finetune on the GPU",
+        "A tiny ResNet, converted to skipinit, 80 random images, 10 updates an epoch; mean loss of each epoch.",
+        "run", "first epoch", "second", "third", "first, against the CPU's",
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         images = trained.write_images(place / "images", per_class=8)
@@ -182,10 +174,6 @@ def training(machine: Machine) -> Iterator[str]:
                 {"train": {"precision": "bf16", **everything}, **clipped},
             ),
         }
-        yield "A tiny ResNet, converted to skipinit, 80 random images, 10 updates an epoch; mean loss of each epoch."
-        yield ""
-        yield "| run | first epoch | second | third | first, against the CPU's |"
-        yield "|---|---|---|---|---|"
         base: dict[str, list[float]] = {}
         for name, (device, changed) in rows.items():
             common = {"train": {"epochs": 3}, "convert": {"to": "skipinit"}}
@@ -229,13 +217,9 @@ def calibration(machine: Machine) -> Iterator[str]:
     images = torch.randn(100 if machine.device == "cuda" else 8, *size, device=machine.device)
     with torch.inference_mode():
         forward = machine.seconds(lambda: model(images))
-    yield "# Fitting to images"
-    yield ""
-    yield machine.described()
-    yield f"{machine.network}, {len(images)} images of {machine.side} pixels, float32; a forward pass: {forward:.4f} s."
-    yield ""
-    yield "| scheme | not fitted, s | fitted, s | fitting, in forward passes |"
-    yield "|---|---|---|---|"
+    what = f"{machine.network}, {len(images)} images of {machine.side} pixels, float32"
+    columns = ("scheme", "not fitted, s", "fitted, s", "fitting, in forward passes")
+    yield machine.heading("Fitting to images", f"{what}; a forward pass: {forward:.4f} s.", *columns)
     normswap.convert(model, "folded", input_size=size)  # whatever only the first conversion does
     for name in machine.some(["nf", "dyt", "groupnorm"]):
         taken = []
@@ -259,13 +243,8 @@ def clipping(machine: Machine) -> Iterator[str]:
         "normswap": lambda: clip_gradients(model, clip),
         "clip_grad_norm_ (torch)": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
     }
-    yield "# Adaptive clipping"
-    yield ""
-    yield machine.described()
-    yield f"{machine.network}, {len(parameters)} parameters."
-    yield ""
-    yield "| way | kernels | ms |"
-    yield "|---|---|---|"
+    about = f"{machine.network}, {len(parameters)} parameters."
+    yield machine.heading("Adaptive clipping", about, "way", "kernels", "ms")
     for name, run in ways.items():
         run()
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -281,17 +260,13 @@ def clipping(machine: Machine) -> Iterator[str]:
 def speed(machine: Machine) -> Iterator[str]:
     """Images per second in training and inference, by scheme; the compiled ones last, which take longest to begin."""
     source = lived_in(machine)
-    yield "# Speed of a converted network"
-    yield ""
-    yield machine.described()
-    yield (
+    yield machine.heading(
+        "Speed of a converted network",
         f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, bf16 autocast, channels last,"
         " SGD with momentum; median of passes in one process; training is forward, backward and update. Memory: the"
-        " peak of training."
-    )
-    yield ""
-    yield "| scheme | compiled | inference, images/s | to BatchNorm | training, images/s | to BatchNorm | GiB |"
-    yield "|---|---|---|---|---|---|---|"
+        " peak of training.",
+        "scheme", "compiled", "inference, images/s", "to BatchNorm", "training, images/s", "to BatchNorm", "GiB",
+    )  # fmt: skip
     base: dict[tuple[bool, bool], float] = {}
     networks = {name: converted(source, name, machine) for name in TRAINED}
     # Compiling takes a minute for each, on the CPU too.

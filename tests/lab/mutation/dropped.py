@@ -7,8 +7,6 @@ default has it; a function that returns a bool returns one only; of a quotient t
 drawn and tried as `mutants.py` does; of a field those tests run that come by a line that reads an attribute of its name.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ their own, in which this file is a plugin of pytest that plants the error before
 they have to pass first.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The planted errors are errors of functions that there are, and the tests that must notice them do (long)."""
 
-from __future__ import annotations
-
 import pytest
 from lab.mutation.planted import ERRORS, ROOT, Planted, first_to_fail, function_of
 

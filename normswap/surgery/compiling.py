@@ -1,0 +1,110 @@
+"""PROVE, compiled: a network under torch.compile against itself in eager mode, forward and one training step.
+
+torch.compile sums in another order, and pytorch issues #181696 and #183120 report outputs of GroupNorm that differ. An
+output may be off by 1e-5 of its size and a gradient by 1e-4, or either by eight times what eager mode is off float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.copying import duplicate, to_double
+from normswap.errors import VerificationError, first_line
+from normswap.graph.recorder import Widening
+from normswap.layers.seeding import seeded
+from normswap.models.calling import Example, named_tensors
+from normswap.models.modes import full_precision
+from normswap.surgery import comparison, running
+from normswap.surgery.network import Network
+from normswap.surgery.running import Outputs
+
+_GRADIENT_TOLERANCE = 1e-4
+# Times eager mode's own distance from float64: the gradient of a BatchNorm's beta was off by seven times.
+_STRAYING = 8
+# A gradient may be off by this share of all gradients together, which rounding alone may change by as much.
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The output, or the parameter's gradient, that departs most from eager mode, as a multiple of what is allowed.
+
+    Args:
+        what: `output`, or `gradient of conv1.weight`.
+        relative_l2: |compiled - eager| / |eager|; allowed: the largest that passes.
+    """
+
+    what: str
+    relative_l2: float
+    allowed: float
+
+
+@full_precision()
+def compare(network: Network, example: Example) -> list[Departure]:
+    """Run copies of the network on `example`, compiled and in eager mode; what departs most of outputs and gradients.
+
+    Outputs in eval mode; gradients (none where nothing can be trained) of a fixed random combination of all outputs, in
+    training mode, with the same random draws. Raises VerificationError: torch.compile does not work on it.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    eager, compiled = duplicate(network.module, {}), duplicate(network.module, {})
+    outputs, _ = running.run(eager, example)
+    try:
+        gradients = _gradients(eager, example)
+    except RuntimeError:
+        gradients = {}
+    torch._dynamo.reset()
+    compiled.compile()
+    graphs = counters["stats"]["unique_graphs"]
+    try:
+        # Random numbers are those of eager mode then.
+        with config.patch(fallback_random=True):
+            compiled_outputs, _ = running.run(compiled, example)
+            compiled_gradients = _gradients(compiled, example) if gradients else {}
+    except Exception as error:
+        why = first_line(getattr(error, "inner_exception", error))
+        remedy = "torch.compile needs a C++ compiler, such as g++, and on a GPU Triton"
+        raise VerificationError("torch.compile cannot compile the network here", why, remedy) from None
+    if counters["stats"]["unique_graphs"] == graphs:
+        raise VerificationError("torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1")
+    double_outputs, double_gradients = outputs, gradients
+    if network.has_double:
+        double_example = example.map_floats(Tensor.double)
+        double_outputs = running.outputs_double(network.module, double_example)
+        with Widening():
+            double_gradients = _gradients(to_double(network.module), double_example) if gradients else {}
+    departures = _departures("output", outputs, compiled_outputs, double_outputs, comparison.FLOAT32_TOLERANCE, 0.0)
+    steps = _departures("gradient of", gradients, compiled_gradients, double_gradients, _GRADIENT_TOLERANCE, _LEAST)
+    return [max(each, key=lambda error: error.relative_l2 / error.allowed) for each in (departures, steps) if each]
+
+
+def _gradients(model: nn.Module, example: Example) -> Outputs:
+    """The parameters' gradients after one backward, by name; raises RuntimeError: there are none."""
+    model.train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.enable_grad(), seeded(*{parameter.device for parameter in model.parameters()}):
+        outputs = [t for _, t in named_tensors(example.map(torch.clone).call(model)) if t.is_floating_point()]
+        factors = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
+        torch.stack([(t * factor).sum() for t, factor in zip(outputs, factors, strict=True)]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _departures(
+    kind: str, eager: Outputs, compiled: Outputs, double: Outputs, tolerance: float, least: float
+) -> list[Departure]:
+    sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
+    whole = sum(size * size for size in sizes.values()) ** 0.5
+
+    def apart(name: str, a: Outputs, b: Outputs) -> float:
+        first, second = ({name: t[name]} if name in t else {} for t in (a, b))
+        return comparison.worst("", eager[name], first, second).relative_l2
+
+    departures = []
+    for name, size in sizes.items():
+        own = apart(name, double, eager)
+        allowed = max(tolerance, least * whole / (size or 1.0), _STRAYING * own * (own < float("inf")))
+        departures.append(Departure(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed))
+    return departures

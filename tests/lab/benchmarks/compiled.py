@@ -1,0 +1,66 @@
+"""Each scheme's result on one small network, under torch.compile against eager mode: forward and one training step.
+
+    python tests/lab/benchmarks/compiled.py -o tests/lab/benchmarks/compiled.md
+
+On the CPU, of a residual network (for rmsnorm a transformer) that is lived-in, on 4 images. runs/compiled.jsonl keeps
+rows, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from kept import Kept, Row, arguments
+from lived import living
+from own_networks import Net, PostAct
+from small_transformers import small
+
+import normswap
+from normswap import schemes
+from normswap.surgery import compiling
+from normswap.surgery.network import Network
+
+COLUMNS = ("scheme", "forward", "relative L2", "allowed", "one step", "relative L2", "allowed")
+
+
+def measured(name: str) -> Row:
+    """The distances of the scheme's result from itself in eager mode; "source": of the network before."""
+    model, x = small("vit") if name == "rmsnorm" else living(Net(PostAct), 3, 16, 16)
+    # Machine code for one block takes a third of the time.
+    model.blocks = model.blocks[:1]
+    model, x = model.float(), torch.cat([x, x.flip(-1)])[:4].float()
+    result = model
+    if name != "source":
+        options: dict[str, Any] = {"batchnorm": {"ghost_batch": 2}}.get(name, {})
+        if schemes.get(name).needs_data:
+            options = {"calibrate": [x]}
+        result = normswap.convert(model, name, inputs=x, **options).model
+    network = Network(result, x)
+    return {"departures": [vars(departure) for departure in compiling.compare(network, network.calls[0])]}
+
+
+def line(name: str, row: Row) -> str:
+    cells = [name]
+    for error in row["departures"]:
+        verdict = "" if error["relative_l2"] <= error["allowed"] else "**FAILED** "
+        cells += [f"{verdict}{error['what']}", f"{error['relative_l2']:.1e}", f"{error['allowed']:.1e}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "compiled.jsonl", fresh=args.fresh)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for name in ("source", *schemes.names()):
+        lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
+        print(lines[-1], flush=True)
+    kept.write(args.output, "The 18 schemes under torch.compile against eager mode, forward and one step", lines)
+
+
+if __name__ == "__main__":
+    main()
