@@ -47,7 +47,10 @@ def run(
     opening: ImageOpening,
     json: Json = False,
 ) -> int:
-    """Say which target to choose, and why; with --data by short trials of each, with the source as teacher."""
+    """Say which target to choose, and why.
+
+    With --data by short trials of each, with the source as teacher.
+    """
     if trying.data is None and trying.minutes is not None:
         raise OptionError("--minutes", "nothing is tried without images", "Give --data IMAGES")
     if trying.data is not None and deploy:
