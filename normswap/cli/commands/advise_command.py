@@ -67,8 +67,9 @@ def run(
     if trying.data is not None:
         from normswap.training import trials
 
+        minutes = 3.0 if trying.minutes is None else trying.minutes
         with progress.bar(f"trying {len(possible)} targets (seconds)") as advance:
-            tried = trials.Trials(network, trying.data, batch_size, trying.minutes or 3, trying.device, advance)
+            tried = trials.Trials(network, trying.data, batch_size, minutes, trying.device, advance)
             ended = tried.run(possible)
         remark(tried.held_out.notes)
         possible = [trial.advice for trial in ended]
