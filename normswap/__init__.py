@@ -15,22 +15,15 @@ if TYPE_CHECKING:
     from normswap.analysis.block_signals import signal_propagation as signal_propagation
     from normswap.analysis.weight_decay import param_groups as param_groups
     from normswap.diagnosis.doctor import diagnose as diagnose
-    from normswap.diagnosis.findings import Diagnosis as Diagnosis
-    from normswap.diagnosis.findings import Finding as Finding
+    from normswap.diagnosis.findings import Diagnosis as Diagnosis, Finding as Finding
     from normswap.errors import NormswapError as NormswapError
-    from normswap.exporting.exporter import Exported as Exported
-    from normswap.exporting.exporter import export as export
-    from normswap.graph.inspection import Anatomy as Anatomy
-    from normswap.graph.inspection import inspect as inspect
+    from normswap.exporting.exporter import Exported as Exported, export as export
+    from normswap.graph.inspection import Anatomy as Anatomy, inspect as inspect
     from normswap.images.accuracy import evaluate as evaluate
     from normswap.layers.known_norms import register_norm as register_norm
-    from normswap.plan import Arch as Arch
-    from normswap.plan import Plan as Plan
-    from normswap.schemes import Scheme as Scheme
-    from normswap.schemes import register_scheme as register_scheme
-    from normswap.storage.checkpoint import load as load
-    from normswap.storage.checkpoint import open_model
-    from normswap.storage.checkpoint import save as save
+    from normswap.plan import Arch as Arch, Plan as Plan
+    from normswap.schemes import Scheme as Scheme, register_scheme as register_scheme
+    from normswap.storage.checkpoint import load as load, open_model, save as save
     from normswap.storage.publishing import push as push
     from normswap.surgery.carrying_out import Conversion as Conversion
     from normswap.surgery.comparison import verify as verify
@@ -38,10 +31,8 @@ if TYPE_CHECKING:
     from normswap.surgery.network import Network as Network
     from normswap.surgery.recalibration import recalibrate as recalibrate
     from normswap.surgery.report import Report as Report
-    from normswap.training.engine import Result as Result
-    from normswap.training.engine import finetune as finetune
-    from normswap.training.optimizing import adaptive_clip_ as adaptive_clip_
-    from normswap.training.optimizing import teacher_loss as teacher_loss
+    from normswap.training.engine import Result as Result, finetune as finetune
+    from normswap.training.optimizing import adaptive_clip_ as adaptive_clip_, teacher_loss as teacher_loss
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 

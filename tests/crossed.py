@@ -12,9 +12,9 @@ def named(row: Any) -> str:
     return row if isinstance(row, str) else str(row[0])
 
 
-def sampled(rows: Iterable[Any], every: int, mark: pytest.MarkDecorator = pytest.mark.long) -> list[Any]:
-    """The rows of a table, one in `every` of which is not long, or what the mark says."""
-    return [pytest.param(row, marks=[mark] * bool(i % every)) for i, row in enumerate(rows)]
+def sampled(rows: Iterable[Any], every: int) -> list[Any]:
+    """The rows of a table, one in `every` of which is not long."""
+    return [pytest.param(row, marks=[pytest.mark.long] * bool(i % every)) for i, row in enumerate(rows)]
 
 
 def dice(*case: Any) -> random.Random:
@@ -26,11 +26,6 @@ def quick(rows: Iterable[Any], few: Iterable[Any]) -> list[Any]:
     """The rows of a table, of which all but a few are slow."""
     kept = list(few)
     return [pytest.param(row, marks=[pytest.mark.slow] * (row not in kept)) for row in rows]
-
-
-def halved(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """The cases of a table, every second of which is slow."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
 
 
 def crossed(

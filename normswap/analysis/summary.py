@@ -52,9 +52,9 @@ def _kinds(model: nn.Module) -> Counter[str]:
     return Counter(type(module).__name__ for module in model.modules() if affine.is_norm(module))
 
 
-def norms(model: nn.Module) -> int:
-    """Count the normalization layers."""
-    return _kinds(model).total()
+def sizes(model: nn.Module) -> dict[str, int]:
+    """Count the normalization layers, and the trainable values."""
+    return {"norms": _kinds(model).total(), "parameters": parameters(model)}
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:

@@ -81,7 +81,8 @@ def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None 
     Raises OptionError: unknown policy or role.
     """
     if policy not in POLICIES and not set(policy) <= set(_KIM):
-        raise OptionError(f"unknown policy {policy!r}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}")
+        unknown = [policy] if isinstance(policy, str) else sorted(set(policy) - set(_KIM))
+        raise OptionError(f"unknown policy {', '.join(unknown)}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}")
     named = [(path, role) for path, role in _roles(model, network) if model.get_parameter(path).requires_grad]
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in named]

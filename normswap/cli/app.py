@@ -30,6 +30,13 @@ _INTERRUPTED = 130
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
+class Command(typer.core.TyperCommand):
+    """One command, whose help shows flags without a value: newer versions of typer write `<bool>` behind them."""
+
+    def get_params(self, ctx: Clicks) -> Clicks:
+        return _without_values(super().get_params(ctx))
+
+
 class CommandGroup(typer.core.TyperGroup):
     """All commands. One is imported when it is called; --help lists their summaries without an import."""
 
@@ -44,10 +51,17 @@ class CommandGroup(typer.core.TyperGroup):
 
     def get_params(self, ctx: Clicks) -> Clicks:
         """Say that flags that are not given are false; typer imports pydantic to find that out, in 0.1 s."""
-        params = super().get_params(ctx)
+        params = _without_values(super().get_params(ctx))
         for option in params:
             option.default = option.default or False
         return params
+
+
+def _without_values(params: Clicks) -> Clicks:
+    for option in params:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return params
 
 
 @functools.cache
@@ -59,7 +73,7 @@ def load(name: str) -> Clicks:
     # A terminal breaks the lines of a paragraph where it likes.
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
-    single.command(name, epilog=epilog, help=paragraphs)(spread(module.run))
+    single.command(name, cls=Command, epilog=epilog, help=paragraphs)(spread(module.run))
     return typer.main.get_command(single)
 
 

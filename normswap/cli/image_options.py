@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
+from typer import Option
 
 from normswap.cli.options import Device, Opening, remark
 from normswap.errors import OptionError
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 
 _PREPARED = ("image_mean", "image_std", "crop_pct", "interpolation")
+_DATA = (
+    "Class folders, a .tar of them, a CSV (file,label), timm's PREFIX/NAME[:ROOT], or a folder of .npy or .safetensors "
+    "files."
+)
 
 
 def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
@@ -34,14 +38,10 @@ class ImageOpening(Opening):
     """How a MODEL that reads images is opened, and how it wants them where it does not say so itself."""
 
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
-    image_mean: Annotated[str | None, typer.Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")] = None
-    image_std: Annotated[str | None, typer.Option(metavar="R,G,B", help="Their standard deviation.")] = None
-    crop_pct: Annotated[float | None, typer.Option(metavar="SHARE", help="Share of a resized image that is kept.")] = (
-        None
-    )
-    interpolation: Annotated[str | None, typer.Option(metavar="NAME", help="How it resizes: bilinear, bicubic ...")] = (
-        None
-    )
+    image_mean: Annotated[str | None, Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")] = None
+    image_std: Annotated[str | None, Option(metavar="R,G,B", help="Their standard deviation.")] = None
+    crop_pct: Annotated[float | None, Option(metavar="SHARE", help="Share of a resized image that is kept.")] = None
+    interpolation: Annotated[str | None, Option(metavar="NAME", help="How it resizes: bilinear, bicubic ...")] = None
 
     def words(self, name: str) -> list[str]:
         """See `Opening.words`."""
@@ -79,11 +79,11 @@ class ImageOpening(Opening):
 class Compared:
     """The network that MODEL is compared with, and how often both must give the same answer."""
 
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", show_default=False, help="Compare with this network.")
-    ] = None
+    against: Annotated[str | None, Option(metavar="MODEL", show_default=False, help="Compare with this network.")] = (
+        None
+    )
     min_kept: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
+        float | None, Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less.")
     ] = None
 
     def enough(self, agreement: float | None) -> bool:
@@ -101,21 +101,13 @@ class Images:
     """Labelled images, perhaps, and how to load them."""
 
     GROUP: ClassVar[str] = "Images"
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            show_default=False,
-            help="Class folders, a .tar of them, a CSV (file,label), timm's PREFIX/NAME[:ROOT], or a folder of .npy or "
-            ".safetensors files.",
-        ),
-    ] = None
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 64
-    workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 2
-    samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")
-    ] = None
-    split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "validation"
+    data: Annotated[str | None, Option(metavar="PATH", show_default=False, help=_DATA)] = None
+    batch_size: Annotated[int, Option(min=1, metavar="N")] = 64
+    workers: Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")] = 2
+    samples: Annotated[int | None, Option(min=1, metavar="N", help="Take this many images, drawn by a fixed seed.")] = (
+        None
+    )
+    split: Annotated[str, Option(metavar="NAME", help="Part of a dataset that has parts.")] = "validation"
     device: Device = "cpu"
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli import progress
 from normswap.errors import OptionError, WeightsNote, flag
@@ -28,16 +28,16 @@ _MODEL = (
     "torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers), ultralytics:FILE.pt, package.module:factory "
     "of your own, or a .safetensors/.pth file with --arch"
 )
-Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]
+Model = Annotated[str, Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]
 ModelOrFile = Annotated[
-    str, typer.Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}; or a file that `export` wrote.")
+    str, Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}; or a file that `export` wrote.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
 def output_option(metavar: str, help: str) -> Any:
     """The option that says where to write."""
-    return typer.Option("-o", "--output", metavar=metavar, show_default=False, help=help)
+    return Option("-o", "--output", metavar=metavar, show_default=False, help=help)
 
 
 def _check_device(name: str) -> str:
@@ -48,14 +48,14 @@ def _check_device(name: str) -> str:
     return name
 
 
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where networks run.", callback=_check_device)]
+Device = Annotated[str, Option(metavar="auto|cpu|cuda|mps", help="Where networks run.", callback=_check_device)]
 Weights = Annotated[
-    str, typer.Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
+    str, Option(metavar="pretrained|random|FILE", help="Random: the bare architecture; FILE: these weights.")
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
+    bool, Option("--trust-factory", help="Import the factory that a directory names; that runs its code.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
+Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
 # What an input that is no image may be made of; the first is meant where nothing is said.
 _TYPES = ("float32", "int64", "int32", "bool")
 Value = bool | int | float | str | None
@@ -67,23 +67,19 @@ class Opening:
 
     GROUP: ClassVar[str] = "How MODEL is opened"
     weights: Weights = "pretrained"
-    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")] = None
+    arch: Annotated[str | None, Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")] = None
     arch_arg: Annotated[
         list[str] | None,
-        typer.Option(
-            "--arch-arg", metavar="KEY=VALUE", help="Argument of the architecture, e.g. channels=16,32,64,128."
-        ),
+        Option("--arch-arg", metavar="KEY=VALUE", help="Argument of the architecture, e.g. channels=16,32,64,128."),
     ] = None
-    num_classes: Annotated[int | None, typer.Option(min=0, metavar="N", help="Another head than the source's.")] = None
-    in_chans: Annotated[int | None, typer.Option(min=1, metavar="N", help="Another number of input channels.")] = None
+    num_classes: Annotated[int | None, Option(min=0, metavar="N", help="Another head than the source's.")] = None
+    in_chans: Annotated[int | None, Option(min=1, metavar="N", help="Another number of input channels.")] = None
     input_size: Annotated[
-        str | None, typer.Option("--input-size", metavar="C,H,W", help="Size of its images, where it says another.")
+        str | None, Option("--input-size", metavar="C,H,W", help="Size of its images, where it says another.")
     ] = None
     inputs: Annotated[
         list[str] | None,
-        typer.Option(
-            "--input", metavar="NAME=SHAPE[:TYPE]", help="An argument that is no image: x=2,1600, or ids=16:int64."
-        ),
+        Option("--input", metavar="NAME=SHAPE[:TYPE]", help="An argument that is no image: x=2,1600, or ids=16:int64."),
     ] = None
     trust_factory: Trust = False
 

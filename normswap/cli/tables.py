@@ -152,7 +152,7 @@ def few(values: Sequence[object]) -> str:
     """Write the first values, and how many there are where those are not all."""
     shown = " ".join(cell(value) for value in values[:_FEW])
     if len(values) > _FEW:
-        shown += f" ... ({len(values)} values)"
+        shown += f" ... ({len(values)} in all)"
     return shown
 
 

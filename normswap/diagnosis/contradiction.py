@@ -42,7 +42,7 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
         return
     distances = torch.cat([_distances(site, foretold[site.path]) for site in sites])
     evidence = (
-        f"the running means of {share(len(sites), len(foretold), 'norms')} contradict the weights before them: "
+        f"the running means of {share(sites, foretold)} contradict the weights before them: "
         f"{float(distances.median()):.1f} deviations off in the median channel"
     )
     if case.of_other_weights and _may_be_frozen(case):

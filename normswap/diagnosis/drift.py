@@ -5,14 +5,12 @@ all before it normalize rightly: one wrong norm does not make those behind it lo
 estimates differ by chance; what does not stand out from that is not said.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration import population
 from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, share
 from normswap.diagnosis.image_batches import PARTS
 from normswap.models.calling import Example, named_tensors
@@ -155,9 +153,8 @@ def frozen_or_stale(case: Case, evidence: str) -> str:
 def tells_images_apart(case: Case) -> bool:
     """Whether answers vary from image to image about as much as with the statistics of these images."""
     assert case.images is not None
-    renewed = copy.deepcopy(case.model)
-    population.estimate_population(renewed, case.images.calls)
-    now, then = (_variation(model, case.images.calls) for model in (case.model, renewed))
+    models = case.model, case.renewed(case.images.calls)
+    now, then = (_variation(model, case.images.calls) for model in models)
     return now > _AS_VARIED * then > 0
 
 
@@ -185,7 +182,7 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
     trained = [site for site in case.sites if site.gamma is not None and bool((site.gamma != site.gamma[0]).any())]
     unset = [site for site in trained if site.beta is not None and not bool(site.beta.any())]
     if 2 * len(unset) > len(case.sites):
-        why = f"beta is 0 in every channel of {share(len(unset), len(case.sites), 'norms')}, whose gammas were trained"
+        why = f"beta is 0 in every channel of {share(unset, case.sites)}, whose gammas were trained"
         mend = f"load the betas (the norms' bias) again; if there never were any: {case.recalibrate}"
         return replace(finding, name="zero-betas", evidence=f"{why}; {finding.evidence}", mend=mend)
     return finding
@@ -199,7 +196,7 @@ def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Find
     why = "the stem fits these images, so the statistics are wrong, or the gammas and weights before these norms"
     if by_images:
         why = "the network was trained on other images than these"
-    norms = share(len(hit), len(drifts), "norms")
+    norms = share(hit, drifts)
     evidence = f"{norms} keep other statistics than {case.images.count} images have, most at {worst}; {why}"
     yield _of_statistics(case, hit, evidence, "eval mode normalizes by other statistics", by_images=by_images)
 
@@ -207,7 +204,8 @@ def _far_off(case: Case, drifts: list[Drift], hit: list[Drift]) -> Iterator[Find
 def _of_statistics(case: Case, drifts: list[Drift], evidence: str, cost: str, *, by_images: bool) -> Finding:
     name, mend = "wrong-statistics", case.recalibrate_and_measure
     if by_images:
-        name, mend = "drifted-domain", f"{case.recalibrate} (images like those of its use)"
+        name = "drifted-domain"
+        mend = f"{case.recalibrate} (images like those of its use), and measure before and after"
     return Finding(name, paths_of(drift.site for drift in drifts), evidence, Certainty.LIKELY, cost, mend)
 
 
@@ -217,11 +215,7 @@ def _little_by_little(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     if case.images is None or not drifts or case.images.count < _ENOUGH or case.images.calls[0].count < _BATCH:
         return
     halves = case.images.calls[::2], case.images.calls[1::2]
-    renewed = []
-    for calls in (case.images.calls, *halves):
-        other = copy.deepcopy(case.model)
-        population.estimate_population(other, calls)
-        renewed.append(_outputs(other, case.images.calls[0]))
+    renewed = [_outputs(case.renewed(calls), case.images.calls[0]) for calls in (case.images.calls, *halves)]
     size = renewed[0].norm().clamp_min(1e-30)
     change = float((_outputs(case.model, case.images.calls[0]) - renewed[0]).norm() / size)
     chance = float((renewed[1] - renewed[2]).norm() / size)

@@ -2,7 +2,7 @@
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -166,14 +166,16 @@ class Case:
         if self.images is None:
             return []
         try:
-            return [self._estimated(calls) for calls in self.images.parts]
+            renewed = [population.norms_of(self.renewed(calls)) for calls in self.images.parts]
         except NormswapError:
             return []
+        return [{path: affine.statistics(norm.cpu()) for path, norm in norms.items()} for norms in renewed]
 
-    def _estimated(self, calls: tuple[Example, ...]) -> dict[str, Pair]:
+    def renewed(self, calls: Sequence[Example]) -> nn.Module:
+        """A copy of the network with the statistics of these images."""
         other = copy.deepcopy(self.model)
         population.estimate_population(other, calls)
-        return {path: affine.statistics(norm.cpu()) for path, norm in population.norms_of(other).items()}
+        return other
 
     def likeness(self, site: StoredNorm) -> float | None:
         """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""
@@ -235,7 +237,7 @@ def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cos
     def check(case: Case) -> Iterator[Finding | str]:
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
-            shown = evidence.format(share(len(sites), len(case.sites), "norms"))
+            shown = evidence.format(share(sites, case.sites))
             remedy = mend.format(case.name) or case.recalibrate
             yield Finding(name, paths_of(sites), shown, Certainty.CERTAIN, cost, remedy)
 
@@ -271,9 +273,9 @@ def correlation(first: Tensor, second: Tensor) -> float:
     return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
 
 
-def share(part: int, whole: int, word: str) -> str:
+def share(hit: Sized, norms: Sized) -> str:
     """`3 of 22 norms`; `all 22 norms`."""
-    return f"all {whole} {word}" if part == whole > 1 else f"{part} of {whole} {word}"
+    return f"all {len(norms)} norms" if len(hit) == len(norms) > 1 else f"{len(hit)} of {len(norms)} norms"
 
 
 def paths_of(sites: Iterable[StoredNorm]) -> tuple[str, ...]:

@@ -23,13 +23,7 @@ from normswap.models.preprocessing import data_config
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _BYTE = 1 / 255
-_USUAL = (
-    _IMAGENET,
-    ((0.5,), (0.5,)),
-    ((0.0,), (1.0,)),
-    ((0.0,), (_BYTE,)),
-    (_IMAGENET[0], (_BYTE,)),
-)
+_USUAL = (_IMAGENET, ((0.5,), (0.5,)), ((0.0,), (1.0,)), ((0.0,), (_BYTE,)), (_IMAGENET[0], (_BYTE,)))
 # In nats: a nearer fit is as good as chance lets it be.
 _FAR = 0.004
 # How many times nearer another way must be, in all and in every part, and how near, in nats: the right one is very
@@ -70,8 +64,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if len(config["mean"]) != images.shape[1]:
         return
     present = _Way(tuple(config["mean"]), tuple(config["std"]), reverses=False)
-    mean, std = (torch.tensor(config[name], dtype=images.dtype).reshape(-1, 1, 1) for name in ("mean", "std"))
-    pixels = images * std + mean
+    pixels = present.undo(images)
     now = _distances(case.model, images)
     if now is None or now[0] < _FAR:
         return

@@ -36,9 +36,7 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
         if affine.epsilon(norm) != site.eps:
             wrong.setdefault((site.eps, affine.epsilon(norm)), []).append(site)
     for (eps, right), sites in wrong.items():
-        evidence = (
-            f"eps is {eps:g} in {share(len(sites), len(case.sites), 'norms')}; the library builds them with {right:g}"
-        )
+        evidence = f"eps is {eps:g} in {share(sites, case.sites)}; the library builds them with {right:g}"
         cost = f"channels with a variance near {max(eps, right):g} are scaled wrongly"
         mend = "; ".join(f"model.get_submodule({site.path!r}).eps = {right:g}" for site in sites[:4])
         if len(sites) == len(case.sites):
@@ -105,7 +103,7 @@ def momentum(case: Case) -> Iterator[Finding]:
         why, cost = "the last batches decide alone; torch's is 1 - Keras'", "statistics are those of a few images"
         if stuck:
             why, cost = "statistics never change", "training leaves statistics of other weights behind"
-        evidence = f"momentum is {value:g} in {share(len(sites), len(case.sites), 'norms')}: {why}"
+        evidence = f"momentum is {value:g} in {share(sites, case.sites)}: {why}"
         mend = f"set norm.momentum = 0.1 for every norm; then {case.recalibrate}"
         yield Finding("momentum", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 

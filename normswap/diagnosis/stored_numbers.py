@@ -54,12 +54,12 @@ def never_updated(case: Case) -> Iterator[Finding]:
     hit = [site for site in case.sites if site.starts_at_init]
     trained = [site for site in hit if not site.is_untouched]
     if trained:
-        evidence = f"mean 0 and variance 1 in {share(len(trained), len(case.sites), 'norms')}, with trained gammas"
+        evidence = f"mean 0 and variance 1 in {share(trained, case.sites)}, with trained gammas"
         cost = "in eval mode they do not normalize; training mode hides it"
         yield Finding("never-updated", paths_of(trained), evidence, Certainty.CERTAIN, cost, case.recalibrate)
     fresh = [site for site in hit if site.is_untouched and _reads_fresh_weights(case, site)]
     if fresh:
-        where = share(len(fresh), len(case.sites), "norms")
+        where = share(fresh, case.sites)
         evidence = f"{where}, and the convolutions before them, are as they were made: they were not loaded"
         mend = "load the weights again, with load_state_dict(strict=True): it says which names differ"
         yield Finding("not-loaded", paths_of(fresh), evidence, Certainty.LIKELY, "these layers compute noise", mend)
@@ -70,9 +70,7 @@ def _never_updated_in_part(case: Case) -> Iterator[Finding]:
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
         channels = f"{sum(counts[site] for site in hit)} of {sum(_width(site) for site in hit)} channels"
-        evidence = (
-            f"mean 0 and variance 1 in {channels} of {share(len(hit), len(case.sites), 'norms')}, not in the rest"
-        )
+        evidence = f"mean 0 and variance 1 in {channels} of {share(hit, case.sites)}, not in the rest"
         cost = "in eval mode these channels are not normalized; training mode hides it"
         yield Finding("never-updated", paths_of(hit), evidence, Certainty.CERTAIN, cost, case.recalibrate)
 

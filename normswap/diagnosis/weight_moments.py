@@ -57,9 +57,7 @@ def _after(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair 
         return None
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return _weighted(module, read_moments[0])
-    if is_identity(module) or node.target in ("contiguous", operator.pos):
-        return read_moments[0]
-    if keeps_forward(module, _POOLS):
+    if is_identity(module) or node.target in ("contiguous", operator.pos) or keeps_forward(module, _POOLS):
         return read_moments[0]
     if (module is not None and is_activation(module)) or is_activation_call(node.target):
         return _applied(lambda x: apply(traced, node, (x,), node.kwargs), read_moments[0])

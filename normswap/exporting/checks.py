@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
+from normswap.surgery.departure import Departure, first_apart
 
 # Times what float32 costs the source, as in `comparison`.
 _STRAYING = 4
@@ -30,8 +32,12 @@ _STRAYING = 4
 _ROUNDED = 16
 # int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
 _INT8 = 1.0
+# Rounding to int8 costs most layers up to 0.05; a value that is off by half of its size is another layer's.
+_INT8_LIMITS = (0.1, 0.5)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
+# The network that a file holds, a copy; and from the file's inputs to all that it computes.
+Inside = Callable[[], tuple[nn.Module, Runs]]
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,11 @@ class Figures:
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
         agreement: fraction of images, or of positions in maps, with the same argmax, where there is one answer.
-        count: number of images.
-        tolerance: the largest relative_l2 allowed.
-        inputs: what both were run on.
+        count: number of images; inputs: what both were run on; tolerance: the largest relative_l2 allowed.
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
+        apart: the first layer that is off, or in int8 whose error jumps.
     """
 
     relative_l2: float
@@ -59,6 +64,7 @@ class Figures:
     source_top1: float | None = None
     top1: float | None = None
     output: str = ""
+    apart: Departure | None = None
 
     @property
     def passed(self) -> bool:
@@ -108,6 +114,7 @@ def check(
     described: str = "given images",
     what: str = "the exported file",
     refuse: bool = True,
+    inside: Inside | None = None,
 ) -> Figures:
     """Run a file and its network on the same images, and hold the file to the network.
 
@@ -164,14 +171,28 @@ def check(
         shown.hits("file"),
         name if len(every) > 1 else "",
     )
+    figures = replace(figures, apart=_apart(reference, inside, first, dtype, figures))
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
+            f"first at {figures.apart}" if figures.apart else "",
             remedy="Nothing was written",
         )
     return figures
+
+
+def _apart(
+    reference: Reference, inside: Inside | None, example: Example, dtype: str, figures: Figures
+) -> Departure | None:
+    # That a file is off is said, too, where nobody can look into it.
+    with suppress(Exception):
+        if inside and (dtype == "int8" or not figures.passed):
+            network, runs = inside()
+            limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
+            return first_apart(network, example, reference.answers(runs, tuple(example.tensors())), *limits)
+    return None
 
 
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:

@@ -142,7 +142,8 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     batches, described = request.batches(images)
-    return checks.check(request.reference(rounded), runs, batches, dtype=dtype, described=described, refuse=False)
+    reference, inside = request.reference(rounded), exporter.inside(request, exported.file, rounded)
+    return checks.check(reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside)
 
 
 class FileNetwork(nn.Module):

@@ -48,10 +48,8 @@ class Exported:
         input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
             at a time is free.
         figures: how far the file, in its runtime, is from the source; None where this system has no such runtime.
-        nodes: its operators, counted by kind.
-        bytes: its size, with its parts.
+        nodes: its operators, counted by kind; bytes: its size, with its parts; seconds: what it all took.
         notes: what the user should know.
-        seconds: what it all took.
         quantized: of int8, on how many images it was calibrated, and the bits of its weights.
         noise_only: whether it was checked on noise alone, for want of images.
         inputs: name, shape and type of each input, where it takes something else than images.
@@ -146,8 +144,8 @@ def export(
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
-            reference = request.reference(rounded)
-            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described)
+            reference, look = request.reference(rounded), inside(request, aside, rounded)
+            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described, inside=look)
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}
@@ -171,6 +169,11 @@ def export(
         noise_only,
         tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
     )
+
+
+def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
+    """The folded network, rounded as the file is, and all that the file computes."""
+    return lambda: ((rounded or folded(request)).network, request.form.open(file, inside=True))
 
 
 def _cast(model: object, dtype: str) -> str:

@@ -3,7 +3,8 @@
 A format's module has four functions, which raise whatever its tools raise:
 
 - `write(contents, file)`: write the file, and its part beside it
-- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one
+- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one; and, where the
+  runtime tells it, `open(file, inside=True)`: giving all that the file computes on its way
 - `nodes(file)`: how many operators of each kind it has, the most frequent first
 - `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
 
@@ -63,10 +64,8 @@ class Format:
         ending: of its files; part: of a file that lies beside each.
         tool: what writes it, in messages; runtime: what runs it.
         needs: packages; extra: normswap's extra that installs them.
-        dtypes: those that it can be written in.
-        notes: what a user should know of a dtype in it.
-        any_count: it takes any number of images at a time.
-        any_input: it takes other tensors than float32.
+        dtypes: those that it can be written in; notes: what a user should know of a dtype in it.
+        any_count: it takes any number of images at a time; any_input: other tensors than float32.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
@@ -127,12 +126,12 @@ class Format:
             with refusing(f"{self.tool} cannot express the network"):
                 self.functions.write(contents, file)
 
-    def open(self, file: Path) -> Runs:
+    def open(self, file: Path, **inside: bool) -> Runs:
         """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
         from normswap.exporting.signature import alone, together
 
         with explained(VerificationError, f"{self.runtime} cannot run it"), quietly():
-            runs = self.functions.open(file)
+            runs = self.functions.open(file, **inside)
 
         def answers(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
             return alone(together(runs(*tensors)))

@@ -55,7 +55,8 @@ def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: 
     from onnxscript.onnx_opset import opset23
 
     if weight is None:
-        weight = opset23.Constant(value=ir.tensor(np.ones(normalized_shape, x.dtype.numpy())))
+        ones = ir.tensor(np.ones(normalized_shape, x.dtype.numpy()))
+        weight = opset23.Constant(value=ones)  # type: ignore[arg-type]
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     return opset23.RMSNormalization(x, weight, axis=-len(normalized_shape), epsilon=epsilon)
 
@@ -205,14 +206,23 @@ class _CalibrationReader:
         return next(self.left, None)
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`; on the CPU."""
     import onnxruntime as ort
+
+    content: Path | bytes = file
+    if inside:
+        import onnx
+
+        model = onnx.load(file)
+        values = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name)
+        content = model.SerializeToString()
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
-    session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:

@@ -117,9 +117,20 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
     return QuantizationConfig(between, between, weights, None)
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`."""
-    return torch.no_grad()(load(file).module())
+    module = load(file).module()
+    if inside:
+        assert isinstance(module, fx.GraphModule)
+        copies = []
+        for node in [node for node in module.graph.nodes if node.op == "call_function"]:
+            # What follows may write into the value.
+            with module.graph.inserting_after(node):
+                copies.append(module.graph.call_function(copy.deepcopy, (node,)))
+        module.graph.output_node().args = (copies,)
+        module.graph.set_codegen(fx.graph.CodeGen())
+        module.recompile()
+    return torch.no_grad()(module)
 
 
 def load(file: Path) -> ExportedProgram:

@@ -18,8 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from timm import layers as timm_layers
-from timm.layers import norm as timm_norm
-from timm.layers import norm_act, split_batchnorm
+from timm.layers import norm as timm_norm, norm_act, split_batchnorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 from timm.data import resolve_data_config
 from torch import nn
@@ -56,8 +57,12 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     """The network itself, whose record says this size (C, H, W); raises OptionError: it is built for another."""
+    usual = network_input.size(model)
     _record(model, {"input_size": tuple(size)})
     built = network_input.size(model)
+    if len(usual) != len(size) and not network_input.runs(model, partial(network_input.noise, model, size)):
+        why = f"the network does not run on it; it takes sizes such as {comma_list(usual)}"
+        raise OptionError(f"input size {comma_list(size)}", why)
     if tuple(built) != tuple(size):
         remedy = f"See `{spelled('arch_args', metavar='img_size=...')}`"
         raise OptionError(f"input size {comma_list(size)}", f"the network is built for {comma_list(built)}", remedy)

@@ -70,7 +70,9 @@ def read(file: Path) -> State:
             remedy = "Save the tensors alone: torch.save(model.state_dict(), file), or better as .safetensors."
             raise SourceError(what, f"it needs {some(names)}", remedy) from None
         remedy = "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it again."
-        raise SourceError(f"{file} is not a readable weights file", first_line(error), remedy) from None
+        # Of a text, the unpickler takes a letter for the key of an object that was not stored.
+        why = "it is no pickle" if isinstance(error, KeyError) else first_line(error)
+        raise SourceError(f"{file} is not a readable weights file", why, remedy) from None
     state = _unwrapped(content, file)
     for name, tensor in state.items():
         if tensor.is_quantized or tensor.layout is not torch.strided:

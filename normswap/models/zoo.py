@@ -11,11 +11,8 @@ from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
-from normswap.models.preprocessing import data_config as data_config
-from normswap.models.preprocessing import for_inputs as for_inputs
-from normswap.models.preprocessing import for_size as for_size
-from normswap.models.weight_files import hash_tensors as hash_tensors
-from normswap.models.weight_files import load_into, read
+from normswap.models.preprocessing import data_config as data_config, for_inputs as for_inputs, for_size as for_size
+from normswap.models.weight_files import hash_tensors as hash_tensors, load_into, read
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 

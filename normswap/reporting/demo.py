@@ -48,8 +48,7 @@ def run(say: Callable[[str], None] = lambda what: None) -> Body:
         report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
         same = agreement(truth, answers)
         passed = passed and report.passed and same == 1 and evaluation.top1 == first.top1
-        sizes = {"norms": summary.norms(model), "parameters": summary.parameters(model)}
         measured = {"top1": evaluation.top1, "agreement": same, "relative_l2": report.worst.relative_l2}
-        rows.append({"network": name, **sizes, **measured})
+        rows.append({"network": name, **summary.sizes(model), **measured})
     seconds = time.perf_counter() - start
     return {"passed": passed, "seconds": seconds, "images": first.count, "anatomy": anatomy, "rows": rows}

@@ -140,10 +140,7 @@ def collect(
         ),
         others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
         alphas=_alphas(result, anatomy, record.plan),
-        sizes={
-            name: {"norms": summary.norms(model), "parameters": summary.parameters(model)}
-            for name, model in (("before", bare.module), ("after", result))
-        },
+        sizes={name: summary.sizes(model) for name, model in (("before", bare.module), ("after", result))},
         notes=tuple(notes),
         signal={name: tuple(signal_propagation(net)) for name, net in measured.items()},
         signal_inputs=signal_inputs,

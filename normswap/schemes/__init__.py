@@ -9,13 +9,9 @@ from dataclasses import replace
 from normswap import plugins
 from normswap.errors import OptionError, near, spelled
 from normswap.plan import Step
-from normswap.schemes.catalogue import PURPOSES as PURPOSES
-from normswap.schemes.catalogue import STEPS as STEPS
-from normswap.schemes.catalogue import TARGETS
+from normswap.schemes.catalogue import PURPOSES as PURPOSES, STEPS as STEPS, TARGETS
 from normswap.schemes.options import Option, check_given
-from normswap.schemes.scheme import Chosen as Chosen
-from normswap.schemes.scheme import Options as Options
-from normswap.schemes.scheme import Scheme as Scheme
+from normswap.schemes.scheme import Chosen as Chosen, Options as Options, Scheme as Scheme
 
 UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
 _registered: dict[str, Scheme] = {}

@@ -2,5 +2,5 @@
 
 DO: `network` (the record that all work on), `applying`, `fitting`, `carrying_out` (a step: apply, fit, prove, record),
 `conversion` (all steps), `recalibration`, `likeness`, `unfolding`. PROVE, which changes no network: `running`,
-`comparison`, `report`, `held_out`, `reverification`.
+`comparison`, `departure`, `report`, `held_out`, `reverification`.
 """

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
 
 from normswap import provenance, schemes
 from normswap.errors import NormswapError, SourceError, spelled
+from normswap.graph import recording
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
 from normswap.models import calling, kinds, network_input
 from normswap.models.modes import Progress
 from normswap.plan import Body
-from normswap.surgery import applying, comparison, held_out, running
+from normswap.surgery import applying, comparison, departure, held_out
+from normswap.surgery.departure import Departure
 from normswap.surgery.network import Network
-from normswap.surgery.report import Error, Report
+from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -59,27 +62,20 @@ def again(source: Network, result: nn.Module) -> Report:
     return comparison.compare(source, result, exact=exact)
 
 
-def first_apart(source: Network, result: nn.Module, report: Report) -> Error | None:
-    """The first layer, in the order of forward, whose output differs from what the recorded plan makes of the source.
+def first_apart(source: Network, result: nn.Module, report: Report) -> Departure | None:
+    """The first layer that computes something else than what the recorded plan makes of the source.
 
     None where the report passed, where values were fitted, which no plan tells, and where the plan does not fit.
     """
     if report.passed or not report.exact:
         return None
+    example, values, allowed = source.examples[0], list[object](), report.tolerance[report.worst.precision]
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)
+        recording.record_once(result, example, lambda _name, value: values.append(copy.deepcopy(value)))
+        return departure.first_apart(expected, example, values, allowed)
     except NormswapError:
         return None
-    example = source.examples[0]
-    layers = [path for path, module in nn.Module.named_modules(result) if not any(module.children())]
-    (_, expected_outputs), (_, outputs) = (running.run(model, example, layers) for model in (expected, result))
-    precision, allowed = report.worst.precision, report.tolerance[report.worst.precision]
-    shared = [path for path in expected_outputs if path in outputs]
-    for path in shared:
-        error = comparison.worst(precision, example.images, {path: expected_outputs[path]}, {path: outputs[path]})
-        if error.relative_l2 > allowed:
-            return replace(error, site=path)
-    return None
 
 
 def on_images(source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:

@@ -37,8 +37,7 @@ from normswap.images.datasets import (
     part_named,
 )
 from normswap.plan import Body
-from normswap.training.recipe import Augment
-from normswap.training.recipe import Data as DataPart
+from normswap.training.recipe import Augment, Data as DataPart
 
 Example = tuple[Tensor, int]
 _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train and val"

@@ -227,7 +227,7 @@ def slope(role: str) -> float:
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
-    for name, values, formula, theory in of_papers(24, 400, 4):
+    for name, values, formula, theory in of_papers(24, 400, 2):
         assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
@@ -245,8 +245,7 @@ def test_awake_revives_what_timm_zeroes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
-    [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})],
+    ("name", "args"), [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})]
 )
 def test_transformers(name: str, args: dict[str, int]) -> None:
     points = signal_propagation(Network(timm.create_model(name, **args), noise(1, 224)))

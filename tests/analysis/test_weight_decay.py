@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from lived import swapped
 from timm.optim import create_optimizer_v2
 from torch import nn

@@ -15,13 +15,7 @@ from timm.layers import ScaledStdConv2d
 from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
-from normswap.calibration import (
-    least_squares,
-    natural_noise,
-    per_sample_rescaling,
-    sampling,
-    sequential_fit,
-)
+from normswap.calibration import least_squares, natural_noise, per_sample_rescaling, sampling, sequential_fit
 from normswap.calibration.least_squares import Folds, Moments
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection

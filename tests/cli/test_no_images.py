@@ -54,11 +54,7 @@ class Two(nn.Module):
         return answer
 
 
-TAKES = {
-    "signal": {"input": (2, 100)},
-    "volume": {"input": (1, 7, 8, 14)},
-    "two": {"picture": (1, 9, 9), "ids": (6,)},
-}
+TAKES = {"signal": {"input": (2, 100)}, "volume": {"input": (1, 7, 8, 14)}, "two": {"picture": (1, 9, 9), "ids": (6,)}}
 
 
 @pytest.mark.parametrize("name", TAKES)

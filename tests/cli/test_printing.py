@@ -73,7 +73,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 values)"), ([], "")]
+    ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 in all)"), ([], "")]
 )
 def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
     assert tables.few(values) == text

@@ -79,11 +79,7 @@ SLOW, QUICK = ([pair for pair in PAIRS if any(one.int8 for one in pair) is slow]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", sampled(SLOW, 96) + sampled(QUICK, 29), ids=lambda pair: f"{pair[0]} {pair[1]}")
-def test_two_options_of_export(
-    pair: tuple[Option, Option],
-    here: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_two_options_of_export(pair: tuple[Option, Option], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [word for one in pair for word in one.words]
     if any(one.int8 for one in pair) and "--precision" not in words:
         words += INT8

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.exporting import exported_file, formats
+from normswap.exporting import exported_file, exporter, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
 from normswap.models import kinds
 from normswap.storage import checkpoint
+from normswap.surgery.network import Network
 
 FILES = {
     "onnx": ("a.onnx", {}), "openvino": ("a.xml", {}),
@@ -87,10 +88,34 @@ def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> No
     )
     network = opened(file)
     again = evaluate(network, make_loader(network, "demo", samples=200, workers=0))
-    assert again.top1 == done.figures.top1
+    assert (again.top1, None) == (done.figures.top1, done.figures.apart)
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.described()["sidecar"]["quantization"]["measured"]["top1"] == again.top1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "dtype", "fault"), [
+    ("onnx", "fp32", "weight"), ("onnx", "fp32", "bias"), ("onnx", "int8", "weight"), ("xml", "fp32", "weight"),
+])  # fmt: skip
+def test_verify_names_the_layer_of_a_file_that_is_off(
+    ending: str, dtype: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx, file, layer = pytest.importorskip("onnx"), tmp_path / f"a.{ending}", "layer2.1.conv1"
+    images, others = (make_loader(demo(), "demo", samples=32, seed=seed, workers=0) for seed in (0, 1))
+    data: dict[str, Any] = {"images": images, "calibrate": others} if dtype == "int8" else {}
+    assert normswap.export(demo(), file, dtype=dtype, **data).figures.apart is None
+    before = exporter.fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach().numpy()
+    if dtype == "int8":
+        scales = {tensor.name: tensor for tensor in onnx.load(file).graph.initializer}
+        before = onnx.numpy_helper.to_array(scales[f"network.{layer}.weight_scale"])
+    stored = file.with_suffix(".bin") if ending == "xml" else file
+    content, after = stored.read_bytes(), before * (0 if fault == "bias" else 1.5)
+    assert content.count(before.tobytes()) == 1
+    stored.write_bytes(content.replace(before.tobytes(), after.astype(before.dtype).tobytes()))
+    command = ["verify", str(file), "--against", "demo", "--data", "demo", "--samples", "32", "--workers", "0"]
+    assert main(command) == int(dtype == "fp32")
+    assert f", first at {layer} (Conv2d): relative L2 " in capsys.readouterr().out
 
 
 def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,10 +176,7 @@ def test_a_missing_runtime_and_a_damaged_file_are_one_line(tmp_path: Path, monke
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
     (tmp_path / "a.xml").write_bytes(b"")
-    with pytest.raises(
-        OptionError,
-        match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'",
-    ):
+    with pytest.raises(OptionError, match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'"):
         ExportedFile.find(str(tmp_path / "a.xml"))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import timm
-from crossed import sampled
 
 from normswap.graph.inspection import Anatomy, inspect
 
@@ -122,7 +121,8 @@ NARROWER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, every=2, mark=pytest.mark.slow), ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.one_in(2)
 def test_anatomy_of(row: Row) -> None:
     model = timm.create_model(row.arch, **NARROWER.get(row.arch, {}))
     seen = inspect(model)

@@ -6,8 +6,7 @@ import pytest
 import timm
 import torch
 from lived import batchnorms, distance, run
-from narrow_networks import norm_free
-from narrow_networks import source as lived
+from narrow_networks import norm_free, source as lived
 from timm.layers import ScaledStdConv2d
 from torch import nn
 

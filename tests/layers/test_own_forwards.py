@@ -126,10 +126,7 @@ def network(kind, seed=0):
 
 
 @pytest.mark.parametrize("kind", [Ahead, BySize])
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [("folded", {}), ("tune", {}), ("fixup", {}), ("nf", {"mean": "keep"})],
-)
+@pytest.mark.parametrize(("scheme", "options"), [("folded", {}), ("tune", {}), ("fixup", {}), ("nf", {"mean": "keep"})])
 def test_networks_of_them_convert_and_keep_their_function(kind, scheme, options):
     model = network(kind)
     result = normswap.convert(model, scheme, input_size=(3, 32, 32), **options)

@@ -78,10 +78,7 @@ def test_hub_fails(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}'],
-)
+@pytest.mark.parametrize("config", [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}'])
 @pytest.mark.one_in(2)
 def test_a_config_that_nobody_can_read_is_said_in_a_line(
     config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None

@@ -78,10 +78,7 @@ STATED = ("--image-mean", "0.5", "--image-std", "0.25,0.25,0.25", "--crop-pct", 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("evaluate", "--data", "photos", "--workers", "0"),
-        ("export", "-o", "net.onnx", "--data", "photos"),
-    ],
+    [("evaluate", "--data", "photos", "--workers", "0"), ("export", "-o", "net.onnx", "--data", "photos")],
     ids=lambda command: command[0],
 )
 def test_commands_say_what_they_assume(command: tuple[str, ...], name: str, capfd: pytest.CaptureFixture[str]) -> None:

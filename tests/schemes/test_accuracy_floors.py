@@ -27,10 +27,7 @@ FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
     ("dyt", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
     ("nf", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
 )
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}")]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 import timm
 import torch
 from lived import batchnorms, calm, lived_in
-from narrow_networks import skeleton
-from narrow_networks import source as lived
+from narrow_networks import skeleton, source as lived
 from onnx import numpy_helper
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn

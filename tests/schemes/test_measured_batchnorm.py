@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lived import batchnorms
-from narrow_networks import skeleton
-from narrow_networks import source as lived
+from narrow_networks import skeleton, source as lived
 from torch import Tensor, nn
 
 import normswap

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 import pytest
-from crossed import crossed, dice, halved
+from crossed import crossed, dice
 from lived import distance, run
 from scheme_rows import EXACT, Row
 from six_networks import SIX, fits, images, measured, trained
@@ -88,8 +88,9 @@ def test_what_a_fit_compares_with_is_the_source(name: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), halved([(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]), ids=str
+    ("name", "row"), [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)], ids=str
 )
+@pytest.mark.one_in(2)
 def test_in_float32_a_result_is_as_near_as_rounding_takes_the_source(name: str, row: Row) -> None:
     """Its error in float32 is at most some of what float32 costs the source itself."""
     wide, x = source(name, 0), images(8, 5)

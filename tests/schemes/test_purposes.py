@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from crossed import crossed, named, sampled
+from crossed import crossed, named
 from lived import distance, lived_in, run
 from own_networks import Net, PreAct
 from timm.layers import BatchNormAct2d
@@ -165,7 +165,8 @@ def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str
     assert record.plan == done.plan
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, every=2, mark=pytest.mark.slow), ids=named)
+@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.one_in(2)
 def test_federated_training_changes_parameters_only(way: tuple[str, dict[str, Any]]) -> None:
     to, options = way
     model = normswap.convert(

@@ -183,21 +183,9 @@ DAMAGE = {
     "a tensor is too many": ({"add": "extra"}, SourceError, "extra"),
     "NaN": ({"nan": "fc.weight"}, SourceError, "fc.weight"),
     "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
-    "an edited plan": (
-        {"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}},
-        PlanError,
-        "digest",
-    ),
-    "another architecture": (
-        {"header": {"arch": asdict(Arch("resnet18"))}},
-        PlanError,
-        "layer1.0.downsample.0",
-    ),
-    "an unknown architecture": (
-        {"header": {"arch": asdict(Arch("resnet1800"))}},
-        SourceError,
-        "resnet1800",
-    ),
+    "an edited plan": ({"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}}, PlanError, "digest"),
+    "another architecture": ({"header": {"arch": asdict(Arch("resnet18"))}}, PlanError, "layer1.0.downsample.0"),
+    "an unknown architecture": ({"header": {"arch": asdict(Arch("resnet1800"))}}, SourceError, "resnet1800"),
 }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import sampled
 from lived import lived_in
 from small import small
 from torch import nn
@@ -157,7 +156,8 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(WAYS, every=2, mark=pytest.mark.slow))
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.one_in(2)
 def test_each_network_is_looked_at_once(name: str, looks: list[nn.Module], tmp_path: Path) -> None:
     WAYS[name](net(), tmp_path)
     assert once(looks)

@@ -17,8 +17,7 @@ from commands import as_documented, environment
 
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
-from normswap.training import recipe_files
-from normswap.training import sweep as sweeps
+from normswap.training import recipe_files, sweep as sweeps
 from normswap.training.recipe import Recipe
 from normswap.training.sweep import Point, Sweep, Trial, parse_rates
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli import progress
 from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
@@ -34,12 +34,12 @@ _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
 def run(
     model: ModelOrFile,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", show_default=False, help="Exported from MODEL.")
+        list[str] | None, Argument(metavar="FILE", show_default=False, help="Exported from MODEL.")
     ] = None,
     *,
-    batch_size: Annotated[str, typer.Option(metavar="N,N...", help="Images at a time.")] = "1,8",
+    batch_size: Annotated[str, Option(metavar="N,N...", help="Images at a time.")] = "1,8",
     device: Device = "cpu",
-    seconds: Annotated[float, typer.Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
+    seconds: Annotated[float, Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
     opening: Opening,
     json: Json = False,
 ) -> int:
@@ -88,7 +88,8 @@ def _contenders(
     for name in files:
         file = exported_file(name)
         if file is None:
-            raise OptionError(f"{name} is no exported file", remedy="One network is timed, and files of it")
+            what = "is no exported file" if Path(name).exists() else "does not exist"
+            raise OptionError(f"{name} {what}", remedy="One network is timed, and files of it")
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
             raise OptionError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
+from typer import Option
 
 from normswap import schemes
 from normswap.cli import progress, result_tables
@@ -30,25 +30,29 @@ KEYS = (
     "of each norm, alphas, notes, renames, report: null for a dry run; its kept is what held-out images say)"
 )
 EXAMPLES = ("convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn")
+_CALIBRATE = (
+    "Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the statistics of its "
+    "BatchNorms."
+)
 
 
 @dataclass(frozen=True)
 class Request:
     """The target, the modules that take part, the purpose, and the files to write."""
 
-    to: Annotated[str | None, typer.Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")] = None
+    to: Annotated[str | None, Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")] = None
     output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-SCHEME].")] = None
     force: Force = False
     only: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
+        list[str] | None, Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
     ] = None
-    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
+    skip: Annotated[list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
     purpose: Annotated[
-        str | None, typer.Option("--for", metavar="|".join(PURPOSES), help="Add what such training needs.")
+        str | None, Option("--for", metavar="|".join(PURPOSES), help="Add what such training needs.")
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.")] = None
-    from_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan, write nothing.")] = False
+    plan: Annotated[Path | None, Option(metavar="FILE", help="Save the plan as JSON.")] = None
+    from_plan: Annotated[Path | None, Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,9 @@ class Fitting:
     """The images that values are fitted to."""
 
     GROUP: ClassVar[str] = "Images to fit values to"
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA|synthetic",
-            help="Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the "
-            "statistics of its BatchNorms.",
-        ),
-    ] = None
-    samples: Annotated[int | None, typer.Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = (
-        None
-    )
-    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the draw.")] = 0
+    calibrate: Annotated[str | None, Option(metavar="DATA|synthetic", help=_CALIBRATE)] = None
+    samples: Annotated[int | None, Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = None
+    seed: Annotated[int, Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
 
     def record(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
@@ -96,7 +91,7 @@ def _scheme_options() -> type[Any]:
     for option, names in all_options().values():
         is_word_or_number = option.kind is object
         default = f" [default: {option.default}]" * (option.default != "")
-        info = typer.Option(
+        info = Option(
             metavar=option.placeholder,
             help=f"{', '.join(names)}: {option.help}{default}.",
             parser=_number if is_word_or_number else None,

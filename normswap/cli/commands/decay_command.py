@@ -65,4 +65,5 @@ def _by_role(model: nn.Module, assignments: Sequence[Assignment]) -> list[Body]:
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
     columns = ("role", "decay", "tensors", "values", "reason")
-    table("Roles", columns, [[row[column] for column in columns] for row in body["roles"]], right=columns[2:4])
+    rows = [{**row, "decay": "yes" if row["decay"] else "no"} for row in body["roles"]]
+    table("Roles", columns, [[row[column] for column in columns] for row in rows], right=columns[2:4])

@@ -39,5 +39,5 @@ def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for row in body["findings"]:
         rows = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
-        facts(*rows, ("sure", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
+        facts(*rows, ("certainty", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
     listing("note", body["notes"])

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from normswap.cli import progress, result_tables
 from normswap.cli.image_options import Compared, ImageOpening, Images
@@ -23,7 +23,7 @@ EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --again
 class Labelled(Images):
     """Images that must be named."""
 
-    data: Annotated[str, typer.Option(metavar="PATH", help="As --data elsewhere.")] = field()
+    data: Annotated[str, Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
 
 def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: ImageOpening, json: Json = False) -> int:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
+from typer import Option
 
 from normswap.cli import progress, result_tables
 from normswap.cli.image_options import ImageOpening, Images
@@ -32,26 +32,29 @@ _NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded netw
 _FEW = 64
 # So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3 points.
 _MEASURED = 2000
+_CALIBRATE = (
+    "For int8: images to set it by, as --data names them. Its cost is measured on --data, or else on other images of "
+    "PATH, at most 2,000."
+)
+_WEIGHT_BITS = "For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes."
 
 
 @dataclass(frozen=True)
 class Written:
     """Which file is written, and how."""
 
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
     format: Annotated[
-        str | None, typer.Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]")
+        str | None, Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]")
     ] = None
-    dtype: Annotated[
-        str, typer.Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")
-    ] = "fp32"
-    dynamic_batch: Annotated[
-        bool, typer.Option("--dynamic-batch", help="Take any number of images at a time, not one.")
-    ] = False
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
-    ] = False
-    softmax: Annotated[bool, typer.Option("--softmax", help="Answer with probabilities.")] = False
+    dtype: Annotated[str, Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")] = "fp32"
+    dynamic_batch: Annotated[bool, Option("--dynamic-batch", help="Take any number of images at a time, not one.")] = (
+        False
+    )
+    normalize: Annotated[bool, Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")] = (
+        False
+    )
+    softmax: Annotated[bool, Option("--softmax", help="Answer with probabilities.")] = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,9 @@ class Checked(Images):
     """The options of the images that the file is checked on."""
 
     batch_size: int = field(default=64, init=False)
-    workers: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")] = 0
+    workers: Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")] = 0
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", show_default=False, help="Check on this many images of --data [64]."),
+        int | None, Option(min=1, metavar="N", show_default=False, help="Check on this many images of --data [64].")
     ] = None
 
 
@@ -71,28 +73,12 @@ class Int8:
     """The options of int8."""
 
     GROUP: ClassVar[str] = "int8"
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            show_default=False,
-            help="For int8: images to set it by, as --data names them. Its cost is measured on --data, or else "
-            "on other images of PATH, at most 2,000.",
-        ),
-    ] = None
+    calibrate: Annotated[str | None, Option(metavar="PATH", show_default=False, help=_CALIBRATE)] = None
     calibrate_samples: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half]."),
+        int | None, Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half].")
     ] = None
     weight_bits: Annotated[
-        int | None,
-        typer.Option(
-            min=SAFE_BITS,
-            max=WHOLE_BITS,
-            metavar="7|8",
-            show_default=False,
-            help="For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes.",
-        ),
+        int | None, Option(min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False, help=_WEIGHT_BITS)
     ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
@@ -110,7 +96,7 @@ def run(
     written: Written,
     images: Checked,
     int8: Int8,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace a file that exists.")] = False,
     opening: ImageOpening,
     json: Json = False,
 ) -> int:

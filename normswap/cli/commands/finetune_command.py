@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
@@ -35,25 +35,20 @@ _WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recip
 class TrainingOptions:
     """How to train, but for what the recipe says."""
 
-    resume: Annotated[
-        str | None, typer.Option(metavar="auto", help="Continue the run in the output if there is one.")
-    ] = None
+    resume: Annotated[str | None, Option(metavar="auto", help="Continue the run in the output if there is one.")] = None
     device: Device = "auto"
     track: Annotated[
-        str,
-        typer.Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard."),
+        str, Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard.")
     ] = "auto"
 
 
 def run(
-    words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
+    words: Annotated[list[str] | None, Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
     *,
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
-    ] = "",
+    recipe: Annotated[str, Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")] = "",
     output: Annotated[Path | None, output_option("DIR", "The run's folder [default: ./MODEL-RECIPE].")] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
+        str | None, Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
     ] = None,
     training: TrainingOptions,
     opening: ImageOpening,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli import progress
 from normswap.cli.options import Json, Trust
@@ -18,14 +18,14 @@ EXAMPLES = (
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
-    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
+    directory: Annotated[Path, Argument(metavar="DIR", help="Written by `normswap convert`.")],
+    repo: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
     *,
     license: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the weights: apache-2.0 ... [default: the source's].")
+        str | None, Option(metavar="NAME", help="Of the weights: apache-2.0 ... [default: the source's].")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    message: Annotated[str, typer.Option("-m", "--message", metavar="TEXT", help="Of the commit.")] = "",
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    message: Annotated[str, Option("-m", "--message", metavar="TEXT", help="Of the commit.")] = "",
     trust_factory: Trust = False,
     json: Json = False,
 ) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import typer
+from typer import Option
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening, Images
@@ -27,8 +27,8 @@ EXAMPLES = (
 class Domain(Images):
     """Images of the new domain; their labels are not looked at."""
 
-    data: Annotated[str, typer.Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")] = field()
-    split: Annotated[str, typer.Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
+    data: Annotated[str, Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")] = field()
+    split: Annotated[str, Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Before:
     GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
+        Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
     ] = None
-    means_only: Annotated[bool, typer.Option("--means-only", help="Change biases alone, no weights.")] = False
+    means_only: Annotated[bool, Option("--means-only", help="Change biases alone, no weights.")] = False
 
 
 def run(
@@ -49,7 +49,7 @@ def run(
     output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-recalibrated].")] = None,
     before: Before,
     images: Domain,
-    seed: Annotated[int, typer.Option(metavar="S", help="Which images.")] = 0,
+    seed: Annotated[int, Option(metavar="S", help="Which images.")] = 0,
     force: Force = False,
     opening: ImageOpening,
     json: Json = False,

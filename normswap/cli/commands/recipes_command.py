@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli.options import Json
 from normswap.cli.tables import show, table, text
@@ -20,10 +20,10 @@ _COLUMNS = ("name", "summary", "source")
 
 def run(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", show_default=False, help="Print this one as it is written.")
+        str | None, Argument(metavar="NAME", show_default=False, help="Print this one as it is written.")
     ] = None,
     *,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key that a recipe may have.")] = False,
+    keys: Annotated[bool, Option("--keys", help="List every key that a recipe may have.")] = False,
     json: Json = False,
 ) -> int:
     """List the recipes of `normswap finetune`; show one, or all keys.

@@ -50,7 +50,8 @@ def run(
         loader = None if images.data is None else partial(images.loader, labelled=None)
         facts = report.collect(directory, loader, device=images.device, trust_factory=trust_factory)
         atomic_write.text(file, page.render(facts))
-    show({"output": file, **asdict(facts)}, json, _print, "push", directory, "OWNER/NAME")
+    trust = ["--trust-factory"] * trust_factory
+    show({"output": file, **asdict(facts)}, json, _print, "push", directory, "OWNER/NAME", *trust)
     return 0
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from normswap import schemes
 from normswap.cli.options import Json
@@ -16,9 +16,7 @@ EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these.")] = None,
-    *,
-    json: Json = False,
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Only these.")] = None, *, json: Json = False
 ) -> int:
     """List the schemes, their papers and options.
 

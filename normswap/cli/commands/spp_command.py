@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.analysis import plots
 from normswap.cli import progress
@@ -31,9 +31,9 @@ _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_varianc
 class ImagesOrNoise(Images):
     """What the networks run on."""
 
-    data: Annotated[str, typer.Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")] = "noise"
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N")] = 16
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Take this many images.")] = 16
+    data: Annotated[str, Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")] = "noise"
+    batch_size: Annotated[int, Option(min=1, metavar="N")] = 16
+    samples: Annotated[int, Option(min=1, metavar="N", help="Take this many images.")] = 16
 
     def calls(self, model: nn.Module, seed: int) -> tuple[list[Example], str]:
         """The calls of the network, and their description."""
@@ -52,12 +52,12 @@ class ImagesOrNoise(Images):
 
 
 def run(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")],
+    models: Annotated[list[str], Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")],
     *,
     output: Annotated[Path | None, output_option("FILE", "Picture: .png, .svg ...")] = None,
     force: Force = False,
     images: ImagesOrNoise,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the noise, and of random weights.")] = 0,
+    seed: Annotated[int, Option(metavar="N", help="Of the noise, and of random weights.")] = 0,
     opening: Opening,
     json: Json = False,
 ) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from normswap.cli import progress
 from normswap.cli.image_options import ImageOpening
@@ -41,22 +41,20 @@ _STORAGE = "Database that several machines share, by Optuna's URL [default: an S
 class Varied:
     """The options in which the runs of a sweep differ, and which of them count."""
 
-    lr: Annotated[str, typer.Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
-    best: Annotated[int | None, typer.Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
+    lr: Annotated[str, Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
+    seeds: Annotated[int, Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
+    best: Annotated[int | None, Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
 
 
 def run(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
-    ],
+    recipe: Annotated[str, Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
+        list[str] | None, Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
     ] = None,
     *,
     varied: Varied,
     output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
+    storage: Annotated[str | None, Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
     opening: ImageOpening,
     json: Json = False,
@@ -67,8 +65,7 @@ def run(
     the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
     a row of the table. Writes runs.csv beside the runs.
     """
-    from normswap.training import recipe_files
-    from normswap.training import sweep as sweeps
+    from normswap.training import recipe_files, sweep as sweeps
 
     model, overrides = recipe_files.split(words or [])
     plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), first_apart (the first "
-    "layer that differs: site, relative_l2 and more), report, data (null, or agreement, count, top-1 of source and "
+    "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), apart (the first layer "
+    "that is off: site, kind, relative_l2, two numbers), report, data (null, or agreement, count, top-1 of source and "
     "result, or relative_l2), compiled (null, or of outputs and gradients what departs most: what, relative_l2, "
     "allowed); of an exported file: directory, against, passed, enough, figures (as in `export`)"
 )
@@ -102,7 +102,7 @@ def _of_directory(
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
     body: Body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
-    body["first_apart"] = apart and asdict(apart)
+    body["apart"] = apart and asdict(apart)
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
     body["compiled"] = None
@@ -128,8 +128,11 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 
 def _print(body: Body) -> None:
+    from normswap.surgery.departure import Departure
+
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    apart = body.get("first_apart")
+    apart = (figures or body)["apart"]
+    place = f", first at {Departure(**apart)}" if apart else ""
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
@@ -152,12 +155,13 @@ def _print(body: Body) -> None:
         distance = f"{error['what']}: relative L2 {small(error['relative_l2'])}"
         facts(("compiled", f"{distance}, allowed {small(error['allowed'])}"))
     if not body["passed"]:
-        place = f", first at {apart['site']} (relative L2 {small(apart['relative_l2'])})" if apart else ""
         print(f"FAILED: they differ{place}")
     elif departed := _departed(body):
         print(f"FAILED: under torch.compile the {departed} differs from eager mode")
     elif not body["enough"]:
-        print(result_tables.TOO_LITTLE)
+        print(result_tables.TOO_LITTLE + place)
+    elif place:
+        print(f"warning: rounding does not explain all of it{place}")
     elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
         print("measured: it is not exact, and what it keeps stands above")
     else:

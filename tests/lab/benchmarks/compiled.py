@@ -34,12 +34,9 @@ def measured(name: str) -> Row:
     # Machine code for one block takes a third of the time.
     model.blocks = model.blocks[:1]
     model, x = model.float(), torch.cat([x, x.flip(-1)])[:4].float()
-    result = model
-    if name != "source":
-        options: dict[str, Any] = {"batchnorm": {"ghost_batch": 2}}.get(name, {})
-        if schemes.get(name).needs_data:
-            options = {"calibrate": [x]}
-        result = normswap.convert(model, name, inputs=x, **options).model
+    keep = {"mean": "keep"}
+    options: dict[str, dict[str, Any]] = {"batchnorm": {"ghost_batch": 2}, "nf": keep, "centered-weightnorm": keep}
+    result = model if name == "source" else normswap.convert(model, name, inputs=x, **options.get(name, {})).model
     network = Network(result, x)
     return {"departures": [vars(departure) for departure in compiling.compare(network, network.calls[0])]}
 
@@ -55,7 +52,7 @@ def line(name: str, row: Row) -> str:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "compiled.jsonl", fresh=args.fresh)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines = ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in ("source", *schemes.names()):
         lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
         print(lines[-1], flush=True)

@@ -161,10 +161,7 @@ def other_domains() -> list[tuple[str, nn.Module, Images]]:
         "resnet18_narrow": ("dark", lambda x: 0.4 * x - 0.8),
         "plain": ("blurred", lambda x: nn.functional.avg_pool2d(x, 5, 1, 2, count_include_pad=False)),
         "depthwise": ("little contrast", lambda x: 0.3 * x),
-        "regnet": (
-            "noise on it",
-            lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),
-        ),
+        "regnet": ("noise on it", lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))),
         "preact": ("inverted", lambda x: -x),
     }
     rows = []

@@ -35,7 +35,6 @@ from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.storage.checkpoint import open_model
 
-KEPT = ROOT / "runs" / "export.jsonl"
 ENDINGS = {"onnx": "onnx", "pt2": "pt2"}
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
@@ -85,7 +84,8 @@ def _deep(name: str) -> Row:
             done = normswap.export(source, file, input_size=x.shape[1:], images=x)
             plain = Path(folder) / f"plain.{ending}"
             formats.get(form).write(FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain)
-            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, formats.get(form).nodes(plain)
+            plain_nodes = formats.get(form).functions.nodes(plain)
+            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, plain_nodes
         for dtype in DTYPES[1:]:
             done = normswap.export(source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype)
             half[dtype] = done.figures.relative_l2
@@ -128,7 +128,7 @@ def _nfnet(name: str) -> Row:
         onnx.write(FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain)
         normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
         for which, file in (("exported plainly", plain), ("ours", ours)):
-            row[which] = onnx.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
+            row[which] = onnx.functions.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
     return row
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    kept = Kept(KEPT, fresh=args.fresh)
+    kept = Kept(ROOT / "runs" / "export.jsonl", fresh=args.fresh)
     measure, names, head = WAYS[args.what]
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for name in args.names or names:

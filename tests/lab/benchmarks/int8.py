@@ -52,7 +52,6 @@ from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.models import zoo
 from normswap.storage.checkpoint import open_model
 
-KEPT = ROOT / "runs" / "int8.jsonl"
 LITE0 = "lite0"
 ZOO = ("depthwise", "efficient")
 FOLDERS = {name: NETWORKS[name] for name in ("resnet18_narrow", "resnetv2_18_narrow")}
@@ -246,7 +245,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    kept, lines, loads = Kept(KEPT, fresh=args.fresh), [], []
+    kept, lines, loads = Kept(ROOT / "runs" / "int8.jsonl", fresh=args.fresh), [], []
     for form in ENDINGS:
         for name in at_hand():
             asked = form in (args.format or ENDINGS) and name in (args.network or at_hand())

@@ -97,7 +97,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "layer_norms.jsonl", fresh=args.fresh)
     columns = ("format", *(f"{name}: operators" for name in NETWORKS), *(f"{name}: ms" for name in NETWORKS))
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in track(formats.names(), transient=True):
         try:
             lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))

@@ -35,7 +35,6 @@ from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
 ROOT = Path(__file__).resolve().parents[3]
-KEPT = ROOT / "runs" / "schemes_table.jsonl"
 Way = tuple[str, dict[str, Any]]
 RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
 EXACT: tuple[Way, ...] = (
@@ -205,7 +204,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["rows", "fitted"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
-    kept = Kept(KEPT, fresh=given.fresh)
+    kept = Kept(ROOT / "runs" / "schemes_table.jsonl", fresh=given.fresh)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
     print("|---|---|---|---|---|---|---|---|---|")
