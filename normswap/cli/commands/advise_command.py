@@ -63,7 +63,8 @@ def run(
     with progress.working("looking"):
         how = {"private": private, "deploy": deploy}
         possible, refused = advise(network, shlex.join(words), batch_size, **how, data=trying.data or "DATA")
-    measured, following = None, []
+    measured: Body | None = None
+    following: list[str] = []
     if trying.data is not None:
         from normswap.training import trials
 
@@ -74,8 +75,8 @@ def run(
         remark(tried.held_out.notes)
         possible = [trial.advice for trial in ended]
         records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
-        measured = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
-        measured |= {"ended": records[0], "trials": records[1]}
+        sizes = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
+        measured = {**sizes, "ended": records[0], "trials": records[1]}
         keys = trials.keys(possible[0], ended[0].lr, batch_size)
         following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
