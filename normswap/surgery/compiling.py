@@ -27,7 +27,7 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class Departure:
+class Deviation:
     """The output, or the parameter's gradient, that departs most from eager mode, as a multiple of what is allowed.
 
     Args:
@@ -41,7 +41,7 @@ class Departure:
 
 
 @full_precision()
-def compare(network: Network, example: Example) -> list[Departure]:
+def compare(network: Network, example: Example) -> list[Deviation]:
     """Run copies of the network on `example`, compiled and in eager mode; what departs most of outputs and gradients.
 
     Outputs in eval mode; gradients (none where nothing can be trained) of a fixed random combination of all outputs, in
@@ -94,7 +94,7 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
 
 def _departures(
     kind: str, eager: Outputs, compiled: Outputs, double: Outputs, tolerance: float, least: float
-) -> list[Departure]:
+) -> list[Deviation]:
     sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
     whole = sum(size * size for size in sizes.values()) ** 0.5
 
@@ -106,5 +106,5 @@ def _departures(
     for name, size in sizes.items():
         own = apart(name, double, eager)
         allowed = max(tolerance, least * whole / (size or 1.0), _STRAYING * own * (own < float("inf")))
-        departures.append(Departure(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed))
+        departures.append(Deviation(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed))
     return departures

@@ -200,7 +200,13 @@ def test_an_encoder_is_compared_by_its_features(
     off = float((features - others).norm() / features.norm())
     capfd.readouterr()
     known = run_json(capfd, "verify", "encoder", *data)["data"]
-    assert known == {"agreement": None, "relative_l2": pytest.approx(off, rel=1e-4), "count": 6, "answer": ""}
+    assert known == {
+        "agreement": None,
+        "relative_l2": pytest.approx(off, rel=1e-4),
+        "count": 6,
+        "answer": "",
+        "axis": None,
+    }
     assert main(["export", "encoder", "-o", "encoder.onnx", *data]) == 0
     assert main(["verify", "encoder.onnx", "--against", "encoder", *data]) == 0
     assert main(["report", "encoder", "-o", "encoder.html", *data]) == 0

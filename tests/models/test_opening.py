@@ -208,10 +208,11 @@ print((memory("VmHWM") - before) / whole)
 def test_a_conversion_holds_little_more_than_its_result() -> None:
     """In checkpoints beyond the source: one for the result, and what runs; float64 is there layer by layer only."""
     command = [sys.executable, "-c", _CONVERTING]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert 0.9 < float(done.stdout) < 1.9, "1.5 when this was written; a result in float64 is two more"
+    setting = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # What else the process happens to hold is added, so the least of three runs is nearest.
+    runs = (subprocess.run(command, capture_output=True, text=True, check=True, env=setting) for _ in range(3))
+    least = min(float(done.stdout) for done in runs)
+    assert 0.9 < least < 1.9, "1.5 when this was written; a result in float64 is two more"
 
 
 class Narrowing(nn.Module):

@@ -88,8 +88,7 @@ def _contenders(
     for name in files:
         file = exported_file(name)
         if file is None:
-            what = "is no exported file" if Path(name).exists() else "does not exist"
-            raise OptionError(f"{name} {what}", remedy="One network is timed, and files of it")
+            raise OptionError(f"{name} is no exported file", remedy="One network is timed, and files of it")
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
             raise OptionError(

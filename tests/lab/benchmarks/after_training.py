@@ -102,6 +102,7 @@ TO_PLAIN: dict[str, Way] = {
     ),
 }
 ALL = {**WAYS, **TO_PLAIN}
+LOWERED = "The plain norm (eps 1e-5) at the end, the same updates; where eps falls, it does so after `at once`:"
 STAGES = 20  # into which training is cut where eps falls: it is a constant of a stage
 
 
@@ -386,13 +387,14 @@ def lines(kept: Kept) -> Iterator[str]:
     yield from (
         "",
         *(__doc__ or "").splitlines()[5:],
-        f"Percent, mean and standard deviation. On {'; '.join(machines)}.",
+        f"Percent, mean and standard deviation. On {'; '.join(sorted(machines))}.",
     )
     for name, task in TASKS.items():
         grid, clips = (", ".join(f"{number:g}" for number in numbers) for numbers in (task.rates, task.clips))
         yield from ("", f"## {task.about}", "")
-        yield f"`{task.network}`, {task.updates} updates; rates {grid}; gradients clipped to {clips} (0: not)."
-        for ways, title in ((WAYS, ""), (TO_PLAIN, "The plain norm (eps 1e-5) at the end, the same updates:")):
+        length = f"{task.updates} {'epochs' if task.epsilon else 'updates'}"
+        yield f"`{task.network}`, {length}; rates {grid}; gradients clipped to {clips} (0: not)."
+        for ways, title in ((WAYS, ""), (TO_PLAIN, LOWERED)):
             if rows := [row for said in ways if (row := cells(kept, name, said))]:
                 yield from ("", title, "") if title else ("",)
                 yield f"| task | way | rate | {task.measure}: at once | after a tenth | at the end | seeds |"
@@ -407,7 +409,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(ALL), choices=list(ALL))
     parser.add_argument("--rows", type=Path, default=ROOT / "runs" / "after_training.jsonl")
     given = parser.parse_args()
-    Kept(given.rows, fresh=given.fresh)
+    if given.fresh:
+        given.rows.unlink(missing_ok=True)
     jobs = [(name, said) for name in given.tasks for said in given.ways if name in (ALL[said].tasks or TASKS)]
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         pool.map(prepare, given.tasks, chunksize=1)
