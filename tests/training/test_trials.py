@@ -51,7 +51,7 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(monkeypatch: 
         return tried.trials[-1]
 
     monkeypatch.setattr(tried, "_trial", trial)
-    ended = tried.run([Advice(name, "", "", True) for name in "abcde"])
+    ended = tried.run([Advice(name, name, "", "", True) for name in "abcde"])
     rounds = [list(group) for _, group in itertools.groupby(tried.trials, lambda trial: trial.updates)]
     assert [len(group) for group in rounds] == [15, 3, 2]
     assert [group[0].updates for group in rounds] == sorted(group[0].updates for group in rounds)

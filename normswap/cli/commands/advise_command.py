@@ -14,17 +14,18 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 
 KEYS = (
-    "source, batch_size, private, deploy, choose (scheme, why, command, exact, options), others, refused (scheme: "
-    "why), measured (null without --data: seconds, images, held_out, ended and trials, which "
-    "have target, lr, updates, at_once, after, loss, level)"
+    "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options), others, refused "
+    "(scheme: why), elsewhere (task, ended: top-1 of targets on another network), measured (null without "
+    "--data: seconds, images, held_out, ended and trials, which have target, lr, updates, at_once, after, loss, level)"
 )
 _ENDED = {"target": "target", "at_once": "at once", "after": "after", "loss": "loss", "updates": "updates", "lr": "lr"}
 EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private", "advise demo --data demo --minutes 3")
 _DATA = "Try the targets on these images of its classes: PATH/train, PATH/val or test; or half is held out."
 _NOT_MEASURED = (
-    "how much an approximate target keeps differs from network to network: --calibrate measures what is kept, and "
-    "--data IMAGES where training ends, which docs/results.md has of other networks"
+    "networks differ, and on this one nothing was measured: --data IMAGES measures where training ends, --calibrate "
+    "what a conversion keeps"
 )
+_NO_NOISE = "these trials add no noise to gradients, and clip none: private training ends lower"
 _MINUTES = "How long those trials may take [default: 3]."
 
 
@@ -56,7 +57,7 @@ def run(
     if trying.data is not None and deploy:
         raise OptionError("--data cannot go with --deploy", "trials train, and what only runs does not")
     net = opening.open(model)
-    from normswap.analysis.advice import advise
+    from normswap.analysis.advice import advise, elsewhere
     from normswap.surgery.network import Network
 
     network, words = Network(net), opening.words(model)
@@ -72,7 +73,7 @@ def run(
         with progress.bar(f"trying {len(possible)} targets (seconds)") as advance:
             tried = trials.Trials(network, trying.data, batch_size, minutes, trying.device, advance)
             ended = tried.run(possible)
-        remark(tried.held_out.notes)
+        remark([*tried.held_out.notes, *[_NO_NOISE] * private])
         possible = [trial.advice for trial in ended]
         records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
         sizes = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
@@ -81,6 +82,8 @@ def run(
         following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
     body = {"source": model, "batch_size": batch_size, **how, "choose": first, "others": others, "refused": refused}
+    task, ended_elsewhere = elsewhere(network, batch_size, private=private)
+    body["elsewhere"] = {"task": task, "ended": ended_elsewhere}
     show({**body, "measured": measured}, json, _print, *following)
     return 0
 
@@ -99,8 +102,13 @@ def _print(body: Body) -> None:
         columns = (*_ENDED.values(), "top-1 with the first")
         table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
     else:
-        rows = [(target["scheme"], "kept" if target["exact"] else "approximate", target["why"]) for target in targets]
-        table("Targets that this network admits", ("target", "function", "why"), rows)
-        if not all(target["exact"] for target in targets):
-            print(_NOT_MEASURED)
+        elsewhere = body["elsewhere"]
+        functions = {True: "kept", False: "approximate"}
+        rows = [
+            (of["target"], functions[of["exact"]], elsewhere["ended"].get(of["target"], ""), of["why"])
+            for of in targets
+        ]
+        table("Targets that this network admits", ("target", "function", "ended elsewhere", "why"), rows)
+        if any(row[2] for row in rows):
+            print(f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md); {_NOT_MEASURED}")
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
