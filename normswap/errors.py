@@ -70,13 +70,6 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     return f"{flag(name)} {shown}".rstrip()
 
 
-def counted(count: int, singular: str, more: str) -> str:
-    """A number of things: `1 class`, `2 classes`."""
-    if count == 1:
-        return f"1 {singular}"
-    return f"{count} {more}"
-
-
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
     """Suggest names like the one that is not there, as a remedy."""
     matches = difflib.get_close_matches(name, list(names), most)

@@ -1,6 +1,7 @@
 """One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; lines
 of one width, whatever terminal pytest runs in; and no test is left out but for a reason that is known."""
 
+import gc
 import os
 import re
 from collections import Counter
@@ -18,6 +19,15 @@ os.environ["COLUMNS"] = "100"
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ.pop(name, None)
 
+# What is imported is never garbage: a tenth of the time went into looking for some among torch's modules.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 SKIPS = {
     r"not there: .*|no shared .* here": "../shared is not part of the repository",
     r"chromium is not installed": "a browser is no Python package",
@@ -30,6 +40,12 @@ SKIPS = {
     r"no network namespaces here": "Linux's, and root's",
     r"ultralytics.* is not installed": "AGPL, and in no extra",
 }
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have empty pictures: most of their time goes into drawing."""
+    monkeypatch.setattr("normswap.reporting.figures._svg", lambda axes: "data:")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from normswap.errors import flag
 from normswap.schemes.catalogue import TARGETS
-from normswap.schemes.options import Option
+from normswap.schemes.scheme import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -112,7 +113,7 @@ def options() -> str:
         for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
     rows = [
-        (f"`{option.flag}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
+        (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
         for option, names in schemes_of.items()
     ]
     head = [("option", "of", "default", "what it does"), ("---",) * 4]

@@ -12,25 +12,26 @@ average channel variance at the end of the residual branch: here that of f in y 
 """
 
 import copy
-import operator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from normswap.calibration.channel_moments import ChannelMoments
 from normswap.errors import RefusedError, TraceError
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
-from normswap.graph.tracing import inputs
+from normswap.graph.tracing import MULTIPLICATIONS, inputs
 from normswap.layers import affine
-from normswap.layers.own import GAMMA, OwnLayer, scales_branch
+from normswap.layers.planned_layer import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
 from normswap.surgery.network import Network
 
-_MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+# By the name of the node whose value they are of.
+_Moments = dict[str, ChannelMoments]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def signal_propagation(
     if not anatomy.blocks:
         raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
     nodes = [(block.total, _before_scalars(anatomy, block), block.branch) for block in anatomy.blocks]
-    sums = {node.name: _SignalSums() for of_block in nodes for node in of_block}
+    names = {node.name for of_block in nodes for node in of_block}
+    moments: _Moments = {}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
         model = copy.deepcopy(model)
@@ -86,10 +88,10 @@ def signal_propagation(
         for example in examples:
             # A record of a network that takes a list of images is one of a single image.
             for single in example.parted(1) if example.listed else [example]:
-                _run(model, sums, single.like(model), channels_last)
+                _run(model, single.like(model), names, moments, channels_last=channels_last)
     points = []
     for depth, (block, of_block) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):
-        total, end, branch = (sums[node.name].read() for node in of_block)
+        total, end, branch = (_averages(moments[node.name]) for node in of_block)
         points.append(Point(block.path, block.stage, depth, *total, end[1], branch[1]))
     return points
 
@@ -117,31 +119,19 @@ def awake(model: nn.Module) -> nn.Module:
     return twin
 
 
-class _SignalSums:
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, Tensor, Tensor]] = []
-
-    def add(self, x: Tensor, channels_last: bool) -> None:
-        dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
-        values = x.movedim(dim, 0).flatten(1).double()
-        variance, mean = torch.var_mean(values, 1, correction=0)
-        self.batches.append((values.shape[1], mean, variance))
-
-    def read(self) -> tuple[float, float]:
-        """Give the average channel squared mean and the average channel variance."""
-        counts, means, variances = zip(*self.batches, strict=True)
-        share = (torch.tensor(counts, dtype=torch.float64) / sum(counts))[:, None].to(means[0].device)
-        mean = (share * torch.stack(means)).sum(0)
-        variance = (share * (torch.stack(variances) + (torch.stack(means) - mean).square())).sum(0)
-        return float(mean.square().mean()), float(variance.mean())
+def _averages(moments: ChannelMoments) -> tuple[float, float]:
+    """Give the average channel squared mean and the average channel variance."""
+    return float(moments.mean.square().mean()), float((moments.square / moments.count).mean())
 
 
-def _run(model: nn.Module, sums: dict[str, _SignalSums], batch: Example, channels_last: bool) -> None:
-    missing = set(sums)
+def _run(model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool) -> None:
+    missing = set(names)
 
-    def look(name: str, value: object) -> None:
-        if name in sums and isinstance(value, Tensor):
-            sums[name].add(value, channels_last)
+    def look(name: str, x: object) -> None:
+        if name in names and isinstance(x, Tensor):
+            dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
+            values = x.movedim(dim, 0).flatten(1).double()
+            moments.setdefault(name, ChannelMoments.none(len(values), x.device)).add(values)
             missing.discard(name)
 
     size = tuple(batch.images.shape)
@@ -159,7 +149,7 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
     while True:
         module, sources = anatomy.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
-        times = node.target in _MULTIPLY
+        times = node.target in MULTIPLICATIONS
         if not (
             times or isinstance(module, nn.Identity) or scales_branch(module) or type(module).__name__ == "DropPath"
         ):

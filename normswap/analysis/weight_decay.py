@@ -18,12 +18,12 @@ of NF networks (Brock et al. 2021, arXiv:2102.06171).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import fx, nn
+from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, TraceError, spelled
@@ -31,7 +31,7 @@ from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR
 from normswap.layers import affine
 from normswap.layers.channel_norm import is_at_each_position
-from normswap.layers.own import GAMMA, OwnLayer
+from normswap.layers.planned_layer import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
 from normswap.surgery.network import Network
@@ -93,6 +93,18 @@ def roles(model: nn.Module, policy: Policy = "kim2022", network: Network | None 
         classes = ("weight",) if policy == "weights-only" else policy
         decaying = {id(model.get_parameter(path)) for path, role in named if policy == "all" or role in classes}
     return [Assignment(path, role, id(model.get_parameter(path)) in decaying, f"by {policy}") for path, role in named]
+
+
+def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
+    """How many tensors and values there are of each role, and whether they decay."""
+    sizes: dict[tuple[str, bool, str], list[int]] = {}
+    for assignment in assignments:
+        key = assignment.role, assignment.decay, assignment.reason
+        sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
+    return [
+        {"role": role, "decay": decay, "reason": reason, "tensors": len(values), "values": sum(values)}
+        for (role, decay, reason), values in sizes.items()
+    ]
 
 
 def param_groups(
@@ -214,12 +226,10 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
 
 def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
-    node: fx.Node | None = block.branch
-    while node is not None and str(node.target) != path:
-        if isinstance(anatomy.traced.module(node), LINEAR):
-            return False
-        node = anatomy.traced.main_input(node)
-    return node is not None
+    for node in anatomy.traced.upwards(block.branch):
+        if str(node.target) == path or isinstance(anatomy.traced.module(node), LINEAR):
+            return str(node.target) == path
+    return False
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:

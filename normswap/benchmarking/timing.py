@@ -60,9 +60,8 @@ def run(
     Args:
         threads: of every pass; seconds: how long each contender is timed, all turns together.
 
-    Returns:
-        A row for each: `status` is ok, wrong (its answers are not the network's: it is not timed) or failed, and
-        `reason` says why; `error` is the relative L2 of its answers; times are in ms, the median and quartiles.
+    Returns a row for each: `status` is ok, wrong (its answers are not the network's: it is not timed) or failed, and
+    `reason` says why; `error` is the relative L2 of its answers; times are in ms, the median and quartiles.
     """
     rows = compare(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []

@@ -6,8 +6,9 @@ Batches are merged in float64 (Chan, Golub & LeVeque 1979), so that large means 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,17 +92,13 @@ class Measured:
 def measure(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[object], progress: Progress | None = None
 ) -> Measured:
-    """Run `model` in eval mode, and measure the input (N, C, ...) of each of `layers`; nothing is changed.
-
-    Args:
-        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
-        progress: called after each batch with the batches done and their total (0 when unknown).
+    """Run `model` in eval mode on batches (`checked`), and measure the input (N, C, ...) of each of `layers`.
 
     Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not finite.
     """
     moments: dict[str, ChannelMoments] = {}
     total, images = operator.length_hint(batches), 0
-    handles = (layer.register_forward_pre_hook(_adding(moments, path)) for path, layer in layers.items())
+    handles = (layer.register_forward_pre_hook(partial(_add_input, moments, path)) for path, layer in layers.items())
     examples = checked(model, batches)
     with evaluating(model), hooked(handles):
         for number, example in enumerate(examples, 1):
@@ -119,9 +116,6 @@ def measure(
     return Measured(moments, images)
 
 
-def _adding(moments: dict[str, ChannelMoments], path: str) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        values = args[0].detach().double().transpose(0, 1).flatten(1)
-        moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)
-
-    return hook
+def _add_input(moments: dict[str, ChannelMoments], path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    values = args[0].detach().double().transpose(0, 1).flatten(1)
+    moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)

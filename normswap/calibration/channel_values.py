@@ -1,11 +1,11 @@
 """Values that reach layers, on the user's images or on dead leaves (`natural_noise.leaves`)."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from normswap.calibration.checked_batches import run
 from normswap.calibration.natural_noise import leaves
@@ -31,14 +31,12 @@ def observed(
     """By path, `observe(layer, x)` of what each layer reads, x (N, C, places), for each call."""
     values: dict[str, list[Value]] = {}
 
-    def watch(path: str, layer: nn.Module) -> RemovableHandle:
-        def look(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach()
-            values.setdefault(path, []).append(observe(layer, x.reshape(*x.shape[:2], -1)))
+    def look(path: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].detach()
+        values.setdefault(path, []).append(observe(layer, x.reshape(*x.shape[:2], -1)))
 
-        return layer.register_forward_pre_hook(look)
-
-    with evaluating(model), hooked(watch(path, layer) for path, layer in layers.items()):
+    handles = (layer.register_forward_pre_hook(partial(look, path)) for path, layer in layers.items())
+    with evaluating(model), hooked(handles):
         for example in examples:
             run(model, example)
     return values

@@ -22,7 +22,7 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
-    """The batches (`Example.read`) as calls of `model`, without labels.
+    """The batches, read once, such as images (N, C, H, W) or (images, labels), as calls of `model` (`Example.read`).
 
     Raises SourceError: no images, images of another size, or NaN or infinite values.
     """

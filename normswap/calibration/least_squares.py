@@ -7,15 +7,11 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from normswap.errors import SourceError
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # The largest block has so many rows, and so many numbers.
@@ -170,17 +166,6 @@ class Kernel:
             for direction in (torch.cholesky_solve(u, self.factor), u):
                 weight = weight - (weight @ u) / (direction.mT @ u) * direction.mT
         return weight
-
-
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Turn a LinAlgError into a SourceError that names the layer."""
-    try:
-        yield
-    except torch.linalg.LinAlgError as error:
-        why = f"{error}: on these images its input overflows when squared"
-        remedy = "Check that these are the network's trained weights, and images prepared for it"
-        raise SourceError(f"{path} cannot be fitted", why, remedy) from None
 
 
 @dataclass(frozen=True)

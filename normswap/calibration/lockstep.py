@@ -70,20 +70,14 @@ class Interpreter:
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
         if node.op == "get_attr":
             return record.fetch(str(node.target))
-
-        def value(source: fx.Node) -> Any:
-            return values[source.name]
-
-        return apply(record, node, fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: values[source.name])
+        return apply(record, node, args, kwargs)
 
 
 class Lockstep:
-    """Networks, recorded on the first batch, and the values of each batch at the latest stop.
+    """Networks in eval mode, recorded on the first batch (`checked`), and the values of each batch at the latest stop.
 
-    Args:
-        models: the networks, in eval mode.
-        batches: what they take (`Example.read`); read once.
-        mirrored: the first `mirrored` images are followed by their mirror images.
+    The first `mirrored` images are followed by their mirror images.
 
     Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
     """

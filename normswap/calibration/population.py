@@ -7,8 +7,9 @@ The network runs with each norm on the statistics of its batch. Per norm and cha
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,15 +62,11 @@ def estimate_population(
     """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the images.
 
     Args:
-        batches: what it takes (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. Batches of
-            another size than the first are left out.
-        progress: called after each batch with the batches done and their total (0 when unknown).
+        batches: of what it takes (`checked`). Those of another size than the first are left out.
         most_error: the largest standard error of a mean, in deviations (`MOST_ERROR`).
 
-    Raises:
-        RefusedError: see `norms_of`.
-        SourceError: unusable images, too few, or batches of less than two.
-        VerificationError: the network gives values that are not finite.
+    Raises RefusedError: see `norms_of`; SourceError: unusable images, too few, or batches of less than two;
+    VerificationError: the network gives values that are not finite.
     """
     norms = norms_of(model)
     total = operator.length_hint(batches)
@@ -119,7 +116,7 @@ def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterat
     """Put the norms alone into training mode, and sum the moments of their inputs; restores all afterwards."""
     sums: _Sums = {}
     before = {buffer: buffer.clone() for norm in norms.values() for buffer in norm.buffers(recurse=False)}
-    handles = (norm.register_forward_pre_hook(_adding(sums, path)) for path, norm in norms.items())
+    handles = (norm.register_forward_pre_hook(partial(_add_input, sums, path)) for path, norm in norms.items())
     try:
         with evaluating(model), hooked(handles):
             for norm in norms.values():
@@ -130,15 +127,12 @@ def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterat
             buffer.copy_(value)
 
 
-def _adding(sums: _Sums, path: str) -> Callable[..., None]:
-    def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
-        for batch in args[0].split(sizes):
-            values = batch.detach().double().transpose(0, 1).flatten(1)
-            if values.shape[1] < 2:
-                raise SourceError(f"{path} sees one value per channel in a batch", "its variance is not defined")
-            squares = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
-            both, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
-            sums[path] = both + torch.stack([values.mean(1), values.var(1), squares]), number + 1
-
-    return hook
+def _add_input(sums: _Sums, path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
+    for batch in args[0].split(sizes):
+        values = batch.detach().double().transpose(0, 1).flatten(1)
+        if values.shape[1] < 2:
+            raise SourceError(f"{path} sees one value per channel in a batch", "its variance is not defined")
+        squares = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
+        both, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
+        sums[path] = both + torch.stack([values.mean(1), values.var(1), squares]), number + 1

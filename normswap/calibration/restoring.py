@@ -54,9 +54,8 @@ def restore(
 
     Args:
         references: networks with the same layers at the same paths; of several the moments are averaged.
-        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once.
+        batches: of what they take (`checked`).
         means_only: change the biases alone.
-        progress: called after each layer with the layers done and their total.
 
     Returns what the user should know. Raises SourceError: unusable or too few images; RefusedError: the networks share
     no layer, a weight is made of other tensors, or the network computes what its modules do not (another library's

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from timm.layers import DropPath
 from torch import Tensor, fx, nn
 
 from normswap.calibration.channel_moments import ChannelLine
-from normswap.calibration.least_squares import Folds, naming, regress
+from normswap.calibration.least_squares import Folds, regress
 from normswap.calibration.lockstep import Interpreter, Lockstep, Values
 from normswap.calibration.sampling import columns, draw, fits, patches
 from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
+from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
@@ -57,13 +58,11 @@ def refit(
     """Fit the layers of `result`, in place, to those of `source` at the same paths.
 
     Args:
-        batches: what they take (`Example.read`), such as images (N, C, H, W) or (images, labels); read once. If some
-            are held out (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
+        batches: of what they take (`checked`). If some images are held out (`HeldOut`), these choose how much of the
+            fit is kept (`keep_share`).
         zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the ridge applies to the
             weights before that scaling. Such filters are useless without the fit, so all of it is kept.
-        only: which layers to fit, by path.
         mirrored: how many images are mirrored, too; `MIRRORED` by default.
-        progress: called after each layer with the layers done and their total.
 
     Raises SourceError: unusable or too few images, or values whose squares overflow.
     """
@@ -74,7 +73,7 @@ def refit(
         layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(layer[2])]
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
-            with naming(path):
+            try:
                 if isinstance(module, SiteNorm):
                     _estimate_norm(module, source.get_submodule(path), place)
                 elif normalizes(module):
@@ -82,6 +81,10 @@ def refit(
                 else:
                     factors = None if zero_sum is None else zero_sum(path, module)
                     _fit_linear(module, source.get_submodule(path), place, factors)
+            except torch.linalg.LinAlgError as error:
+                why = f"{error}: on these images its input overflows when squared"
+                remedy = "Check that these are the network's trained weights, and images prepared for it"
+                raise SourceError(f"{path} cannot be fitted", why, remedy) from None
             if progress is not None:
                 progress(number + 1, len(layers))
     if before and isinstance(batches, HeldOut):
@@ -188,10 +191,11 @@ class Place:
     end: End
     seed: int
 
-    @property
-    def input_names(self) -> tuple[str, str]:
-        """The names of the layer's input among the values of source and result."""
-        return inputs(self.theirs)[0].name, inputs(self.ours)[0].name
+    def batches(self) -> Iterator[tuple[Values, Values, Tensor, Tensor]]:
+        """For each batch the values of source and result, and the layer's input in each of them."""
+        their_input, our_input = inputs(self.theirs)[0].name, inputs(self.ours)[0].name
+        for theirs, ours in self.lockstep.run_to([self.theirs, self.ours]):
+            yield theirs, ours, theirs[their_input], ours[our_input]
 
 
 def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
@@ -204,13 +208,12 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(place.seed)
-    their_input, our_input = place.input_names
-    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
-        source_value = theirs[place.theirs.name] = source(theirs[their_input])
+    for theirs, ours, their_input, our_input in place.batches():
+        source_value = theirs[place.theirs.name] = source(their_input)
         target = source_value
         if place.end.alive:
             target = place.end.target(theirs, ours, source_value)
-        x, y = patches(module, ours[our_input], target, count, generator)
+        x, y = patches(module, our_input, target, count, generator)
         folds.add(x if factors is None else x / units, y)
     fit = regress(folds, prior, zero_sum=zero_sum)
     standardized.compute(module, (fit.weight / units).reshape(weight.shape))
@@ -229,12 +232,10 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     s, t = affine.read(source)
     generator = torch.Generator().manual_seed(place.seed)
     line = ChannelLine(len(s), s.device)
-    their_input, our_input = place.input_names
-    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
-        after = ours[our_input]
+    for theirs, ours, before, after in place.batches():
         at = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
         x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at)
-        y = s[:, None] * columns(theirs[their_input], at) + t[:, None]
+        y = s[:, None] * columns(before, at) + t[:, None]
         if place.end.arms:
             their_arm, our_arm = place.end.arms
             y = y + columns(theirs[their_arm.name], at) - columns(ours[our_arm.name], at)
@@ -251,9 +252,8 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
         if isinstance(getattr(plain, name, None), nn.Module):
             setattr(plain, name, nn.Identity())
     line = ChannelLine(module.num_features, module.weight.device)
-    their_input, our_input = place.input_names
-    for theirs, ours in place.lockstep.run_to([place.theirs, place.ours]):
-        rows = (ours[our_input], plain(theirs[their_input].clone()))
+    for _, _, their_input, our_input in place.batches():
+        rows = (our_input, plain(their_input.clone()))
         line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
     mean, variance = line.moments()
     slope, offset = line.fitted()

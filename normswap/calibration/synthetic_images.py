@@ -41,12 +41,7 @@ class SyntheticImages:
 def make(
     model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
 ) -> list[Tensor]:
-    """Batches (N, C, H, W), or of signals or clips, on the network's device and in its dtype.
-
-    Args:
-        form: how the network is called.
-        size: of one image, (C, H, W).
-        progress: called with the steps done, and their total.
+    """Batches of images of `size` (C, H, W), or of signals or clips, on the network's device and in its dtype.
 
     Raises OptionError: no norm keeps statistics, or the network takes more than images; SourceError: it has no
     gradients, or its numbers overflow.

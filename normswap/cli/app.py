@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said in one line on stderr; 130 interrupted.
 """
 
+import copy
 import functools
 import importlib
 import inspect
@@ -10,15 +11,15 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
 
 import normswap
 from normswap.cli import commands
-from normswap.cli.grouped_options import spread
 from normswap.errors import NormswapError, OptionError, command_line, quiet
 
 # typer's errors derive from click's ClickException, which newer versions of typer no longer import under that name.
@@ -62,6 +63,53 @@ def _without_values(params: Clicks) -> Clicks:
         if getattr(option, "is_flag", False):
             option.metavar = ""
     return params
+
+
+def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Return a command's `run` as typer takes it: called with the options, it gets the dataclasses.
+
+    Options that several commands share are a dataclass, written once. Typer knows only options one by one, so it is
+    shown a signature in which each dataclass is replaced by its fields. The dataclass's `GROUP` is the heading of the
+    panel in --help below which the options stand that it adds.
+    """
+    records: dict[str, type[Any]] = {}
+    options: list[inspect.Parameter] = []
+    for argument in inspect.signature(run, eval_str=True).parameters.values():
+        kind = argument.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            records[argument.name] = kind
+            hints = get_type_hints(kind, include_extras=True)
+            options += [_option(kind, field, hints[field.name]) for field in fields(kind) if field.init]
+        else:
+            options.append(argument.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_escaped(kind)))
+
+    @functools.wraps(run)
+    def flattened(**options: object) -> int | None:
+        for name, record in records.items():
+            options[name] = record(**{field.name: options.pop(field.name) for field in fields(record) if field.init})
+        return run(**options)
+
+    flattened.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    flattened.__annotations__ = {option.name: option.annotation for option in options}
+    return flattened
+
+
+def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Parameter:
+    adds = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    hint = _escaped(hint, getattr(adds, "GROUP", None))
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _escaped(hint: object, panel: str | None = None) -> object:
+    """Return the option's type with its help's brackets escaped, which rich would take for markup, and its panel."""
+    if get_origin(hint) is not Annotated:
+        return hint
+    kind, info = get_args(hint)
+    info = copy.copy(info)
+    info.help = info.help and info.help.replace("[", r"\[")
+    info.rich_help_panel = panel or info.rich_help_panel
+    return Annotated[kind, info]
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""Progress by rich, on stderr: only where that is a terminal, so that logs stay clean.
-
-rich is imported inside functions: it takes a third of the time that `normswap --help` has.
-"""
+"""Progress by rich (imported as in `tables`), on stderr: only where that is a terminal, so that logs stay clean."""
 
 from __future__ import annotations
 

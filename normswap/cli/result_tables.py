@@ -103,7 +103,7 @@ def operators(nodes: Mapping[str, int] | None) -> str:
     """How many there are, and of each kind."""
     if not nodes:
         return ""
-    return f"{sum(nodes.values())}: {', '.join(f'{count} {kind}' for kind, count in nodes.items())}"
+    return f"{sum(nodes.values())}: {counts(nodes)}"
 
 
 def described(body: Body) -> None:

@@ -136,9 +136,6 @@ def network(body: Body) -> None:
     )
 
 
-# --- what stands in them ----------------------------------------------------------------------------------------------
-
-
 def cell(value: object) -> str:
     """Anything, as it stands in a table."""
     if value is None:
@@ -174,10 +171,7 @@ def span(pair: Sequence[float] | None) -> str:
     """`0.1 .. 0.4`, or one number where both are the same."""
     if pair is None:
         return ""
-    low, high = (f"{value:.2g}" for value in pair)
-    if low == high:
-        return low
-    return f"{low} .. {high}"
+    return " .. ".join(dict.fromkeys(f"{value:.2g}" for value in pair))
 
 
 def size(sides: Sequence[int]) -> str:

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 from torch import nn
 
-from normswap.diagnosis import contradiction, settings, stored_numbers
-from normswap.diagnosis.drift import drifted, roots_for_variances
+from normswap.diagnosis import settings, stored_numbers
+from normswap.diagnosis.drift import contradicted, drifted, roots_for_variances
 from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     stored_numbers.never_updated,
     stored_numbers.zero_variance,
     stored_numbers.dead_gammas,
-    contradiction.contradicted,
+    contradicted,
 )
 
 ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.checked_batches import checked
+from normswap.calibration.checked_batches import first_images
 from normswap.errors import SourceError
 from normswap.models.calling import Example, form
 
@@ -30,12 +30,7 @@ class ImageBatches:
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[object]) -> ImageBatches:
         """At most `MOST` images of what the network takes (`Example.read`); raises SourceError: unusable, too few."""
-        calls: list[Example] = []
-        for call in checked(model, batches):
-            calls.append(call)
-            if sum(each_call.count for each_call in calls) >= MOST:
-                break
-        mixed = cls(tuple(calls))._mixed(model)
+        mixed = cls(tuple(first_images(model, batches, MOST)))._mixed(model)
         if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
             why = f"a diagnosis needs {2 * PARTS} at least, that can be split into {PARTS} batches"
             raise SourceError(f"{mixed.count} images are too few", why)

@@ -1,6 +1,6 @@
 """Checks of the numbers that norms keep: broken ones, ones that no training left, channels that are switched off."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,23 +19,19 @@ _DECAYED = 1e-6
 _FILTERS, _CHANCE = 8, 4.0
 
 
-def _holds_broken(*names: str) -> Callable[[Case, StoredNorm], bool]:
-    def hits(_case: Case, site: StoredNorm) -> bool:
-        values = [getattr(site, name) for name in names]
-        return any(value is not None and not bool(torch.isfinite(value).all()) for value in values)
-
-    return hits
+def _is_broken(value: Tensor | None) -> bool:
+    return value is not None and not bool(torch.isfinite(value).all())
 
 
 broken_statistics = rule(
     "not-finite",
-    _holds_broken("mean", "var"),
+    lambda case, site: _is_broken(site.mean) or _is_broken(site.var),
     "mean or var holds NaN or infinity in {}",
     "every answer is NaN or constant",
 )
 broken_parameters = rule(
     "not-finite",
-    _holds_broken("gamma", "beta"),
+    lambda case, site: _is_broken(site.gamma) or _is_broken(site.beta),
     "gamma or beta holds NaN or infinity in {}",
     "every answer is NaN or constant",
     "load the weights again, from a checkpoint before they broke",

@@ -17,8 +17,8 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, reparametrized
 from normswap.layers.merged import offsets
-from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
+from normswap.layers.planned_layer import OwnLayer
 
 _SAME = ("stride", "groups", "in_channels", "out_channels")
 _FORWARDS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}

@@ -11,25 +11,17 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx, nn
 
-from normswap.folding import norm_free, rescaling
+from normswap.folding import norm_free, plan_builder, propagation
 from normswap.folding.overwriting import overwritten
-from normswap.folding.plan_builder import (
-    FOLDED_FORWARD,
-    LEFT_SHIFT,
-    NEVER_CALLED,
-    PlanBuilder,
-    folded_back,
-    left_affine,
-    stays,
-)
-from normswap.folding.propagation import NotFoldable, check_linear, consumers, distinct, name, propagates_scale
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable
 from normswap.graph import channel_axes
 from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, argument, inputs, listed
 from normswap.layers import affine, own_forwards, reparametrized
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import OwnLayer, scales_branch
+from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
 # A range of the norm's channels; None: all of them.
@@ -62,18 +54,18 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
     elif outer:
         builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
     else:
-        builder.settle(path, NEVER_CALLED)
+        builder.settle(path, plan_builder.NEVER_CALLED)
 
 
 def _bake(builder: PlanBuilder) -> None:
     """Make every layer plain whose weight is computed at each step."""
     paths = [str(node.target) for node in builder.traced.nodes if isinstance(builder.traced.module(node), LINEAR)]
-    for path in distinct(builder.traced.modules, list(dict.fromkeys(paths))):
+    for path in propagation.distinct(builder.traced.modules, list(dict.fromkeys(paths))):
         conv = builder.traced.modules[path]
         if not reparametrized.is_reparametrized(conv) or not builder.anatomy.takes_part(path):
             continue
         try:
-            check_linear(builder, path, conv)
+            propagation.check_linear(builder, path, conv)
         except NotFoldable as why:
             builder.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
         else:
@@ -95,9 +87,9 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
             return
     if site.holds_statistics:
         builder.replace(path, "ChannelAffine")
-        builder.settle(path, left_affine(reasons[0]))
+        builder.settle(path, plan_builder.left_affine(reasons[0]))
     else:
-        builder.settle(path, stays(reasons[0]))
+        builder.settle(path, plan_builder.stays(reasons[0]))
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -106,14 +98,14 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for linear, channels in parts.items():
         builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
     builder.remove(path)
-    builder.settle(path, folded_back(*parts))
+    builder.settle(path, plan_builder.folded_back(*parts))
 
 
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Fold into the convolutions right after, if they do not pad."""
     if affine.activation(module) is not None:
         raise NotFoldable("an activation follows")
-    convs = consumers(builder, module, builder.is_identity)
+    convs = propagation.consumers(builder, module, builder.is_identity)
     for conv_path in convs:
         conv = builder.traced.linear(conv_path)
         if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
@@ -121,11 +113,11 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for call in builder.traced.calls[id(module)]:
         later = overwritten(builder, call)
         if later is not None:
-            raise NotFoldable(f"{name(later)} overwrites its input later")
+            raise NotFoldable(f"{propagation.name(later)} overwrites its input later")
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
     builder.remove(path)
-    builder.settle(path, Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
+    builder.settle(path, Outcome(plan_builder.FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
 
 
 def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -135,27 +127,27 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     act = affine.activation(module)
     if not is_homogeneous(act):
         raise NotFoldable(f"it is followed by {type(act).__name__}, which a scale cannot pass")
-    convs = consumers(builder, module, lambda node: propagates_scale(builder, node))
+    convs = propagation.consumers(builder, module, lambda node: propagation.propagates_scale(builder, node))
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
     dtype = next(builder.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     builder.replace(path, "ChannelBias", signed=signed)
-    builder.settle(path, Outcome(LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
+    builder.settle(path, Outcome(plan_builder.LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold a scalar into the layers that compute what it scales, through sums and gates (`rescaling`)."""
+    """Fold a scalar into the layers that compute what it scales, through sums and gates (`propagation.enlarge`)."""
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
     call, *others = builder.traced.calls[id(module)]
     if others:
         raise NotFoldable("it is called more than once")
     (above,) = inputs(call)
-    with rescaling.attempt(builder):
-        linears = rescaling.enlarge(builder, above, module.alpha.item(), {call})
+    with propagation.attempt(builder):
+        linears = propagation.enlarge(builder, above, module.alpha.item(), {call})
     builder.remove(path)
-    builder.settle(path, folded_back(*linears))
+    builder.settle(path, plan_builder.folded_back(*linears))
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
@@ -175,7 +167,7 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
     for node, channels in parts.items():
         linear = builder.traced.module(node)
         assert linear is not None
-        check_linear(builder, str(node.target), linear)
+        propagation.check_linear(builder, str(node.target), linear)
         if any(call not in parts for call in builder.traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, without this norm")
         if ways.setdefault(id(linear), (str(node.target), channels))[1] != channels:
@@ -198,7 +190,7 @@ def _above(builder: PlanBuilder, module: nn.Module, call: fx.Node) -> Iterator[t
             return
         stepping = channels > 1 and channel_axes.is_step(traced, node) and len(inputs(node)) == 1
         if not builder.is_identity(node) and not stepping:
-            raise NotFoldable(f"it follows {name(node)}, not a convolution")
+            raise NotFoldable(f"it follows {propagation.name(node)}, not a convolution")
         stepped |= stepping and not builder.is_identity(node)
         _only_user(builder, node)
         above = inputs(node)
@@ -233,7 +225,7 @@ def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[
     for node in joined:
         conv = builder.traced.module(node)
         if not isinstance(conv, nn.modules.conv._ConvNd):
-            raise NotFoldable(f"it follows cat, of {name(node)} among others, not of convolutions")
+            raise NotFoldable(f"it follows cat, of {propagation.name(node)} among others, not of convolutions")
         _only_user(builder, node)
         yield node, (start, start + conv.out_channels)
         start += conv.out_channels

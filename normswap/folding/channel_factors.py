@@ -22,8 +22,7 @@ from normswap.graph.tracing import argument, inputs, is_add, is_constant_mul, is
 from normswap.layers import standardized
 from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
-from normswap.layers.own import scales_branch
-from normswap.layers.planned_layer import Linearity
+from normswap.layers.planned_layer import Linearity, scales_branch
 from normswap.layers.reparametrized import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
@@ -43,9 +42,6 @@ class Reach:
 
 class Channels:
     """The groups of channels of a folded network.
-
-    Args:
-        builder: of the network, as it is.
 
     Attributes:
         layers: those whose weights depend on factors; shifts: those that pass channels on, and whose biases do.
@@ -118,7 +114,7 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            if not self.builder.anatomy.takes_part(str(node.target)) or self._called(module) > 1:
+            if not self.builder.anatomy.takes_part(str(node.target)) or self.traced.called(module) > 1:
                 return None
             return channels
         scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
@@ -136,7 +132,7 @@ class Channels:
         return channels if propagates_scale(self.builder, node) else None
 
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
-        if self._called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
+        if self.traced.called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
             # Channels that are not the second dimension are not followed.
             return False
         if not self.builder.anatomy.takes_part(str(node.target)):
@@ -146,9 +142,6 @@ class Channels:
         except NotFoldable:
             return False
         return True
-
-    def _called(self, module: nn.Module) -> int:
-        return sum(call not in self.traced.alternative_nodes for call in self.traced.calls[id(module)])
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
         for channels in arms:
@@ -169,13 +162,6 @@ class Channels:
 def _shifts(module: nn.Module | None) -> bool:
     """Whether a layer passes channels on, and its bias (C,) depends on their factors."""
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
-
-
-def columns(weight: Tensor, groups: int) -> Tensor:
-    """(O, I / groups, ...) -> (I, O / groups, ...): by input channel."""
-    outs = len(weight) // groups
-    grouped: Tensor = weight.unflatten(0, (groups, outs))
-    return grouped.transpose(1, 2).flatten(0, 1)
 
 
 @torch.no_grad()

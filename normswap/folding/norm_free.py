@@ -15,8 +15,7 @@ from timm.models.nfnet import GammaAct, NormFreeBlock
 from torch import Tensor, fx
 
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, scalar_readers
-from normswap.folding.rescaling import attempt, enlarge, shrink_input
+from normswap.folding.propagation import NotFoldable, attempt, enlarge, scalar_readers, shrink_input
 from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 

@@ -138,10 +138,7 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
-    value: object = builder.traced.modules[""]
-    for attribute in path.split("."):
-        value = getattr(value, attribute, None)
-    if not isinstance(value, nn.Parameter):
+    if not isinstance(builder.traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
     for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:

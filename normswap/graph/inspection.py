@@ -5,6 +5,7 @@ whose following convolution) ends a residual branch; `down`, on a projection ski
 first norm of a downsampling block, which feeds the skip; `head` after the last block; `other`.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -56,15 +57,12 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
-    visited: set[int] = set()
-    for node in [*traced.nodes, *traced.alternative_nodes]:
-        module = traced.module(node)
-        if module is None or id(module) in visited or not affine.is_affine(module):
-            continue
-        visited.add(id(module))
-        read = traced.read_directly(module)
-        why = affine.refusal(module) or (read and f"{read} is read in forward, not only by the norm itself")
-        yield AffineMap(str(node.target), module, affine.holds_statistics(module), why)
+    for call, *_ in traced.calls.values():
+        module = traced.module(call)
+        if module is not None and affine.is_affine(module):
+            read = traced.read_directly(module)
+            why = affine.refusal(module) or (read and f"{read} is read in forward, not only by the norm itself")
+            yield AffineMap(str(call.target), module, affine.holds_statistics(module), why)
 
 
 def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
@@ -98,7 +96,7 @@ class _GraphReader(NodeReader):
         if weights[skip] == weights[branch] or weights[skip] > 1:
             # Of parallel branches (RepVGG) and of fusions (HRNet) no arm is the skip.
             return None
-        if weights[skip] and self._enlarged(branch, set(arms[branch])):
+        if weights[skip] and self._enlarged(branch, arms[branch]):
             # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
             return None
         container = next(reversed(total.meta["inside"]), "")
@@ -126,30 +124,32 @@ class _GraphReader(NodeReader):
             branch=branch,
         )
 
-    def _enlarged(self, branch: fx.Node, members: set[fx.Node]) -> bool:
+    def _enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
         """Whether maps are enlarged between the last convolution or sum on an arm and its end."""
         last = branch
-        while not isinstance(self.traced.module(last), LINEAR):
-            before = self.traced.main_input(last)
-            if before not in members:
+        for last in self._upwards(branch, on_branch):
+            if isinstance(self.traced.module(last), LINEAR):
                 break
-            last = before
         small, large = (node.meta["shape"] for node in (last, branch))
         same_rank = isinstance(small, torch.Size) and len(small) == len(large)
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
+
+    def _upwards(self, branch: fx.Node, on_branch: list[fx.Node]) -> Iterator[fx.Node]:
+        """The nodes of the branch that carry its signal, the last first."""
+        return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         modules = self.traced.modules
         role, home = self._roles(blocks), {path: block.path for block in blocks for path in block.norms}
         called = [str(n.target) for n in self.nodes if n.op == "call_module"]
-        order = list(dict.fromkeys([*called, *modules]))
-        listed: set[int] = set()
+        paths: dict[int, str] = {}
+        for path in (*called, *modules):
+            paths.setdefault(id(modules[path]), path)
         norms = []
-        for path in order:
+        for path in paths.values():
             module, kind = modules[path], known_norms.kind_of(modules[path])
-            if kind is None or id(module) in listed:
+            if kind is None:
                 continue
-            listed.add(id(module))
             calls = self.traced.called(module)
             averages = calls == 1 and affine.has_average(module)
             name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
@@ -191,24 +191,22 @@ class _GraphReader(NodeReader):
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
         """The last norm of the branch, if at most one linear layer follows it (unlike in ViT's MLP)."""
-        node: fx.Node | None = branch
-        members = set(on_branch)
         linears = 0
-        while node is not None and node in members and linears < 2:
+        for node in self._upwards(branch, on_branch):
             if self.is_norm(node):
                 return node
             linears += self.is_linear(node)
-            node = self.traced.main_input(node)
+            if linears == 2:
+                break
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
-        node: fx.Node | None = branch
-        members = set(on_branch)
-        while node is not None and node in members and not self.is_linear(node):
+        for node in self._upwards(branch, on_branch):
+            if self.is_linear(node):
+                break
             # The product of a LayerScale has no second input that depends on the first.
             if is_mul(node) and self.traced.main_input(node) is not None:
                 return next(iter(self.traced.outputs.get(node, ())), node.name)
-            node = self.traced.main_input(node)
         return None
 
     def _tail(self, branch: fx.Node, total: fx.Node) -> str | None:

@@ -38,12 +38,8 @@ _OTHERS = ((96, 128), (160, 224))
 def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
 
-    Args:
-        inputs: what it takes (`calling.batches`); by default what it says of itself.
-
-    Raises:
-        SourceError: it cannot be looked at yet (`network_input.check_shapes`).
-        TraceError: it does not run; says where. Or something in it cannot be seen.
+    `inputs`: as in `inspect`. Raises SourceError: it cannot be looked at yet (`network_input.check_shapes`);
+    TraceError: it does not run, and where; or something in it cannot be seen.
     """
     network_input.check_shapes(model)
     _check_compiled(model)
@@ -279,11 +275,7 @@ def record_once(
         raise TraceError(", at ".join(filter(None, (where, recorder.failed))), why, remedy) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
-    calls: dict[int, list[fx.Node]] = {}
-    for node in recorder.graph.nodes:
-        if node.op == "call_module":
-            calls.setdefault(id(modules[str(node.target)]), []).append(node)
-    traced = Traced(recorder.graph, modules, calls, recorder.outputs, recorder.opaque, recorder.constants)
+    traced = Traced(recorder.graph, modules, recorder.outputs, recorder.opaque, recorder.constants)
     traced.recorded.append(str(example))
     traced.untracked, traced.size_dependent = recorder.untracked, recorder.size_dependent
     traced.branches = list(dict.fromkeys(recorder.branches))

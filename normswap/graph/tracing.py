@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from normswap.models.calling import Example
 T = TypeVar("T")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_MULS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+MULTIPLICATIONS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
 _LIKE_FUNCTIONS = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -53,7 +53,6 @@ class Traced:
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
-    calls: dict[int, list[fx.Node]]
     outputs: dict[fx.Node, list[str]]
     opaque: dict[str, str]
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -69,11 +68,12 @@ class Traced:
     heads: bool = False
     form: Example = field(default_factory=lambda: Example(()))
     nodes: list[fx.Node] = field(init=False)
+    calls: dict[int, list[fx.Node]] = field(init=False)
     users: dict[fx.Node, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
-        self.users = {}
+        self.calls, self.users = {}, {}
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
         self._connect(self.nodes)
@@ -90,10 +90,7 @@ class Traced:
         paths: dict[int, str] = {}
         for node in [*self.nodes, *self.alternative_nodes]:
             if node.op == "get_attr" and self.users[node]:
-                value: object = self.modules[""]
-                for name in str(node.target).split("."):
-                    value = getattr(value, name, None)
-                paths.setdefault(id(value), str(node.target))
+                paths.setdefault(id(self.fetch(str(node.target))), str(node.target))
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
@@ -109,6 +106,8 @@ class Traced:
     def _connect(self, nodes: list[fx.Node]) -> None:
         for i, node in enumerate(nodes, len(self._above)):
             self.users[node], self._index[node] = [], i
+            if node.op == "call_module":
+                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
             mask = 1 << i
             for source in inputs(node):
                 self.users[source].append(node)
@@ -117,9 +116,6 @@ class Traced:
 
     def add_alternative(self, other: Traced) -> None:
         """Add the graph of a record that took another way; a change of a module must be right there, too."""
-        for node in other.nodes:
-            if node.op == "call_module":
-                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
@@ -153,6 +149,12 @@ class Traced:
                 return None
             return second
         return single(sources)
+
+    def upwards(self, node: fx.Node | None) -> Iterator[fx.Node]:
+        """The node and, one after the other, the inputs that carry its signal (`main_input`)."""
+        while node is not None:
+            yield node
+            node = self.main_input(node)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The leaf module that `node` calls, if it calls one."""
@@ -208,7 +210,7 @@ def is_add(node: fx.Node) -> bool:
 
 def is_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies two tensors, by operator, function or method."""
-    return node.op in ("call_function", "call_method") and node.target in _MULS and len(inputs(node)) == 2
+    return node.op in ("call_function", "call_method") and node.target in MULTIPLICATIONS and len(inputs(node)) == 2
 
 
 def is_constant_mul(node: fx.Node) -> bool:

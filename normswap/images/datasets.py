@@ -14,7 +14,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from normswap import demo_files
-from normswap.errors import OptionError, SourceError, counted, first_line, quiet, spelled
+from normswap.errors import OptionError, SourceError, first_line, quiet, spelled
 from normswap.images import array_files
-from normswap.models import network_input, zoo
+from normswap.models import network_input, preprocessing
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
-from normswap.models.preprocessing import stated
 from normswap.models.weight_files import some
 
 TRAIN = ("train", "training")
@@ -197,22 +196,20 @@ def open_images(
 
 
 def image_record(model: nn.Module) -> Cfg:
-    """Return a network's preprocessing (`zoo.data_config`) and classes, counted by a run where none are stated."""
-    record = stated(model)
+    """Return a network's preprocessing (`data_config`) and classes, counted by a run where none are stated."""
+    record = preprocessing.stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
     if count is None:
         count = _counted(model)
     named = {name: record.get(name) for name in ("label_names", "inputs")}
-    return {**zoo.data_config(model), "num_classes": count, **named}
+    return {**preprocessing.data_config(model), "num_classes": count, **named}
 
 
 def _counted(model: nn.Module) -> int | None:
     """How many scores the network gives; None where it runs on no example, or gives something else."""
-    try:
-        with undisturbed(model), torch.inference_mode():
-            return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
-    except Exception:
-        return None
+    with suppress(Exception), undisturbed(model), torch.inference_mode():
+        return network_input.scores(network_input.noise(model, network_input.size(model)).call(model)).shape[1]
+    return None
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
@@ -383,7 +380,7 @@ def label_map(
             return output_of_number, ""
         return output_of_number, f"labels by {way}: {len(labels)} of the network's {outputs.count} classes"
     if outputs.names or outputs.count not in (None, len(labels)):
-        what = f"{origin} has {counted(len(labels), 'class', 'classes')} ({some(sorted(labels))})"
+        what = f"{origin} has {len(labels)} class{'es' * (len(labels) > 1)} ({some(sorted(labels))})"
         why = f"the network has {outputs.count}" + (f" ({some(outputs.names)})" if outputs.names else "")
         raise SourceError(what, why, _REMEDY)
     return {number: number for number in labels.values()}, ""

@@ -17,7 +17,7 @@ from normswap.errors import RefusedError
 from normswap.layers import channel_norm, known_norms
 from normswap.layers.activations import keeps_forward
 from normswap.layers.known_norms import BatchNorm, Pair, Read, Statistics
-from normswap.layers.own import OwnLayer
+from normswap.layers.planned_layer import OwnLayer
 
 
 def is_batchnorm(module: nn.Module) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from normswap.copying import doubled
 from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
-from normswap.layers.own import OwnLayer
-from normswap.layers.planned_layer import PlannedLayer
+from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 
 
 class ShiftedRMSNorm(nn.RMSNorm):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from normswap.copying import doubled
 from normswap.errors import RefusedError
 from normswap.layers import affine
-from normswap.layers.own import GAMMA, OwnLayer, per_channel
-from normswap.layers.planned_layer import PlannedLayer
+from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer, per_channel
 
 
 class ChannelAffine(PlannedLayer, OwnLayer):

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import KINDS, NormKind, Statistics
-from normswap.layers.own import GAMMA, OwnLayer, per_channel
 from normswap.layers.per_sample import led, rescaled
-from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer, PlannedLayer, per_channel
 
 
 class DynamicTanh(PlannedLayer, OwnLayer):

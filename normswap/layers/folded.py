@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from normswap import copying
-from normswap.copying import doubled
 from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
 from normswap.layers.planned_layer import Linearity, PlannedLayer
@@ -42,7 +41,7 @@ def folded(
     if bake:
         old = reparametrized.plain(old)
     weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))
-    bias = doubled(old.bias, weight.new_zeros(weight.shape[0] * weight.shape[1]))
+    bias = copying.doubled(old.bias, weight.new_zeros(weight.shape[0] * weight.shape[1]))
     if in_gain != 1:
         weight *= in_gain
     for module, absorption in zip(reads, takes, strict=True):
@@ -83,7 +82,7 @@ class Folded(PlannedLayer):
         old.weight.copy_(torch.where(dead, fresh.double(), weight))
         for norm, channels in after:
             scale, shift = (value[channels] for value in affine.read(norm))
-            offset = scale * doubled(old.bias, torch.zeros_like(scale))
+            offset = scale * copying.doubled(old.bias, torch.zeros_like(scale))
             assert now.bias is not None, "it absorbed a shift"
             if not torch.equal((offset + shift).to(now.bias), now.bias):
                 affine.set_shift(norm, now.bias.double() - offset, channels)

@@ -26,7 +26,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import plugins
 from normswap.errors import OptionError
-from normswap.layers.own import OwnLayer
+from normswap.layers.planned_layer import OwnLayer
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 # A function of a module of the registered class.
@@ -123,7 +123,7 @@ SCALES = (1, 1000)
 def register_norm(
     kind: NormClass, *, affine: Read | None = None, statistics: Read | None = None, per_sample: bool = False
 ) -> NormClass:
-    """Vouch for a class of norms of your own.
+    """Vouch for a class of norms of your own. Returns the class, so that this can decorate it.
 
     Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what BatchNorm computes.
 
@@ -133,9 +133,6 @@ def register_norm(
         statistics: `statistics(module)` gives mean and variance per channel of what it reads, each (C,), as they were
             in training; another norm can then take its place. A subclass of BatchNorm has them.
         per_sample: it normalizes by statistics of each sample, over channels in dimension 1.
-
-    Returns:
-        `kind`, so that this can decorate a class.
 
     Raises OptionError: options that exclude each other, or none for a class that is no BatchNorm.
     """
@@ -193,12 +190,9 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
-    own_tensors = {**module._parameters, **module._buffers}
-    tensors = [own_tensors.get(name) for name in _TENSORS]
-    first = tensors[0]
-    if first is None or first.ndim != 1:
-        return False
-    return all(t is not None and t.shape == first.shape for t in tensors)
+    tensors = {**module._parameters, **module._buffers}
+    shapes = {getattr(tensors.get(name), "shape", ()) for name in _TENSORS}
+    return len(shapes) == 1 and all(len(shape) == 1 for shape in shapes)
 
 
 @torch.no_grad()

@@ -13,8 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from normswap.copying import doubled
 from normswap.layers import affine
-from normswap.layers.own import OwnLayer
-from normswap.layers.planned_layer import PlannedLayer
+from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
 
 

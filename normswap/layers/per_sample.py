@@ -20,9 +20,8 @@ from normswap.copying import doubled
 from normswap.layers import affine, site_norm
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import Pair
-from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain
-from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
 
 class GroupNorm(PlannedLayer):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.layers.affine import copied_activation
-from normswap.layers.own import OwnLayer
-from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
 
 class Vacant(PlannedLayer, OwnLayer):

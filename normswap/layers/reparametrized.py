@@ -16,8 +16,7 @@ from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from normswap.layers.own import GAMMA, OwnLayer
-from normswap.layers.planned_layer import Linearity
+from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
@@ -180,9 +179,7 @@ def plain_class(module: Linearity) -> type[Linearity]:
 def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
     if isinstance(module, TunedConv2d):
         return module.folded()
-    if isinstance(module, InputBiased):
-        if not module.in_bias.any():
-            return module.weight, module.bias
+    if isinstance(module, InputBiased) and module.in_bias.any():
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         if module.bias is not None:
             shift = module.bias + shift

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from normswap.copying import doubled
 from normswap.layers import affine, reparametrized
 from normswap.layers.folded import folded
-from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Chain, Vacant
-from normswap.layers.planned_layer import Linearity, PlannedLayer
+from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
 
 class Scale(PlannedLayer, OwnLayer):

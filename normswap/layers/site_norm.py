@@ -17,9 +17,8 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 from normswap.layers import affine
 from normswap.layers.folded import folded
 from normswap.layers.known_norms import KINDS
-from normswap.layers.own import GAMMA, OwnLayer
 from normswap.layers.placeholders import Chain
-from normswap.layers.planned_layer import PlannedLayer
+from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
 from normswap.plan import AbsorbMode, Absorption, Body
 

@@ -24,15 +24,10 @@ class BuildRequest:
     in_chans: int | None = None
     trained: bool = False
 
-    def named(self, num_classes: str, in_chans: str) -> Cfg:
-        """Return all of it as keyword arguments, the two by the builder's own words for them."""
+    def arguments(self, num_classes: str = "num_classes", in_chans: str = "in_chans") -> Cfg:
+        """Return all of it as keyword arguments, the two by the builder's own words for them, by default timm's."""
         words = {num_classes: self.num_classes, in_chans: self.in_chans}
         return {**self.args, **{word: value for word, value in words.items() if value is not None}}
-
-    @property
-    def given(self) -> Cfg:
-        """All of it as keyword arguments, in timm's words."""
-        return self.named("num_classes", "in_chans")
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +63,7 @@ class Example:
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
-        if not self.images.ndim:
-            return 1
-        return len(self.images)
+        return len(torch.atleast_1d(self.images))
 
     def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]
@@ -250,7 +247,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
     with suppress(Exception):
-        return typing.get_origin(typing.get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
+        return get_origin(get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
     return False
 
 

@@ -25,7 +25,7 @@ from normswap.plan import Arch
 
 def build(name: str, request: BuildRequest) -> Built:
     """Call the factory; the weights are those that it gives the network; or raises SourceError."""
-    arch = Arch(name, request.given, "factory")
+    arch = Arch(name, request.arguments(), "factory")
     model = create(arch)
     stated = own_cfg(model)
     preprocessing = {key: stated[key] for key in RECORDED if key in stated}

@@ -4,7 +4,6 @@ A kind is a row, and a file that is imported when first needed. It has `build(na
 `create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model, rebuild)`, from a network to an `Arch`.
 """
 
-import importlib
 import importlib.util
 import re
 import sys

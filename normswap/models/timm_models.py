@@ -13,7 +13,6 @@ from normswap import demo_files, shipped
 from normswap.errors import SourceError, explained, near, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
-from normswap.models.hub import GENERAL, own_cfg, read_config, record
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 
@@ -21,7 +20,7 @@ from normswap.plan import Arch
 _FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
 _FILES = ("model.safetensors", "pytorch_model.bin")
 # What holds where a config.json says nothing.
-_USUAL = {**GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
+_USUAL = {**hub.GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
 
 
 def create(arch: Arch) -> nn.Module:
@@ -59,27 +58,26 @@ def build(name: str, request: BuildRequest) -> Built:
     """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or raises SourceError."""
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
-        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.given)
+        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments())
     if name == demo_files.NAME:
-        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.given)
+        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.arguments())
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         folder = Path(name.removeprefix("local-dir:")).resolve()
-        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.given)
+        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments())
     if _looks_like_path(name):
         remedy = "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code package.module:factory"
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
-    return _from_name(name, request.given)
+    return _from_name(name, request.arguments())
 
 
 def _from_name(name: str, arguments: Cfg) -> Built:
     model = create(Arch(name, arguments))
-    cfg = own_cfg(model) or {**_USUAL, "architecture": name}
+    cfg = hub.own_cfg(model) or {**_USUAL, "architecture": name}
     # timm has replaced a deprecated name by the current one.
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
-    return Built(
-        model, arch, source, record(cfg, arch.kwargs, model), lambda: _load_named(model, source, arguments, cfg)
-    )
+    preprocessing = hub.record(cfg, arch.kwargs, model)
+    return Built(model, arch, source, preprocessing, lambda: _load_named(model, source, arguments, cfg))
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
@@ -118,11 +116,11 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
         load_into(model, read(find(_FILES)), origin, cfg)
         return model
 
-    return Built(model, arch, origin, record(cfg, arch.kwargs, model), pretrained)
+    return Built(model, arch, origin, hub.record(cfg, arch.kwargs, model), pretrained)
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    architecture, model_args, stated = read_config(file, origin)
+    architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]
     of_name = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
@@ -135,7 +133,7 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
     """Find how to rebuild a network (`zoo.identify`): by the arguments that timm remembers, or classes and channels."""
-    name = own_cfg(model).get("architecture")
+    name = hub.own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):
         return None
     name = name.partition(".")[0]

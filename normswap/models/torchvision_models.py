@@ -29,7 +29,7 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 def build(name: str, request: BuildRequest) -> Built:
     """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or raises SourceError."""
     called, _, tag = name.partition(":")[2].partition("@")
-    arguments = request.named("num_classes", "in_chans")
+    arguments = request.arguments()
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
     member, classes, source = None, 0, f"torchvision:{called}"

@@ -28,7 +28,7 @@ _NOT_RUN = "Code that a repository brings is not run"
 def build(name: str, request: BuildRequest) -> Built:
     """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises SourceError."""
     place, source = name.partition(":")[2], name
-    arguments = request.named("num_labels", "num_channels")
+    arguments = request.arguments("num_labels", "num_channels")
     stated, processor = arguments, dict[str, Any]()
     arch = Arch(place, arguments, "transformers")
     if Path(place).is_dir() or not hasattr(transformers, place):

@@ -1,7 +1,7 @@
 """Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a description that it ships.
 
-A checkpoint's tensors are read without its code (`pickled_networks`), and the network is built from the description of
-the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
+A checkpoint's tensors are read without its code (`read_pickled_network`), and the network is built from the description
+of the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
 """
 
 import re
@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from normswap.errors import SourceError, explained, spelled
-from normswap.models import pickled_networks
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
-from normswap.models.weight_files import State, check_finite, load_into
+from normswap.models.weight_files import State, check_finite, load_into, read_pickled_network
 from normswap.plan import Arch
 
 _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.module:factory"
@@ -21,14 +20,14 @@ _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.modul
 
 def build(name: str, request: BuildRequest) -> Built:
     """Build the network of a checkpoint, with its tensors, or of a description; or raises SourceError."""
-    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.given
+    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.arguments()
     described = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())
         if not Path(place).is_file():
             raise SourceError(f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it")
         with explained(SourceError, f"{place} cannot be read", _BY_FACTORY):
-            attributes, state = pickled_networks.read(Path(place))
+            attributes, state = read_pickled_network(Path(place))
             described, classes = (attributes["yaml"][key] for key in ("yaml_file", "nc"))
         # Its networks have BatchNorms, all of them, until it fuses them.
         fused = not any(key.endswith("running_mean") for key in state)

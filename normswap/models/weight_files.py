@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +19,6 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap.errors import SourceError, WeightsNote, first_line, quiet
-from normswap.models import pickled_networks
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
@@ -27,6 +27,8 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model
 # What torch.compile, FSDP and activation checkpointing put into the names of the layers that they wrap.
 _INSIDE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
+# A training script keeps the averaged network, or the one that it trains.
+_PLACES = ("ema", "model", "module")
 # An error names so many tensors.
 _SHOWN = 5
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
@@ -89,8 +91,50 @@ def _unpickled(file: Path) -> object:
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         with suppress(Exception):
-            return pickled_networks.read(file)[1]
+            return read_pickled_network(file)[1]
         raise
+
+
+class _Inert(dict[Any, Any]):
+    """Any object of a pickle: it holds what the file says of its items and attributes, and does nothing."""
+
+    attributes: Mapping[str, Any] = {}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state if isinstance(state, dict) else {}
+
+
+def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the attributes and the tensors of a whole network that `torch.save` pickled, without any of its code.
+
+    It stands alone in the file, or under a usual key. torch's own reader of weights makes the tensors, and calls
+    nothing that it does not know. Each other name that the file calls for is given to it as an inert class.
+
+    Raises TypeError, or what torch raises: it holds none, is damaged, or needs what torch refuses by its name.
+    """
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    with quiet(), torch.serialization.safe_globals([(type(name, (_Inert,), {}), name) for name in names]):
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    places = (content, *map(content.get, _PLACES))
+    network = next((place for place in places if getattr(place, "attributes", {}).get("_modules")), None)
+    if network is None:
+        raise TypeError("it holds no whole network")
+    return network.attributes, dict(_named(network, ""))
+
+
+def _named(module: _Inert, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `state_dict` has, in its order."""
+    inside = module.attributes
+    transient = inside.get("_non_persistent_buffers_set", ())
+    for name, tensor in {**inside["_parameters"], **inside["_buffers"]}.items():
+        if tensor is not None and name not in transient:
+            yield prefix + name, tensor.detach()
+    for name, child in inside["_modules"].items():
+        if child is not None:
+            yield from _named(child, f"{prefix}{name}.")
 
 
 def _unwrapped(content: object, file: Path) -> State:

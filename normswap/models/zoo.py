@@ -14,7 +14,6 @@ from normswap.models.building import BuildRequest, Built
 from normswap.models.preprocessing import data_config as data_config, for_inputs as for_inputs, for_size as for_size
 from normswap.models.weight_files import hash_tensors as hash_tensors, load_into, read
 from normswap.plan import Arch
-from normswap.provenance import Provenance
 
 _T = TypeVar("_T")
 OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_size")
@@ -130,5 +129,5 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
-    record = Provenance(built.arch, source, sha256, built.preprocessing)
+    record = provenance.Provenance(built.arch, source, sha256, built.preprocessing)
     return provenance.attach(model, record)

@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from normswap.reporting import figures
-from normswap.reporting.figures import ALPHA
 from normswap.reporting.report import Facts
 from normswap.surgery.report import Report
 from normswap.version import __version__
@@ -23,7 +22,7 @@ _MINUS = "\N{MINUS SIGN}"
 COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}
 OUTCOMES = {
     "gone": ("", "folded away"),
-    "scalar": (ALPHA, f"folded away, a scalar {ALPHA} in its place"),
+    "scalar": (figures.ALPHA, f"folded away, a scalar {figures.ALPHA} in its place"),
     "bias": ("b", "a shift per channel stays"),
     "affine": ("a", "scale and shift stay"),
     "replaced": ("r", "replaced by another layer"),

@@ -17,12 +17,10 @@ from normswap.errors import NormswapError
 from normswap.graph.inspection import Anatomy
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Loader
-from normswap.layers.own import scales_branch
-from normswap.layers.planned_layer import planned_layers
-from normswap.models import devices, network_input, zoo
-from normswap.models.calling import form
+from normswap.layers.planned_layer import planned_layers, scales_branch
+from normswap.models import calling, devices, network_input, zoo
 from normswap.plan import Arch, Body, Plan, Step
-from normswap.storage import checkpoint, header_record
+from normswap.storage import checkpoint
 from normswap.surgery import reverification
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
@@ -118,14 +116,14 @@ def collect(
     assert record.arch is not None
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)
-    network = Network(result, form(result).of(batch))
+    network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
     anatomy = bare.anatomy
     norms = _norms(anatomy, record.plan)
     in_blocks = {path for block in anatomy.blocks for path in block.norms}
     measured = {name: net for name, net in (("before", before), ("after", network)) if net and net.anatomy.blocks}
-    header = header_record.read_header(directory)
+    header = checkpoint.read_header(directory)
     return Facts(
         source=record.source,
         sha256=record.sha256,
@@ -187,12 +185,8 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
         for path, outcome in step.outcomes.items():
             if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
-    return {
-        norm.path: NormFact(
-            norm.path, norm.role, outcomes[norm.path], "; ".join(sentences[norm.path]) or "stays as it is"
-        )
-        for norm in anatomy.norms
-    }
+    said = {path: "; ".join(texts) or "stays as it is" for path, texts in sentences.items()}
+    return {norm.path: NormFact(norm.path, norm.role, outcomes[norm.path], said[norm.path]) for norm in anatomy.norms}
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:

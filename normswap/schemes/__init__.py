@@ -10,20 +10,16 @@ from normswap import plugins
 from normswap.errors import OptionError, near, spelled
 from normswap.plan import Step
 from normswap.schemes.catalogue import PURPOSES as PURPOSES, STEPS as STEPS, TARGETS
-from normswap.schemes.options import Option, check_given
-from normswap.schemes.scheme import Chosen as Chosen, Options as Options, Scheme as Scheme
+from normswap.schemes.scheme import Chosen as Chosen, Option, Options as Options, Scheme as Scheme, check_given
 
 UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
 _registered: dict[str, Scheme] = {}
 
 
 def register_scheme(name: str, scheme: Scheme) -> Scheme:
-    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`.
+    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`. Returns it, under its name.
 
     An installed package names the module that does this among its entry points `normswap.schemes`.
-
-    Returns:
-        The scheme, under its name.
 
     Raises OptionError: there is a scheme of that name, or it is none.
     """

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from normswap.schemes.options import Option, Range
-from normswap.schemes.scheme import Options, Scheme
+from normswap.schemes.scheme import Option, Options, Range, Scheme
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Schemes that normalize filters: `nf`, `centered-weightnorm`, `weightnorm`, `spectralnorm`.
 
-Normalizer-free: y = skip + alpha f(x), every convolution with standardized weights, gain and bias; no norm.
-
 Convolutions become timm's `ScaledStdConv2d`, which computes exactly the filters that sum to zero. `--mean fit` rescales
 channels (`zero_sum_rescaling`) and fits zero-sum filters to the source (`sequential_fit`). `--mean keep` keeps the
 means as one more parameter per filter, and with them the function.

@@ -12,7 +12,7 @@ from normswap.folding.propagation import NotFoldable, check_linear, distinct, la
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR, NodeReader
 from normswap.layers import affine, reparametrized
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 

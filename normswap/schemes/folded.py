@@ -1,12 +1,11 @@
 """The canonical form: convolutions with bias, activations and sums; no statistics, no scalars. For fast inference.
 
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s (`folding.canonical_form`). Of LayerNorms the
-standardization stays. Parallel branches that are summed become one convolution: W' = sum of W_i at their taps,
-b' = sum of b_i; a scale per channel is one tap (Ding et al. 2021, arXiv:2101.03697, section 3.3).
+standardization stays. Parallel branches that are summed become one convolution (`layers.merged`; Ding et al. 2021,
+arXiv:2101.03697, section 3.3); a scale per channel is one tap.
 """
 
 from normswap.folding import branches, norm_affine
-from normswap.folding.branches import Branches
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
@@ -30,7 +29,7 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def _merge(builder: PlanBuilder, merge: Branches) -> None:
+def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     reads, takes = list(merge.others), [Absorption(AbsorbMode.SUM)] * len(merge.others)
     args: Body = {}
     if merge.after is not None:

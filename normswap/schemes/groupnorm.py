@@ -1,9 +1,8 @@
 """GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
 
-With mean m and variance v of a group's channels, from running statistics: gamma' = s sqrt(v + eps), beta' = beta + s (m
-- mean), where s is the BatchNorm's slope. By default eps is 9 times the mean variance (`--relative-eps`), so nine
-tenths of v + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before
-the norm, so that a sample's own statistics cost least.
+`layers.per_sample` has the formulas. By default eps is 9 times the mean variance (`--relative-eps`), so nine tenths of
+variance + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before the
+norm, so that a sample's own statistics cost least.
 """
 
 from torch import nn
@@ -19,23 +18,14 @@ from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, repl
 from normswap.schemes.scheme import FitTask
 
 
-def plan(anatomy: Anatomy, *, groups: int, group_size: int, relative_eps: float) -> PlanBuilder:
-    """Plan a GroupNorm in place of every BatchNorm, with eps = `relative_eps` times the mean variance.
-
-    With r = `relative_eps`, a sample whose variance is d^2 times the average is divided by sqrt((r + d^2) / (r + 1))
-    times what an average sample is divided by.
-    """
-    return insert_per_sample_norms(anatomy, groups, group_size, relative_eps)
-
-
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
     """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every BatchNorm."""
-    return insert_per_sample_norms(anatomy, 1, 0, relative_eps)
+    return plan(anatomy, groups=1, group_size=0, relative_eps=relative_eps)
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
     """Plan a norm per channel and sample, which erases each channel's mean and size; one element is refused."""
-    return insert_per_sample_norms(anatomy, 0, 1, 0.0, channelwise=True)
+    return plan(anatomy, channelwise=True, groups=0, group_size=1, relative_eps=0.0)
 
 
 def fit(task: FitTask) -> None:
@@ -48,16 +38,18 @@ def fit(task: FitTask) -> None:
         refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
 
 
-def insert_per_sample_norms(
-    anatomy: Anatomy, groups: int, group_size: int, relative_eps: float, *, channelwise: bool = False
+def plan(
+    anatomy: Anatomy, channelwise: bool = False, *, groups: int, group_size: int, relative_eps: float
 ) -> PlanBuilder:
-    """A GroupNorm in place of every BatchNorm.
+    """Plan a GroupNorm in place of every BatchNorm.
 
     Args:
+        channelwise: each channel is a group.
         groups: the number of groups; `group_size`, unless it is 0: the channels of each.
         relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0, channels may be
-            rescaled, by a convolution right before the norm or by a `ChannelAffine`.
-        channelwise: each channel is a group.
+            rescaled, by a convolution right before the norm or by a `ChannelAffine`. With r = `relative_eps`, a sample
+            whose variance is d^2 times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
+            is divided by.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
@@ -101,9 +93,8 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
-        builder.notes.append(
-            f"{path}: groups of {channels // count} channels, as groups of 1 erase each channel's mean"
-        )
+        size = channels // count
+        builder.notes.append(f"{path}: groups of {size} channels, as groups of 1 erase each channel's mean")
     elif count != groups:
         builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
     return count

@@ -16,8 +16,8 @@ from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_af
 from normswap.graph.inspection import Anatomy
 from normswap.layers import affine, reparametrized
 from normswap.layers.channelwise import ChannelAffine
-from normswap.layers.own import OwnLayer
 from normswap.layers.placeholders import Vacant
+from normswap.layers.planned_layer import OwnLayer
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Outcome
 from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms

@@ -13,12 +13,11 @@ from torch import fx
 
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, propagates_scale
-from normswap.folding.rescaling import attempt, enlarge
+from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagates_scale
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.activations import is_homogeneous
-from normswap.layers.own import scales_branch
+from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
@@ -50,10 +49,9 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
                 scalars += _scale(builder, block, a, b, owed)
         except NotFoldable as why:
             builder.refusals[block.path] = str(why)
-    for path, value in scalars:
-        if builder.refusals:
-            break
-        place_scale(builder, path, value, False, layer="FixedScale")
+    if not builder.refusals:
+        for path, value in scalars:
+            place_scale(builder, path, value, False, layer="FixedScale")
     return builder
 
 

@@ -23,9 +23,8 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     """Plan an RMSNorm in place of every LayerNorm."""
     norms = {path: m for path, m in norm_affine.foldable_norms(anatomy).items() if isinstance(m, nn.LayerNorm)}
     if not norms:
-        raise RefusedError(
-            "the network has no LayerNorm", remedy=f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
-        )
+        remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
+        raise RefusedError("the network has no LayerNorm", remedy=remedy)
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
     axes = channel_axes.read(anatomy.traced, builder.is_identity)
     streams: list[residual_stream.Stream] = []
@@ -53,9 +52,8 @@ def _replace(
             raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
     if role == "head" and channel_axes.is_step(builder.traced, values[0]):
-        builder.notes.append(
-            f"{path} reads the features after {residual_stream.called(values[0])}: these lose their mean, too"
-        )
+        features = f"the features after {residual_stream.called(values[0])}"
+        builder.notes.append(f"{path} reads {features}: these lose their mean, too")
     builder.replace(path, "RMSNorm")
     builder.settle(path, _becomes_one())
     if getattr(norm, "bias", None) is None:

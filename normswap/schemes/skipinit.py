@@ -21,8 +21,8 @@ from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.layers import affine, reparametrized
 from normswap.layers.activations import keeps_forward
-from normswap.layers.own import BranchScale, scales_branch
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
+from normswap.layers.planned_layer import BranchScale, scales_branch
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
 
 

@@ -23,7 +23,6 @@ from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
 from normswap.layers import affine, site_norm
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.placeholders import Chain
-from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
@@ -38,13 +37,12 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
         builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
     if not builder.replacements:
-        require_no_tokenwise_norms(anatomy, "there is no place for a BatchNorm")
+        lacking = "there is no place for a BatchNorm"
+        require_no_tokenwise_norms(anatomy, lacking)
         reaches = {"activation": "an activation", "conv": "another layer"}[where]
-        raise RefusedError(
-            "there is no place for a BatchNorm",
-            f"no convolution that is called once and has no norm yet reaches {reaches}",
-            f"'{spelled('where', 'conv')}' takes every convolution that another layer reads",
-        )
+        why = f"no convolution that is called once and has no norm yet reaches {reaches}"
+        remedy = f"'{spelled('where', 'conv')}' takes every convolution that another layer reads"
+        raise RefusedError(lacking, why, remedy)
     return builder
 
 
@@ -67,9 +65,9 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
         site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, site_norm.SiteNorm]]:
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
-    return [(path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains]
+    return [(path, cast(_ConvNd, chain.inner), cast(site_norm.SiteNorm, chain.then)) for path, chain in chains]
 
 
 _OF_OUTPUTS = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.MultiheadAttention)

@@ -15,21 +15,20 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OutputError, PlanError, SourceError, first_line
+from normswap.errors import OutputError, PlanError, SourceError, explained, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
-from normswap.provenance import Provenance
 from normswap.storage import atomic_write, model_card, network_folder
-from normswap.storage.header_record import VERSION, read_header
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -38,6 +37,24 @@ from normswap.version import __version__
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# Of the record in the header of the weights.
+VERSION = 1
+
+
+class Header(BaseModel):
+    """The record as it is read: hashes are those of the tensors, by file; the report is that of the conversion."""
+
+    model_config = ConfigDict(strict=True)
+    version: int
+    arch: Arch | None
+    plan: dict[str, Any]
+    source: str
+    sha256: str | None
+    pretrained_cfg: dict[str, Any]
+    report: Report | None
+    hashes: dict[str, str]
+    versions: dict[str, str]
 
 
 def open_model(
@@ -146,8 +163,33 @@ def load(
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     norms = states.get(NORMS, {})
-    record = Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
+    record = provenance.Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
     return provenance.attach(model, record)
+
+
+def read_header(place: Path) -> Header:
+    """Read the record in a directory or in a weights file; raises SourceError: missing, damaged, or of a later one."""
+    file = place if place.is_file() else place / WEIGHTS
+    if not file.is_file():
+        raise SourceError(f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
+    what = f"{file} is not a readable safetensors file"
+    with explained(SourceError, what, "Is it truncated?"), safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get("normswap")
+    if text is None:
+        remedy = "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
+        raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
+    try:
+        version = json.loads(text)["version"]
+        if version != VERSION:
+            what = f"{file} has schema version {version}, this normswap reads {VERSION}"
+            raise SourceError(what, remedy="Upgrade it")
+        return Header.model_validate_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        why = repr(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+        raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
 
 
 def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
@@ -186,7 +228,7 @@ def _from_hub(source: str) -> Path | None:
     return hub.fetch(repo, (WEIGHTS,)).parent
 
 
-def _write(folder: Path, model: nn.Module, record: Provenance, report: Report | None) -> None:
+def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}

@@ -20,7 +20,6 @@ from normswap.errors import NormswapError, OptionError, OutputError, first_line,
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
-from normswap.storage.header_record import read_header
 from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
 from normswap.surgery import comparison
 
@@ -70,7 +69,7 @@ def push(
         remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
     arguments = _arguments(model, record.arch)
-    contents: dict[str, object] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    contents: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:
         config["model_args"] = dict(arguments)
@@ -79,11 +78,9 @@ def push(
         by_normswap = model_card.loading_code(f"hf-hub:{repo}", record)
         code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
     contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    contents[CARD] = model_card.render(record, read_header(folder).report, code=code, license=license).encode()
-    operations = [
-        client.CommitOperationAdd(name, value if isinstance(value, bytes) else str(value))
-        for name, value in contents.items()
-    ]
+    report = checkpoint.read_header(folder).report
+    contents[CARD] = model_card.render(record, report, code=code, license=license).encode()
+    operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api, commit_message = client.HfApi(), message or f"{folder.name}, converted by normswap"
     try:
         with quiet():

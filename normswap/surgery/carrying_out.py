@@ -1,16 +1,23 @@
 """Carry out one step of a conversion: apply it, fit its values to data, prove the result, record what was done."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from normswap import provenance, schemes
-from normswap.errors import RefusedError, first_line, spelled
+from normswap.calibration.synthetic_images import COUNT, SyntheticImages
+from normswap.errors import OptionError, RefusedError, first_line, spelled
+from normswap.graph import selection
 from normswap.layers import affine
+from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
-from normswap.surgery import applying, comparison, fitting, held_out, running
-from normswap.surgery.network import Network
+from normswap.schemes import Chosen
+from normswap.schemes.scheme import FitTask
+from normswap.surgery import applying, comparison, held_out, running
+from normswap.surgery.network import Batches, Network, calls_of
 from normswap.surgery.report import Report
 
 
@@ -58,9 +65,9 @@ def carry_out(network: Network, step: Step) -> Conversion:
     not fit the model; RefusedError: a norm cannot process its input; VerificationError: the result is wrong.
     """
     scheme = schemes.of(step)
-    images = fitting.images_for(scheme, network)
+    images = images_for(scheme, network)
     result = applied(network, step)
-    fitted = fitting.fit(scheme, network, result, step, images)
+    fitted = fit(scheme, network, result, step, images)
     try:
         report = prove(network, result, step, fitted)
     except (AssertionError, AttributeError, TypeError):
@@ -69,7 +76,70 @@ def carry_out(network: Network, step: Step) -> Conversion:
     return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
 
 
-def prove(network: Network, result: nn.Module, step: Step, fitted: fitting.Fitted) -> Report:
+def images_for(chosen: Chosen, network: Network) -> Batches | None:
+    """The images to fit a step to, if any; raises OptionError: it needs images, or images of the user's."""
+    if not chosen.fits:
+        return None
+    images = network.images
+    remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
+    if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
+        why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
+        raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
+    if images is None and chosen.scheme.needs_data:
+        remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
+        remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
+        raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
+    return images
+
+
+def _exact_options(chosen: Chosen) -> list[str]:
+    words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
+    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    return [spelled(name, word) for name, word in exact]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The outcome of a fit: held-out calls, why there are none, and notes for the user."""
+
+    held: tuple[Example, ...] = ()
+    unmeasured: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
+    """Let the step's scheme set the values of `result`, in place; raises SourceError: unusable or too few images."""
+    if not chosen.fits:
+        return Fitted()
+    batches = None if images is None else calls_of(images, network)
+    split: held_out.HeldOutSplit | None = None
+    # Steps that are no targets measure statistics, on all images.
+    if batches is not None and chosen.scheme.name not in schemes.STEPS and not isinstance(images, SyntheticImages):
+        calls = list(batches) if isinstance(batches, Iterator) else batches
+        batches = split = held_out.HeldOutSplit(calls, network.device)
+    assert chosen.scheme.fit is not None
+    task = FitTask(
+        source=network.module,
+        result=result,
+        step=step,
+        batches=batches,
+        example=network.examples[0],
+        after=partial(applying.apply_step, network.module),
+        takes_part=selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part,
+        seed=network.seed,
+        progress=network.progress,
+    )
+    notes = tuple(chosen.scheme.fit(task) or ())
+    if isinstance(images, SyntheticImages):
+        notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
+    if split is None:
+        return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
+    if split.copies:
+        notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
+    return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
+
+
+def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
     """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
     exact, settle = schemes.of(step).exact, schemes.of(step).scheme.settle
     precise = None

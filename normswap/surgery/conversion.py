@@ -21,7 +21,7 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
-from normswap.surgery import applying, carrying_out, comparison, fitting, likeness, unfolding
+from normswap.surgery import applying, carrying_out, comparison, likeness, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Batches, Network, calls_of
 
@@ -238,7 +238,7 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
             raise OptionError(pair, "the architecture says where norms stand, and which")
     if not isinstance(like, str | nn.Module):
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
-    images = fitting.images_for(schemes.chosen("measured-batchnorm", {}), network)
+    images = carrying_out.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
     return likeness.batchnorm_like(network, like, calls_of(images, network))
 

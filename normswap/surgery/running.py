@@ -1,6 +1,7 @@
 """Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,14 @@ def run(
     """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at `paths`."""
     outputs_at_paths: Outputs = {}
 
-    def keep(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                # An in-place activation would overwrite it.
-                outputs_at_paths[path] = output.clone()
-
-        return hook
+    def keep(path: str, _module: nn.Module, _args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            # An in-place activation would overwrite it.
+            outputs_at_paths[path] = output.clone()
 
     present = tree(model)
-    handles = (present[path].register_forward_hook(keep(path)) for path in dict.fromkeys(paths) if path in present)
+    watched = [path for path in dict.fromkeys(paths) if path in present]
+    handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
     with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
     return {name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)}, outputs_at_paths
@@ -82,10 +81,8 @@ def by_parts(
 ) -> Outputs | None:
     """The outputs in float64; None where dtypes were mixed, or a module calls itself.
 
-    A module has float64 tensors only while its forward runs, so the network never exists twice.
-
-    Args:
-        replacements, tensors: layers and tensors that are built in float64, not cast to it (`applying.doubles`).
+    A module has float64 tensors only while its forward runs, so the network never exists twice. `replacements` and
+    `tensors` are layers and tensors that are built in float64, not cast to it (`applying.doubles`).
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
@@ -145,10 +142,7 @@ def noise(
 ) -> list[Example]:
     """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W) where that fails.
 
-    Args:
-        ran: printed examples that the network is known to run on.
-
-    Raises VerificationError: the model runs on none of them.
+    `ran`: printed examples that it is known to run on. Raises VerificationError: it runs on none of them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)

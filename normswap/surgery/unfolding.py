@@ -16,8 +16,8 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.layers import affine, reparametrized
 from normswap.layers.channel_norm import scaled_dim
-from normswap.layers.own import scales_branch
 from normswap.layers.placeholders import Holder
+from normswap.layers.planned_layer import scales_branch
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance

@@ -136,11 +136,7 @@ def trackers(asked: str) -> list[str]:
 class Task:
     """The objects of the training loop.
 
-    Args:
-        subject: the network as training begins.
-        images: the training images.
-        engine: Accelerate's view of the machine.
-        validates: whether it opens the validation images.
+    `subject` is the network as training begins; without `validates` no validation images are opened.
     """
 
     def __init__(

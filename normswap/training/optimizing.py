@@ -39,10 +39,8 @@ _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) -> torch.optim.Optimizer:
     """timm's optimizer of that name, over groups by the role of every parameter.
 
-    Args:
-        network: the record of the network that `model` is a copy of, where one has been made.
-
-    Raises OptionError: timm does not know it, or it does not take such groups.
+    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: timm does not know the
+    name, or that optimizer does not take such groups.
     """
     policy: Policy = optim.decay
     if policy == "auto":

@@ -24,18 +24,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from normswap.errors import OptionError, SourceError
-from normswap.images.datasets import (
-    PREFIXES,
-    TRAIN,
-    VALIDATION,
-    LabelledImages,
-    Loader,
-    collate,
-    drawn_rows,
-    make_loader,
-    open_images,
-    part_named,
-)
+from normswap.images import datasets
 from normswap.plan import Body
 from normswap.training.recipe import Augment, Data as DataPart
 
@@ -130,11 +119,7 @@ class Seeded(Dataset[Example]):
 
 
 class TrainingImages:
-    """The training images of a recipe.
-
-    Args:
-        model: the network's record (`datasets.image_record`).
-        labelled: whether labels are used.
+    """The training images of a recipe; `model` is the network's record (`datasets.image_record`).
 
     Raises SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
     """
@@ -142,10 +127,10 @@ class TrainingImages:
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
         augmenting = transform(model, data.augment)
-        images = open_images(model, self.place, "train", augmenting, labelled=labelled)
-        if not isinstance(images, LabelledImages):
+        images = datasets.open_images(model, self.place, "train", augmenting, labelled=labelled)
+        if not isinstance(images, datasets.LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
-        rows = drawn_rows(len(images), data.samples, seed)
+        rows = datasets.drawn_rows(len(images), data.samples, seed)
         self.digest, self.notes = _digest(images), images.notes
         self.images = Seeded(images, rows, seed)
         if len(self.images) < data.batch_size:
@@ -159,21 +144,21 @@ class TrainingImages:
             self.images,
             batch_sampler=order,
             num_workers=self.data.workers,
-            collate_fn=collate,
+            collate_fn=datasets.collate,
             pin_memory=pin,
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=ignore_sigterm,
         )
-        return iter(Loader(loader, self.place, None))
+        return iter(datasets.Loader(loader, self.place, None))
 
 
-def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: int) -> Loader | None:
+def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: int) -> datasets.Loader | None:
     """Return this process's share of the validation images, or None where there are none; or raises SourceError."""
     place = places(data)[1]
     if place is None:
         return None
     samples = data.validation_samples
-    loader = make_loader(model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed)
+    loader = datasets.make_loader(model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed)
     if isinstance(loader.batches.dataset, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
     count = loader.count or 0
@@ -199,11 +184,11 @@ def places(data: DataPart) -> tuple[str, str | None]:
         raise SourceError("no images to train on", remedy=remedy)
     root = Path(data.root)
     if not root.exists():
-        parts = data.root.partition("/")[0].lower() in PREFIXES
+        parts = data.root.partition("/")[0].lower() in datasets.PREFIXES
         return data.root, data.validation or (data.root if parts else None)
-    training = part_named(root, TRAIN) or root
-    beside = training.parent if training.name.partition(".")[0] in TRAIN else root
-    validated = data.validation or part_named(beside, VALIDATION)
+    training = datasets.part_named(root, datasets.TRAIN) or root
+    beside = training.parent if training.name.partition(".")[0] in datasets.TRAIN else root
+    validated = data.validation or datasets.part_named(beside, datasets.VALIDATION)
     return str(training), str(validated) if validated else None
 
 
@@ -213,7 +198,7 @@ def require_validation(data: DataPart) -> None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
 
-def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None) -> list[str]:
+def image_notes(data: DataPart, training: TrainingImages, checked: datasets.Loader | None) -> list[str]:
     """List notes: the images of training and validation, where the recipe leaves that open, and how labels are read."""
     place, validated = places(data)
     taken = [] if place == data.root else [f"training images of {place}, validation images of {validated}"]
@@ -223,7 +208,7 @@ def image_notes(data: DataPart, training: TrainingImages, checked: Loader | None
     return list(dict.fromkeys([*taken, *training.notes, *checked.notes]))
 
 
-def _digest(images: LabelledImages) -> str:
+def _digest(images: datasets.LabelledImages) -> str:
     """Return the SHA-256 of all images' names, where they are files, else of their number.
 
     A Hugging Face dataset has names, too, but reading them reads all images.

@@ -265,7 +265,8 @@ def test_a_detector_is_fitted_up_to_its_choice_of_boxes() -> None:
     anchors = AnchorGenerator(((16,),), ((1.0,),))
     detector = FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors, **small).eval()
     pictures = [[torch.rand(3, *size)] for size in ((64, 64), (80, 60), (50, 70), (64, 90))]
-    done = conversion.convert(detector, "groupnorm", only="backbone", calibrate=pictures, inputs=(pictures[0],))
+    options = {"only": "backbone", "relative_eps": 0, "inputs": (pictures[0],)}
+    done = conversion.convert(detector, "groupnorm", calibrate=pictures, **options)
     fitted, head = done.model.get_submodule("backbone.3"), done.model.get_submodule("roi_heads.box_head.fc6")
     assert not torch.equal(fitted.weight, backbone[3].weight)
     assert torch.equal(head.weight, detector.roi_heads.box_head.fc6.weight)

@@ -1,6 +1,7 @@
 """A norm that somebody registered is converted as a BatchNorm is; every norm of the table is listed and has a role."""
 
 import pytest
+import timm
 import torch
 from lived import distance, lived_in
 from timm.layers import GroupNormAct, RmsNorm, RmsNorm2d
@@ -221,3 +222,11 @@ def test_dynamic_tanhs_alpha_is_not_called_skipinits() -> None:
     (alpha,) = (one for one in roles(done) if one.path.endswith("alpha"))
     assert not alpha.decay
     assert "Dynamic Tanh" in alpha.reason
+
+
+def test_instancenorm_on_one_pixel() -> None:
+    """A 32-pixel input leaves the last stage of a ResNet one pixel: said, with what to do."""
+    model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
+    with pytest.raises(RefusedError, match=r"does not run on \(3, 32, 32\).*arger inputs.*one element"):
+        normswap.convert(model, "instancenorm", input_size=(3, 32, 32))
+    normswap.convert(model, "instancenorm", input_size=(3, 32, 32), skip="layer4")

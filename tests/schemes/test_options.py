@@ -9,7 +9,7 @@ import pytest
 from normswap import schemes
 from normswap.errors import OptionError
 from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
-from normswap.schemes.options import Option, Range
+from normswap.schemes.scheme import Option, Range
 
 
 def test_every_keyword_of_a_plan_has_a_record() -> None:

@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from crossed import crossed, named
-from lived import distance, lived_in, run
+from lived import batchnorms, distance, lived_in, run
 from own_networks import Net, PreAct
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # what opacus imports warns about itself
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("groupnorm", {}),
+    ("groupnorm", {"relative_eps": 0}),
     ("layernorm", {"relative_eps": 0}),
     ("skipinit", {}),
     ("regularized-skipinit", {"dropout": 0}),
@@ -105,8 +105,9 @@ def test_fused_norms_that_opacus_misses(arch: str) -> None:
     fixed = ModuleValidator.fix(model)
     assert any(isinstance(module, BatchNormAct2d) for module in fixed.modules())
     assert ModuleValidator.validate(fixed, strict=True) == []
-    for to in ("groupnorm", "skipinit" if arch == "resnetv2_18" else "folded"):
-        result = normswap.convert(model, to, purpose="opacus", input_size=(3, 32, 32)).model
+    for to in ("layernorm", "skipinit" if arch == "resnetv2_18" else "folded"):
+        options = {"relative_eps": 0} if to == "layernorm" else {}
+        result = normswap.convert(model, to, purpose="opacus", input_size=(3, 32, 32), **options).model
         assert not any(isinstance(module, BatchNormAct2d) for module in result.modules())
         losses = trained_privately(result)
         assert losses[-1] < losses[0]
@@ -217,16 +218,15 @@ def test_without_copies_opacus_fails() -> None:
         GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
 
 
-def test_the_way_back_stays_open() -> None:
+@pytest.mark.parametrize("arch", ["resnetv2_18", "resnet18"])
+@pytest.mark.one_in(2)
+def test_the_way_back_stays_open(arch: str) -> None:
     """Folded, given norms, unfolded: a network made for a purpose is like any other."""
-    for arch in ("resnet18", "resnetv2_18"):
-        model = small(arch)
-        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-        made = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 32, 32)).model
-        for to in ("folded", "batchnorm", "fixup", "unfold"):
-            back = normswap.convert(made, to, input_size=(3, 32, 32)).model
-            assert distance(run(model, x), run(back, x)) <= 1e-10
-            if to in ("batchnorm", "unfold"):
-                norms = [sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
-                         for net in (model, back)]  # fmt: skip
-                assert norms[0] == norms[1]
+    model = small(arch)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    made = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 32, 32)).model
+    for to in ("folded", "batchnorm", "fixup", "unfold"):
+        back = normswap.convert(made, to, input_size=(3, 32, 32)).model
+        assert distance(run(model, x), run(back, x)) <= 1e-10
+        if to in ("batchnorm", "unfold"):
+            assert len(batchnorms(model)) == len(batchnorms(back))

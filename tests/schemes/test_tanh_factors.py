@@ -78,7 +78,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
 
 def test_few_values_do_not_choose_factors() -> None:
     """Of one image less than 16 there are 240 values of a channel."""
-    source, x = network("mobilenetv2_035"), pictures(15, 3)
+    source, x = network("resnet18"), pictures(15, 3)
     step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
     target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
     on_leaves = copy.deepcopy(result)

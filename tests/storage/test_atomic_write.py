@@ -18,7 +18,6 @@ from normswap.errors import OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint, network_folder
-from normswap.storage.header_record import read_header
 
 NET = ("net.bin", "net.xml.json", "net.xml")
 
@@ -185,7 +184,7 @@ def test_what_exists_is_replaced_by_force_alone(tmp_path: Path) -> None:
 def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors", {"normswap": "[1]"})
     with pytest.raises(SourceError, match="the header cannot be read"):
-        read_header(tmp_path)
+        checkpoint.read_header(tmp_path)
 
 
 def test_where_the_new_directory_cannot_come_the_old_one_comes_back(

@@ -74,20 +74,8 @@ def test_trials_end_in_commands_that_can_be_typed(model: str, capfd: Capture, mo
     clock = itertools.count(0, 0.1)
     monkeypatch.setattr(trials, "_RATES", (1,))
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    how = (
-        "advise",
-        model,
-        "--input-size",
-        "3,32,32",
-        "--data",
-        "images",
-        "--batch-size",
-        "8",
-        "--minutes",
-        "0.4",
-        "--device",
-        "cpu",
-    )
+    options = "--input-size 3,32,32 --data images --batch-size 8 --minutes 0.4 --device cpu"
+    how = ("advise", model, *options.split())
     body = run_json(capfd, *how)
     measured, targets = body["measured"], [body["choose"], *body["others"]]
     assert measured["seconds"] <= 1.2 * 24

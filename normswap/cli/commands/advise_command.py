@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, Model, remark
+from normswap.cli.options import Device, ImageOpening, Json, Model, remark
 from normswap.cli.tables import facts, listing, show, table
 from normswap.errors import OptionError
 from normswap.plan import Body

@@ -91,9 +91,8 @@ def _contenders(
             raise OptionError(f"{name} is no exported file", remedy="One network is timed, and files of it")
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
-            raise OptionError(
-                f"{name} takes images of {size(file.shape[1])}", f"{model} is timed on {size(image_size)}"
-            )
+            what = f"{name} takes images of {size(file.shape[1])}"
+            raise OptionError(what, f"{model} is timed on {size(image_size)}")
         contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
         if network is not None:
             request = file.request(network)

@@ -11,12 +11,10 @@ from typer import Option
 
 from normswap import schemes
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Device, Force, Json, Model, last_part, output_option, trusting
+from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Model, last_part, output_option, trust
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
-from normswap.schemes import PURPOSES, Options, all_options
 from normswap.storage import atomic_write, network_folder
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class Request:
     ] = None
     skip: Annotated[list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
     purpose: Annotated[
-        str | None, Option("--for", metavar="|".join(PURPOSES), help="Add what such training needs.")
+        str | None, Option("--for", metavar="|".join(schemes.PURPOSES), help="Add what such training needs.")
     ] = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, Option(metavar="FILE", help="Save the plan as JSON.")] = None
@@ -78,25 +76,13 @@ class Fitting:
         return Network(model, seed=self.seed, calibrate=images, progress=advance)
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _scheme_options() -> type[Any]:
     """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
     fields = []
-    for option, names in all_options().values():
-        is_word_or_number = option.kind is object
+    for option, names in schemes.all_options().values():
         default = f" [default: {option.default}]" * (option.default != "")
-        info = Option(
-            metavar=option.placeholder,
-            help=f"{', '.join(names)}: {option.help}{default}.",
-            parser=_number if is_word_or_number else None,
-        )
-        kind = str if is_word_or_number else option.kind
+        info = Option(metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}.")
+        kind = str if option.kind is object else option.kind
         fields.append((option.name, Annotated[kind | None, info], None))
     return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
 
@@ -151,12 +137,12 @@ def run(
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
     body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
-    following = () if request.dry_run else ("verify", place, *trusting(net), "--data", "IMAGES")
+    following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
     show(body, json, result_tables.print_conversion, *following)
     return 0
 
 
-def _requested_plan(request: Request, asked: Options) -> Plan | None:
+def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
     file = request.from_plan
     if file is None:
         _check(request, asked)
@@ -174,7 +160,7 @@ def _requested_plan(request: Request, asked: Options) -> Plan | None:
     return plan
 
 
-def _check(request: Request, asked: Options) -> None:
+def _check(request: Request, asked: schemes.Options) -> None:
     if request.to is None:
         remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
         raise OptionError("nothing says what to convert to", remedy=remedy)

@@ -1,22 +1,14 @@
 """`normswap decay`: which parameters weight decay applies to."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from normswap.cli.options import Json, Model, Opening
 from normswap.cli.tables import facts, show, table
 from normswap.plan import Body
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from normswap.analysis.weight_decay import Assignment
 
 KEYS = "source, policy, roles, parameters (path, role, decay, reason), frozen (how many tensors)"
 EXAMPLES = ("decay resnet50", "decay demo --policy timm", "decay demo --policy weight,gamma_last")
@@ -37,29 +29,18 @@ def run(
     """
     named = opening.weights == "pretrained" and not Path(model.removeprefix("local-dir:")).exists()
     net = (replace(opening, weights="random") if named else opening).open(model)
-    from normswap.analysis.weight_decay import POLICIES, roles
+    from normswap.analysis.weight_decay import POLICIES, by_role, roles
 
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
     body = {
         "source": model,
         "policy": policy,
-        "roles": _by_role(net, assignments),
+        "roles": by_role(net, assignments),
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
     }
     show(body, json, _print, "finetune", *opening.words(model), "--recipe", "RECIPE", "--data", "IMAGES")
     return 0
-
-
-def _by_role(model: nn.Module, assignments: Sequence[Assignment]) -> list[Body]:
-    sizes: dict[tuple[str, bool, str], list[int]] = {}
-    for assignment in assignments:
-        key = assignment.role, assignment.decay, assignment.reason
-        sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
-    return [
-        {"role": role, "decay": decay, "reason": reason, "tensors": len(values), "values": sum(values)}
-        for (role, decay, reason), values in sizes.items()
-    ]
 
 
 def _print(body: Body) -> None:

@@ -4,8 +4,7 @@ import shlex
 from dataclasses import replace
 
 from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Json, Model
+from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 

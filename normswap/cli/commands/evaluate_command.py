@@ -6,8 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import Compared, ImageOpening, Images
-from normswap.cli.options import Json, ModelOrFile, last_part, open_model
+from normswap.cli.options import Compared, ImageOpening, Images, Json, ModelOrFile, last_part, open_model
 from normswap.cli.tables import facts, show
 from normswap.models import kinds
 from normswap.plan import Body

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from typer import Option
 
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Json, Model
+from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.tables import facts, show, size
 from normswap.errors import OptionError
 from normswap.exporting import formats

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, Opening, last_part, output_option, trusting
+from normswap.cli.options import Device, ImageOpening, Json, Opening, last_part, output_option, trust
 from normswap.cli.tables import show
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -87,7 +86,7 @@ def run(
         body = {"output": place, **vars(result)}
         # Without labels there is no accuracy, and perhaps no class.
         measure = "verify" if all(row["top1"] is None for row in result.rows) else "evaluate"
-        following = [measure, result.best, *trusting(body.pop("model")), "--data", plan.data.root or "IMAGES"]
+        following = [measure, result.best, *trust(body.pop("model")), "--data", plan.data.root or "IMAGES"]
         if not result.finished:
             following = ["finetune", "--resume", "auto", "-o", place]
         show(body, json, _print, *following)

@@ -6,10 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
-from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening, Images
-from normswap.cli.options import Force, Json, Model, last_part, open_model, output_option, trusting
-from normswap.cli.result_tables import proof
+from normswap.cli import progress, result_tables
+from normswap.cli.options import Force, ImageOpening, Images, Json, Model, last_part, open_model, output_option, trust
 from normswap.cli.tables import facts, show
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -79,11 +77,11 @@ def run(
     checkpoint.save(recalibrated, place, force=force)
     notes, report = list(recalibrated.notes), summary.of_report(recalibrated.report)
     body = {"source": model, "data": images.data, "output": place, "notes": notes, "report": report}
-    show(body, json, _print, "verify", place, *trusting(net), "--data", images.data)
+    show(body, json, _print, "verify", place, *trust(net), "--data", images.data)
     return 0
 
 
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
-    proof(body["report"])
+    result_tables.proof(body["report"])
     print(f"written to {body['output']}")

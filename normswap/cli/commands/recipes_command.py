@@ -1,6 +1,7 @@
 """`normswap recipes`: what to train by."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from typer import Argument, Option
@@ -33,7 +34,7 @@ def run(
     from normswap.training import recipe_files
 
     if keys:
-        show([*recipe_files.every_key()], json, _print_keys)
+        show([*recipe_files.every_key()], json, partial(_print, "Keys of a recipe", _KEYS))
         return 0
     if name is not None:
         recipe = recipe_files.load_recipe(name)
@@ -51,13 +52,9 @@ def run(
         }
         for name, recipe in recipes.items()
     ]
-    show(rows, json, _print)
+    show(rows, json, partial(_print, "Recipes", _COLUMNS))
     return 0
 
 
-def _print(rows: Sequence[Body]) -> None:
-    table("Recipes", _COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])
-
-
-def _print_keys(rows: Sequence[Body]) -> None:
-    table("Keys of a recipe", _KEYS, [[text(row[column]) for column in _KEYS] for row in rows])
+def _print(title: str, columns: Sequence[str], rows: Sequence[Body]) -> None:
+    table(title, columns, [[text(row[column]) for column in columns] for row in rows])

@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from normswap.cli import progress
-from normswap.cli.image_options import Images
-from normswap.cli.options import Force, Json, Trust, output_option
+from normswap.cli.options import Force, Images, Json, Trust, output_option
 from normswap.cli.tables import show
 from normswap.errors import OutputError, require_packages
-from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
 
 KEYS = (
@@ -50,10 +48,7 @@ def run(
         loader = None if images.data is None else partial(images.loader, labelled=None)
         facts = report.collect(directory, loader, device=images.device, trust_factory=trust_factory)
         atomic_write.text(file, page.render(facts))
-    trust = ["--trust-factory"] * trust_factory
-    show({"output": file, **asdict(facts)}, json, _print, "push", directory, "OWNER/NAME", *trust)
+    following = ["push", directory, "OWNER/NAME", *["--trust-factory"] * trust_factory]
+    body = {"output": file, **asdict(facts)}
+    show(body, json, lambda body: print(f"written to {body['output']}: any browser shows it"), *following)
     return 0
-
-
-def _print(body: Body) -> None:
-    print(f"written to {body['output']}: any browser shows it")

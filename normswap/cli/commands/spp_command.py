@@ -10,8 +10,7 @@ from typer import Argument, Option
 
 from normswap.analysis import plots
 from normswap.cli import progress
-from normswap.cli.image_options import Images
-from normswap.cli.options import Force, Json, Opening, last_part, output_option
+from normswap.cli.options import Force, Images, Json, Opening, last_part, output_option
 from normswap.cli.tables import show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write

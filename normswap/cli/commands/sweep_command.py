@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from normswap.cli import progress
-from normswap.cli.image_options import ImageOpening
-from normswap.cli.options import Device, Json, output_option
+from normswap.cli.options import Device, ImageOpening, Json, output_option
 from normswap.cli.tables import next_step, show, table
 from normswap.errors import OptionError
 from normswap.plan import Body

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import progress, result_tables
-from normswap.cli.image_options import Compared, ImageOpening, Images
-from normswap.cli.options import Json, exported_file, last_part, open_model
+from normswap.cli.options import Compared, ImageOpening, Images, Json, exported_file, last_part, open_model
 from normswap.cli.result_tables import proof, verdict
 from normswap.cli.tables import facts, show, small
 from normswap.errors import OptionError, SourceError

@@ -115,7 +115,7 @@ ALGEBRA = (
     Planted("what is before a norm needs no proof", "folding.canonical_form:_prove", NOTHING, FOLDING + PROGRAMS),
     Planted("a value that others read takes up a norm", "folding.canonical_form:_only_user", NOTHING, FOLDING + PROGRAMS),
     Planted("factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS),
-    Planted("no scale leaves its branch", "folding.rescaling:_escapes", answers(False), FOLDING + PROGRAMS),
+    Planted("no scale leaves its branch", "folding.propagation:_escapes", answers(False), FOLDING + PROGRAMS),
     Planted("channels are always in dimension 1", "graph.channel_axes:_axis",
             gives(lambda axis: type(axis)(axis.size, 1, True, True)),
             ("tests/graph/test_channel_axes.py", *PROGRAMS)),
