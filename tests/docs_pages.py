@@ -19,7 +19,7 @@ from normswap.schemes.scheme import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITH_TABLES = [*PAGES, ROOT / "README.md"]
+WITH_TABLES = [*PAGES, ROOT / "README.md", ROOT / "normswap" / "analysis" / "after_training.md"]
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 _OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
 _TABLE = re.compile(r"<!-- from (\S+?)(?:: (.*))? -->\n\n((?:(?:\|[^\n]*|\*\*[^\n]*\*\*)\n\n?)*)")

@@ -6,40 +6,48 @@ then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer
 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
 from normswap import schemes
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.layers import affine
+from normswap.layers import affine, own_forwards
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
 # From so many images in a batch on, BatchNorm is no trouble.
 ENOUGH = 16
+# Where targets ended on other networks.
+_ELSEWHERE = Path(__file__).parent / "after_training.md"
+# The plain norm, which other libraries load as it is, stands beside ours.
+_VARIANTS: dict[str, list[dict[str, object]]] = {"groupnorm": [{}, {"relative_eps": 0}]}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One target, why, the command, and whether the function is kept exactly."""
+    """A scheme, as it is typed after --to, why, the command, whether the function is kept exactly, and the options."""
 
     scheme: str
+    target: str
     why: str
     command: str
     exact: bool
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def advise(
-    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False
+    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False, data: str = "DATA"
 ) -> tuple[list[Advice], dict[str, str]]:
     """Find the possible targets for a network, the best first, and why others are not possible.
 
     Args:
         name: the network's name in the commands.
         batch_size: the images that would share statistics: those of a device, or of a client.
+        data: images to fit to, in the commands.
 
     Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
     """
@@ -50,23 +58,48 @@ def advise(
             f"{spelled('private', True)} and {spelled('deploy', True)}", "one trains, the other does not", "Ask twice"
         )
     possible, refused = [], {}
-    for target, why in _wishes(network.module, batch_size, private, deploy):
-        if target == "batchnorm":
-            possible.append(Advice(target, why, "", True))
+    purpose = {"purpose": "opacus"} if private else {}
+    wishes = _wishes(network.module, batch_size, private, deploy)
+    for to, why, variant in ((*wish, variant) for wish in wishes for variant in _VARIANTS.get(wish[0], [{}])):
+        if to == "batchnorm":
+            possible.append(Advice(to, to, why, "", True))
             continue
-        scheme = schemes.get(target)
+        scheme, options = schemes.get(to), {**variant, **purpose}
         is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
-        command = f"normswap convert {name} --to {target}" + " --calibrate DATA" * is_fitted + " --for opacus" * private
+        if variant:
+            why += "; with the eps of other libraries, which keeps less at once"
+        target = to + " --relative-eps 0" * bool(variant)
+        words = f" --calibrate {shlex.quote(data)}" * is_fitted + " --for opacus" * private
         try:
-            list(plan_steps(network, target, measured=is_fitted, purpose="opacus" if private else None))
-            if target == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
-                why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
-            possible.append(Advice(target, why, command, not is_fitted))
+            list(plan_steps(network, to, measured=is_fitted, **options))
         except RefusedError as error:
-            refused[target] = str(error)
+            refused[to] = str(error)
+            continue
+        if to == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
+            why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
+        command = f"normswap convert {name} --to {target}{words}"
+        possible.append(Advice(to, target, why, command, not is_fitted, options))
     if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return possible, refused
+
+
+def elsewhere(network: Network, batch_size: int, *, private: bool = False) -> tuple[str, dict[str, str]]:
+    """Return which task of the table is most like this one, and where targets ended in it: top-1, with a deviation."""
+    task = "labels"
+    if private:
+        task = "private"
+    elif batch_size < ENOUGH:
+        task = "two"
+    elif any(block.order == "pre" for block in network.anatomy.blocks):
+        task = "preact"
+    elif any(own_forwards.is_depthwise(module) for module in network.module.modules()):
+        task = "depthwise"
+    _, *sections = _ELSEWHERE.read_text(encoding="utf-8").split("**")
+    tables = zip(sections[::2], sections[1::2], strict=True)
+    about, table = next((about, table) for about, table in tables if f"| {task} |" in table)
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines() if task in line]
+    return about, {row[2].replace("BatchNorm", "batchnorm"): row[6] for row in rows}
 
 
 def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> list[tuple[str, str]]:

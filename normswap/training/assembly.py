@@ -134,9 +134,14 @@ def trackers(asked: str) -> list[str]:
 
 
 class Task:
-    """The objects of the training loop; `subject` is the network as training begins."""
+    """The objects of the training loop.
 
-    def __init__(self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator) -> None:
+    `subject` is the network as training begins; without `validates` no validation images are opened.
+    """
+
+    def __init__(
+        self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator, *, validates: bool = True
+    ) -> None:
         train = recipe.train
         self.recipe, self.engine = recipe, engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
@@ -150,7 +155,7 @@ class Task:
         self.updates = max(round(train.epochs * self.per_epoch), 1)
         classifies = images.labelled or network_input.classifies(subject.module, record["input_size"])
         self.validation = None
-        if classifies:
+        if classifies and validates:
             self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
         self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
 

@@ -193,7 +193,7 @@ class TrainingRun:
         batches = task.images.batches(task.share, at.update, task.updates, pin=self.engine.device.type == "cuda")
         while at.update < task.updates:
             start = time.perf_counter()
-            self._update(batches)
+            self.update(batches)
             at.update += 1
             at.seconds += time.perf_counter() - start
             ends = at.update % task.per_epoch == 0 or at.update == task.updates
@@ -216,7 +216,8 @@ class TrainingRun:
                 break
         return at.update == task.updates
 
-    def _update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Train on the next of `batches`."""
         task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))
         task.scheduler.step_update(update)

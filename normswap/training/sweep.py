@@ -1,11 +1,8 @@
 """Sweeps as in papers: every learning rate with several seeds, and the best k of n runs of each.
 
-Workers share Optuna's storage alone: the same command may run in several processes, on several machines, and each takes
-the next waiting trial. If a worker gives no heartbeat, its trial is queued again; its run continues where its folder is
-in reach.
-
-A run that diverged or failed has no accuracy and counts among the n, so a learning rate with fewer than k successes
-cannot win. No torch here.
+Workers share Optuna's storage alone: the same command in several processes or machines, each takes the next waiting
+trial. Without a heartbeat its trial is queued again; its run continues where its folder is in reach. A run without
+accuracy counts among the n, so a learning rate with fewer than k successes cannot win. No torch here.
 
 Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate of a grid.
 """
@@ -171,10 +168,8 @@ class Sweep:
     """One worker's view of a sweep.
 
     Args:
-        recipe: the recipe of every run, but for lr and seed.
-        subject: what else must be the same in all workers, such as the network.
-        points: every (lr, seed) to run.
-        place: the folder of this machine's runs.
+        recipe: that of every run, but for lr and seed; `subject`: what else must be the same, such as the network.
+        points: every (lr, seed) to run; `place`: the folder of this machine's runs.
         storage: the URL of a database; by default an SQLite file in `place`.
 
     Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.

@@ -3,11 +3,13 @@
 import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 from commands import as_documented
-from small import small
+from small import SMALL_IMAGES, small
 from torch import nn
 
 from normswap import demo_files
@@ -17,6 +19,8 @@ from normswap.errors import OptionError, RefusedError
 from normswap.surgery import conversion
 from normswap.surgery.network import Network
 
+TESTS = Path(__file__).parents[1]
+
 
 def chain() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
@@ -24,6 +28,14 @@ def chain() -> nn.Module:
 
 def blocks() -> nn.Module:
     return small(layers=(1, 1, 1, 1))
+
+
+def depthwise() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)).eval()
+
+
+def preactivated() -> nn.Module:
+    return timm.create_model("resnetv2_18", channels=(8, 8, 8, 8), pretrained_cfg_overlay=SMALL_IMAGES).eval()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +65,27 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
             assert list(conversion.plan_steps(Network(model), words[words.index("--to") + 1], purpose=purpose))
 
 
+@pytest.mark.parametrize(
+    ("make", "batch", "private", "about"),
+    [
+        (blocks, 64, False, "CIFAR-10, 128 images an update, labels alone"),
+        (blocks, 2, False, "CIFAR-10, two images an update, labels alone"),
+        (preactivated, 64, False, "a pre-activation network, 128"),
+        (depthwise, 64, False, "a network of depthwise convolutions, 128"),
+        (blocks, 64, True, "blurred CIFAR-10, privately"),
+    ],
+)
+def test_where_targets_ended_on_a_network_of_this_kind(make: Any, batch: int, private: bool, about: str) -> None:
+    network = Network(make())
+    task, ended = advice.elsewhere(network, batch, private=private)
+    assert task.startswith(about)
+    targets = {one.target for one in advice.advise(network, "net", batch, private=private)[0]}
+    assert targets <= ended.keys()
+    table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
+    section = next(part for part in table.split("\n## ") if part.startswith(about))
+    assert re.findall(r"\| `skipinit` \|.*\| (.*?) \| \d \|", section)[0] == ended["skipinit"]
+
+
 def test_bad_questions() -> None:
     with pytest.raises(OptionError, match="batch_size=0"):
         advice.advise(Network(small()), "net", 0)
@@ -66,13 +99,23 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", str(demo_files.FOLDER), "--batch-size", "4", "--json"]) == 0
     body = as_documented(capfd.readouterr().out, "advise")
     assert body["choose"]["scheme"] == "skipinit"
-    assert body.keys() == {"source", "batch_size", "private", "deploy", "choose", "others", "refused"}
+    assert body.keys() == {
+        "source",
+        "batch_size",
+        "private",
+        "deploy",
+        "choose",
+        "others",
+        "refused",
+        "elsewhere",
+        "measured",
+    }
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
     assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
     assert main(["advise", str(demo_files.FOLDER), "--private"]) == 0
     out = capfd.readouterr().out
     assert "--to skipinit --for opacus" in out
-    assert "--calibrate measures what is kept" in out
+    assert "on this one nothing was measured" in " ".join(out.split())
     assert not re.search(r"\d %", out), "nothing is foretold from other networks"
     how = ["resnet18", "--weights", "random", "--num-classes", "10", "--arch-arg", "channels=8,16,24,32"]
     assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0

@@ -335,8 +335,8 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path, accumu
     run: dict[str, TrainingRun] = {}
 
     class Spy(TrainingRun):
-        def _update(self, batches: Any) -> None:
-            super()._update(batches)
+        def update(self, batches: Any) -> None:
+            super().update(batches)
             run["it"] = self
             seen.append({name: t.clone() for name, t in self.task.raw.state_dict().items()})
 

@@ -241,7 +241,7 @@ def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None
 
 def poisoned(at: set[int], *, weights: bool = False) -> Any:
     """The loop, with a NaN in the loss of these updates, each once; or in a weight, after them."""
-    original = TrainingRun._update
+    original = TrainingRun.update
 
     def update(self: TrainingRun, batches: Any) -> None:
         original(self, batches)
@@ -259,7 +259,7 @@ def poisoned(at: set[int], *, weights: bool = False) -> Any:
 def test_what_is_not_finite_stops_and_names_the_last_checkpoint(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, weights_too: bool
 ) -> None:
-    monkeypatch.setattr(TrainingRun, "_update", poisoned({at}, weights=weights_too))
+    monkeypatch.setattr(TrainingRun, "update", poisoned({at}, weights=weights_too))
     match = rf"not finite at update {at + 1} of 6.*last good checkpoint is .*out/last, of update 3"
     with pytest.raises(TrainingError, match=match):
         train(network("skipinit"), recipe(images), tmp_path / "out")

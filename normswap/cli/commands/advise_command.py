@@ -1,18 +1,40 @@
 """`normswap advise`: which target to choose, and why."""
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
 from normswap.cli import progress
-from normswap.cli.options import Json, Model, Opening
+from normswap.cli.options import Device, ImageOpening, Json, Model, remark
 from normswap.cli.tables import facts, listing, show, table
+from normswap.errors import OptionError
 from normswap.plan import Body
 
-KEYS = "source, batch_size, private, deploy, choose (scheme, why, command, exact), others, refused (scheme: why)"
-EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private")
+KEYS = (
+    "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options), others, refused "
+    "(scheme: why), elsewhere (task, ended: top-1 of targets on another network), measured (null without "
+    "--data: seconds, images, held_out, ended and trials, which have target, lr, updates, at_once, after, loss, level)"
+)
+_ENDED = {"target": "target", "at_once": "at once", "after": "after", "loss": "loss", "updates": "updates", "lr": "lr"}
+EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private", "advise demo --data demo --minutes 3")
+_DATA = "Try the targets on these images of its classes: PATH/train, PATH/val or test; or half is held out."
+_NOT_MEASURED = (
+    "networks differ, and on this one nothing was measured: --data IMAGES measures where training ends, --calibrate "
+    "what a conversion keeps"
+)
+_NO_NOISE = "these trials add no noise to gradients, and clip none: private training ends lower"
+_MINUTES = "How long those trials may take [default: 3]."
+
+
+@dataclass(frozen=True)
+class Trying:
+    """The images that targets are tried on, and how."""
+
+    data: Annotated[str | None, typer.Option(metavar="PATH", show_default=False, help=_DATA)] = None
+    minutes: Annotated[float | None, typer.Option(metavar="N", show_default=False, help=_MINUTES)] = None
+    device: Device = "auto"
 
 
 def run(
@@ -21,31 +43,71 @@ def run(
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images that a device or a client sees at a time.")] = 64,
     private: Annotated[bool, typer.Option("--private", help="For differentially private training.")] = False,
     deploy: Annotated[bool, typer.Option("--deploy", help="For inference.")] = False,
-    opening: Opening,
+    trying: Trying,
+    opening: ImageOpening,
     json: Json = False,
 ) -> int:
-    """Say which target to choose, and why."""
+    """Say which target to choose, and why.
+
+    With --data by short trials of each, with the source as teacher.
+    """
+    if trying.data is None and trying.minutes is not None:
+        raise OptionError("--minutes", "nothing is tried without images", "Give --data IMAGES")
+    if trying.data is not None and deploy:
+        raise OptionError("--data cannot go with --deploy", "trials train, and what only runs does not")
     net = opening.open(model)
-    from normswap.analysis.advice import advise
+    from normswap.analysis.advice import advise, elsewhere
     from normswap.surgery.network import Network
 
+    network, words = Network(net), opening.words(model)
     with progress.working("looking"):
-        name = shlex.join(opening.words(model))
-        possible, refused = advise(Network(net), name, batch_size, private=private, deploy=deploy)
+        how = {"private": private, "deploy": deploy}
+        possible, refused = advise(network, shlex.join(words), batch_size, **how, data=trying.data or "DATA")
+    measured: Body | None = None
+    following: list[str] = []
+    if trying.data is not None:
+        from normswap.training import trials
+
+        minutes = 3.0 if trying.minutes is None else trying.minutes
+        with progress.bar(f"trying {len(possible)} targets (seconds)") as advance:
+            tried = trials.Trials(network, trying.data, batch_size, minutes, trying.device, advance)
+            ended = tried.run(possible)
+        remark([*tried.held_out.notes, *[_NO_NOISE] * private])
+        possible = [trial.advice for trial in ended]
+        records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
+        sizes = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
+        measured = {**sizes, "ended": records[0], "trials": records[1]}
+        keys = trials.keys(possible[0], ended[0].lr, batch_size)
+        following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
-    asked = {"source": model, "batch_size": batch_size, "private": private, "deploy": deploy}
-    show({**asked, "choose": first, "others": others, "refused": refused}, json, _print)
+    body = {"source": model, "batch_size": batch_size, **how, "choose": first, "others": others, "refused": refused}
+    task, ended_elsewhere = elsewhere(network, batch_size, private=private)
+    body["elsewhere"] = {"task": task, "ended": ended_elsewhere}
+    show({**body, "measured": measured}, json, _print, *following)
     return 0
 
 
 def _print(body: Body) -> None:
-    targets = [body["choose"], *body["others"]]
-    facts(("choose", targets[0]["scheme"]), ("because", targets[0]["why"]))
+    targets, measured = [body["choose"], *body["others"]], body["measured"]
+    target, why = targets[0]["scheme"], targets[0]["why"]
+    if measured is not None:
+        target, why = measured["ended"][0]["target"], f"lowest loss on {measured['held_out']} images held out"
+    facts(("choose", target), ("because", why))
     # What is kept as it is needs no command.
     label = "run" if targets[0]["command"] else "or"
     listing(label, (target["command"] for target in targets if target["command"]))
-    rows = [(target["scheme"], "kept" if target["exact"] else "approximate", target["why"]) for target in targets]
-    table("Targets that this network admits", ("target", "function", "why"), rows)
-    if not all(target["exact"] for target in targets):
-        print("how much an approximate target keeps differs from network to network: --calibrate measures what is kept")
+    if measured is not None:
+        rows = [(*map(trial.get, _ENDED), "level" * trial["level"]) for trial in measured["ended"]]
+        columns = (*_ENDED.values(), "top-1 with the first")
+        table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
+    else:
+        elsewhere = body["elsewhere"]
+        functions = {True: "kept", False: "approximate"}
+        rows = [
+            (of["target"], functions[of["exact"]], elsewhere["ended"].get(of["target"], ""), of["why"])
+            for of in targets
+        ]
+        table("Targets that this network admits", ("target", "function", "ended elsewhere", "why"), rows)
+        if any(row[2] for row in rows):
+            print(f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md); {_NOT_MEASURED}")
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))

@@ -1,0 +1,194 @@
+"""Where each target ends: short trials with equal updates and the source as teacher, the better half going on.
+
+All trials follow one recipe, which `finetune` takes too, with labels and the teacher's answers in equal parts, and see
+the same images in the same order. The first round tries every target at three learning rates. Then the better half of
+the targets begins again, each at its best rate, for more updates, until two have done so. Rounds share the time alike.
+
+Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.analysis.advice import Advice
+from normswap.errors import OptionError, spelled
+from normswap.images.accuracy import Evaluation, classify
+from normswap.images.datasets import Loader, drawn_rows, image_record, make_loader
+from normswap.models import devices
+from normswap.models.modes import Progress
+from normswap.plan import Body
+from normswap.surgery import conversion
+from normswap.surgery.network import Network
+from normswap.training import assembly, recipe_files
+from normswap.training.engine import TrainingRun
+from normswap.training.recipe import Data
+from normswap.training.run_folder import Folder
+from normswap.training.subject import Subject
+from normswap.training.training_images import TrainingImages, places
+
+RECIPE = "recover_unlabelled"
+# The learning rates, in multiples of the recipe's.
+_RATES = (0.25, 1, 4)
+# A trial of fewer updates, or on fewer images, says nothing.
+_FEWEST_UPDATES, _FEWEST_HELD_OUT, _MOST_HELD_OUT = 5, 20, 500
+# The share of the time that is planned for: in the last round a machine may take twice as long as it did before.
+_PLANNED = 0.8
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Where a target ended: top-1 in percent at once and after training, loss and answers, on held-out images."""
+
+    advice: Advice
+    lr: float
+    updates: int
+    at_once: float
+    after: float
+    loss: float
+    answers: Tensor
+
+    def record(self, best: "Trial") -> Body:
+        """Return plain values; `level`: the best is ahead by no more than a deviation of where the two differ."""
+        differing = int((self.answers != best.answers).sum())
+        is_level = (best.after - self.after) / 100 * len(self.answers) <= math.sqrt(differing)
+        values = {name: value for name, value in vars(self).items() if name not in ("advice", "answers")}
+        return {"target": self.advice.target, **values, "level": is_level}
+
+
+def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
+    """Return what the recipe is told for a target, as words of `finetune`."""
+    words = ["convert=null"]
+    if advice.scheme != "batchnorm":
+        words = [f"convert.to={advice.scheme}", f"convert.calibrate={str(not advice.exact).lower()}"]
+        words += [f"convert.options.{name}={value}" for name, value in advice.options.items()]
+    return [*words, "distill.weight=0.5", f"data.batch_size={batch_size}", f"optim.lr={lr:g}"]
+
+
+class Trials:
+    """Trials on images of which some are held out: the validation part, or half of all, at most 500.
+
+    Args:
+        minutes: how long all may take.
+        progress: called now and then with the seconds that are over, and all.
+
+    Raises NormswapError: no images of the network's classes, too few of them, or no such device.
+    """
+
+    def __init__(
+        self, source: Network, data: str, batch_size: int, minutes: float, device: str, progress: Progress
+    ) -> None:
+        if not 0 < minutes < math.inf:
+            raise OptionError(spelled("minutes", minutes), "it is a positive number")
+        self.source, self.batch_size, self.minutes, self.progress = source, batch_size, minutes, progress
+        self.begun, self.device = time.monotonic(), device
+        images_of_recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"]).data
+        self.images, self.to_fit, self.held_out = self._split(images_of_recipe.model_copy(update={"root": data}))
+        self.networks: dict[str, tuple[Network, float]] = {}
+        self.trials: list[Trial] = []
+        # Seconds of an update and of an evaluation, as they were measured last.
+        self.updating, self.evaluating = 0.0, 0.0
+
+    def _split(self, data: Data) -> tuple[TrainingImages, Loader, Loader]:
+        """The training images, some of them to fit values to, and the held-out ones, which are others."""
+        record, (place, validated) = image_record(self.source.module), places(data)
+        training = make_loader(record, place, split="train", workers=0)
+        rows: Sequence[int] = range(training.count or 0)
+        if validated is not None:
+            held_out = make_loader(record, validated, workers=0, samples=_MOST_HELD_OUT)
+        else:
+            measured = drawn_rows(len(rows), min(len(rows) // 2, _MOST_HELD_OUT), 0)
+            held_out, rows = training.only(measured), sorted({*rows}.difference(measured))
+        fewest = max(self.batch_size, 2)
+        if len(rows) < fewest or (held_out.count or 0) < _FEWEST_HELD_OUT:
+            what = f"{data.root} gives {len(rows)} images to train on, and {held_out.count} others to measure on"
+            why = f"trials need {fewest} and {_FEWEST_HELD_OUT}"
+            raise OptionError(what, why, f"Give more images, or a lower {spelled('batch_size')}")
+        images = TrainingImages(record, data, 0, labelled=True)
+        images.images.rows = rows
+        return images, training.only([rows[i] for i in drawn_rows(len(rows), 100, 0)]), held_out
+
+    @torch.random.fork_rng(devices=[])
+    def run(self, possible: Sequence[Advice]) -> list[Trial]:
+        """Return where each target has ended, the best first; raises OptionError: the minutes are too few."""
+        usual, updates = recipe_files.load_recipe(RECIPE).optim.lr, _FEWEST_UPDATES - 1
+        # The first update of a process is slow.
+        for few in (1, 2):
+            self._trial(possible[0], usual, few)
+        self.trials.clear()
+        entries = [(advice, usual * factor) for advice in possible for factor in _RATES]
+        rounds = max(2, math.ceil(math.log2(len(possible))))
+        standings: list[Trial] = []
+        for number in range(rounds):
+            seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
+            before, updates = updates, int((seconds / len(entries) - self.evaluating) / self.updating)
+            if updates <= before:
+                break
+            ended = [self._trial(advice, rate, updates) for advice, rate in entries]
+            # Few images tell losses apart where they do not tell top-1.
+            ended.sort(key=lambda trial: (math.isnan(trial.loss), trial.loss))
+            best: dict[str, Trial] = {}
+            for trial in (*ended, *standings):
+                best.setdefault(trial.advice.target, trial)
+            standings = list(best.values())
+            better = max(2, math.ceil(len(possible) / 2 ** (number + 1)))
+            entries = [(trial.advice, trial.lr) for trial in standings[:better]]
+        if not standings:
+            needed = rounds * len(entries) * (_FEWEST_UPDATES * self.updating + self.evaluating) + self.seconds()
+            why = f"an update takes {self.updating:.2g} s, and each of {len(entries)} trials {_FEWEST_UPDATES} or more"
+            remedy = f"Give {spelled('minutes', math.ceil(needed / _PLANNED / 6) / 10)} or more"
+            raise OptionError(f"{spelled('minutes', self.minutes)} is too short", why, remedy)
+        return standings
+
+    def seconds(self) -> float:
+        """Return how long it has taken so far, and show it."""
+        seconds = time.monotonic() - self.begun
+        self.progress(int(seconds), math.ceil(60 * self.minutes))
+        return seconds
+
+    def _trial(self, advice: Advice, lr: float, updates: int) -> Trial:
+        """Train a target from its beginning; what it keeps at once is measured the first time."""
+        if advice.target not in self.networks:
+            network, options = self.source, dict[str, Any](advice.options)
+            if advice.scheme != "batchnorm":
+                images = None if advice.exact else self.to_fit
+                network = conversion.convert(network, advice.scheme, calibrate=images, **options).network
+            self.networks[advice.target] = network, self._classified(network.module)[0].top1
+        network, at_once = self.networks[advice.target]
+        measured, answers = self._classified(self._updated(advice, network, lr, updates))
+        self.trials.append(Trial(advice, lr, updates, at_once, measured.top1, measured.loss, answers))
+        return self.trials[-1]
+
+    def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
+        """A copy of the network after so many updates, of which the first tenth warms up."""
+        epochs = updates / (len(self.images.images) // self.batch_size)
+        words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
+        recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
+        engine = assembly.accelerator(recipe, self.device, Path(), "none")
+        # A teacher that is another module than the network is no earlier source of it.
+        subject = Subject(network, copy.deepcopy(self.source.module))
+        task = assembly.Task(subject, self.images, recipe, engine, validates=False)
+        # Nothing is written to its folder.
+        loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
+        batches, start = self.images.batches(task.share, 0, updates), time.monotonic()
+        while loop.at.update < updates:
+            loop.update(batches)
+            loop.at.update += 1
+            self.seconds()
+        # Reading the losses waits for the device.
+        loop.sum.item()
+        self.updating = (time.monotonic() - start) / updates
+        return task.raw
+
+    def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
+        start = time.monotonic()
+        answers = classify(devices.place(copy.deepcopy(model), self.device), self.held_out)
+        self.evaluating = time.monotonic() - start
+        return answers
