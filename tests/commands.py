@@ -69,7 +69,6 @@ def documented(arguments: Sequence[str]) -> list[set[str]]:
 
 
 def options_of(command: str) -> set[str]:
-    """The long names of a command's options."""
     names = [name for option in load(command).params for name in (*option.opts, *option.secondary_opts)]
     return {name for name in names if name.startswith("--")}
 

@@ -8,7 +8,6 @@ import pytest
 
 
 def named(row: Any) -> str:
-    """The name of a row: itself, or what it begins with."""
     return row if isinstance(row, str) else str(row[0])
 
 

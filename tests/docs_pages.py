@@ -60,18 +60,15 @@ class Block:
         return next((one.partition("=")[2] for one in self.marks if one.startswith(f"{mark}=")), "")
 
     def lines(self) -> list[str]:
-        """Commands, one each."""
         joined = self.text.replace("\\\n", " ")
         return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced block of a page."""
     return blocks_in(page.read_text(encoding="utf-8"))
 
 
 def blocks_in(text: str) -> list[Block]:
-    """Every fenced block of a text."""
     found = _BLOCK.findall(text)
     return [Block(language, tuple(marks.split()), text) for language, marks, text in found]
 
@@ -107,7 +104,6 @@ def _with_headings(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def options() -> str:
-    """The options of all schemes as a table."""
     schemes_of: dict[Option, list[str]] = {}
     for scheme, record in TARGETS.items():
         for option in record.options:

@@ -30,7 +30,6 @@ CLASSES = [f"class{i}" for i in range(10)]
 
 
 def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES, side: int = 32) -> Path:
-    """Class folders of random images."""
     random = np.random.default_rng(0)
     for name in classes:
         (folder / name).mkdir(parents=True)

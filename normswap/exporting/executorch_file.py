@@ -1,7 +1,7 @@
 """ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable kernels the rest.
 
 The method `normswap` returns the metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights have 8 bits:
-XNNPACK adds products of bytes in 32 bits on every CPU.
+XNNPACK adds products of bytes in 32 bits on every CPU. ExecuTorch's tracer gives no value from inside XNNPACK's graph.
 """
 
 from __future__ import annotations

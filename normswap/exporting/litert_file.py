@@ -126,24 +126,36 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
     return int(type(buffer).Pack(buffer, builder))
 
 
-def open(file: Path) -> Runs:
-    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator."""
+def open(file: Path, *, inside: bool = False) -> Runs:
+    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator, but `inside` in LiteRT alone."""
     with silent():
-        from ai_edge_litert.interpreter import Interpreter
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
-        engine = Interpreter(str(file), num_threads=torch.get_num_threads())
+        kernels = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if inside else OpResolverType.AUTO
+        engine = Interpreter(
+            str(file),
+            num_threads=torch.get_num_threads(),
+            experimental_op_resolver_type=kernels,
+            experimental_preserve_all_tensors=inside,
+        )
         engine.allocate_tensors()
-    inputs, outputs = (
-        [entry["index"] for entry in ends] for ends in (engine.get_input_details(), engine.get_output_details())
-    )
+    inputs = [entry["index"] for entry in engine.get_input_details()]
+    outputs = engine.get_tensor_details() if inside else engine.get_output_details()
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         for place, x in zip(inputs, tensors, strict=True):
             engine.set_tensor(place, x.numpy())
         engine.invoke()
-        return [torch.from_numpy(engine.get_tensor(place)) for place in outputs]
+        values = [_real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs]
+        # Inside, channels are the last dimension of images.
+        return values + [value.movedim(-1, 1) for value in values if inside and value.ndim == 4]
 
     return runs
+
+
+def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
+    (scale, zero), tensor = quantization, torch.as_tensor(value)
+    return scale * (tensor.float() - zero) if scale else tensor
 
 
 def nodes(file: Path) -> dict[str, int]:

@@ -80,7 +80,7 @@ def _missing(file: Path) -> str:
     return f"it has no layer {', '.join(kinds)}"
 
 
-def open(file: Path) -> Runs:
+def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`; on the CPU, in fp32."""
     import ncnn
 
@@ -92,11 +92,15 @@ def open(file: Path) -> Runs:
     noted = metadata(file)
     inputs = noted.get("inputs", " ".join(net.input_names())).split()
     outputs = noted.get("outputs", " ".join(net.output_names())).split()
+    if inside:
+        outputs = [blob.name for blob in net.blobs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         if len(tensors[0]) != 1:
             raise ValueError(f"ncnn takes one image at a time, not {len(tensors[0])}")
         extractor = net.create_extractor()
+        # By default a value is forgotten when all that reads it has run.
+        extractor.set_light_mode(not inside)
         for name, x in zip(inputs, tensors, strict=True):
             extractor.input(name, ncnn.Mat(np.ascontiguousarray(x[0].numpy())).clone())
         return [torch.from_numpy(np.array(extractor.extract(name)[1])[None]) for name in outputs]

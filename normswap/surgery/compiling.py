@@ -4,6 +4,7 @@ torch.compile sums in another order, and pytorch issues #181696 and #183120 repo
 output may be off by 1e-5 of its size and a gradient by 1e-4, or either by eight times what eager mode is off float64.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ from normswap.errors import VerificationError, first_line
 from normswap.graph.recorder import Widening
 from normswap.layers.seeding import seeded
 from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import full_precision
-from normswap.surgery import comparison, running
+from normswap.models.modes import full_precision, hooked
+from normswap.surgery import comparison, departure, running
+from normswap.surgery.departure import Departure
 from normswap.surgery.network import Network
 from normswap.surgery.running import Outputs
 
@@ -38,6 +40,10 @@ class Deviation:
     what: str
     relative_l2: float
     allowed: float
+
+    @property
+    def is_output(self) -> bool:
+        return self.what.startswith("output")
 
 
 @full_precision()
@@ -79,6 +85,32 @@ def compare(network: Network, example: Example) -> list[Deviation]:
     departures = _departures("output", outputs, compiled_outputs, double_outputs, comparison.FLOAT32_TOLERANCE, 0.0)
     steps = _departures("gradient of", gradients, compiled_gradients, double_gradients, _GRADIENT_TOLERANCE, _LEAST)
     return [max(each, key=lambda error: error.relative_l2 / error.allowed) for each in (departures, steps) if each]
+
+
+@full_precision()
+def first_apart(network: Network, example: Example, deviations: Iterable[Deviation]) -> Departure | None:
+    """The first layer whose output departs under torch.compile, which gives all layers' outputs then, and fuses less.
+
+    None where the outputs do not depart, or where no layer does then. A function has no value: one before a module that
+    departs is named with it.
+    """
+    from torch._inductor import config
+
+    allowed = [each.allowed for each in deviations if each.is_output and each.relative_l2 > each.allowed]
+    if not allowed:
+        return None
+    compiled, values = duplicate(network.module, {}), list[Tensor]()
+
+    def keep(_module: nn.Module, _args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            values.append(output.clone())
+
+    torch._dynamo.reset()
+    compiled.compile()
+    hooks = [module.register_forward_hook(keep) for module in compiled.modules()]
+    with hooked(hooks), config.patch(fallback_random=True):
+        running.run(compiled, example)
+    return departure.first_apart(duplicate(network.module, {}), example, values, max(allowed))
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from normswap.graph import recording, tracing
 from normswap.models.calling import Example
 
-# Rounding costs layers of one kind about the same: one that is off by so many times their median stands out.
-_JUMP = 5
+# A value that is off by half of its size is another layer's; rounding to int8 costs most layers up to 0.05.
+_SIMILAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Departure:
 
 @torch.no_grad()
 def first_apart(
-    network: nn.Module, example: Example, values: Iterable[object], allowed: float, similar: float = 0.0
+    network: nn.Module, example: Example, values: Iterable[object], allowed: float, jump: float = 0.0
 ) -> Departure | None:
     """The first layer whose output is not among `values`, all that a file or a result computes of the same input.
 
@@ -47,51 +47,79 @@ def first_apart(
     each is measured alone. One of which the result has no value, as runtimes fuse some, is right where its reader is.
 
     Args:
-        allowed: the relative L2 that an operation may be off by; similar: beyond which a value is another's.
+        allowed: the relative L2 that an operation may be off by, or `jump` times the median of others of its kind.
     """
-    traced, similar = recording.record_once(network, example), max(allowed, similar)
-    departures = _departures(traced, example, values, similar)
+    traced = recording.record_once(network, example)
+    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    departures = _measured(traced, example, floats)
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
         off = departures[node].relative_l2 if node in departures else math.inf
-        if off <= allowed or (off > similar and any(reader in right for reader in traced.users[node])):
+        if off <= allowed or (off > _SIMILAR and any(reader in right for reader in traced.users[node])):
             right.add(node)
     near: list[Departure] = []
 
     def stands_out(departure: Departure) -> bool:
         others = [other.relative_l2 for other in near if other.kind == departure.kind and other is not departure]
-        return departure.relative_l2 > max(allowed, _JUMP * statistics.median(others or [0.0]))
+        return departure.relative_l2 > max(allowed, jump * statistics.median(others or [0.0]))
 
     for node, departure in departures.items():
-        if departure.relative_l2 <= similar:
+        if departure.relative_l2 <= _SIMILAR:
             near.append(departure)
         elif node not in right and traced.depends(traced.nodes[-1], node):
             return next(filter(stands_out, near), departure)
     return next(filter(stands_out, near), None)
 
 
+def _measured(traced: tracing.Traced, example: Example, floats: list[Tensor]) -> dict[fx.Node, Departure]:
+    """How far every operation is off, alone.
+
+    A value belongs to the operation that it is nearest to. One whose closest value belongs to another has none, and is
+    as far off as the first that has one and reads it.
+    """
+    departures, closest = _departures(traced, example, floats)
+    nearest: dict[int, float] = {}
+    for node, place in closest.items():
+        nearest[place] = min(departures[node].relative_l2, nearest.get(place, math.inf))
+    without = [node for node, place in closest.items() if departures[node].relative_l2 > nearest[place]]
+    departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
+    for node in without:
+        readers = (other for other in departures if other not in without and traced.depends(other, node))
+        reader = departures[next(readers, node)]
+        departures[node] = replace(reader, site=departures[node].site, kind=departures[node].kind)
+    return departures
+
+
 def _departures(
-    traced: tracing.Traced, example: Example, values: Iterable[object], similar: float
-) -> dict[fx.Node, Departure]:
-    """How far every operation on the input is from the closest of `values`, which goes on in its place if `similar`."""
-    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    traced: tracing.Traced,
+    example: Example,
+    floats: list[Tensor],
+    without: Container[fx.Node] = (),
+    similar: float = -1.0,
+) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
+    """How far every operation on the input is from the closest of `floats`, and which that is.
+
+    That goes on in place of its output where it is off by `similar` at most, but of operations `without` a value.
+    """
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
     outputs: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     outputs |= {node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"}
     departures: dict[fx.Node, Departure] = {}
+    closest: dict[fx.Node, int] = {}
     for node in (node for node in traced.nodes[:-1] if node not in outputs):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), outputs.__getitem__)
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if depends and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
-            same_size = [value.reshape(output.shape) for value in floats if value.numel() == output.numel()]
-            distances = [float((value - output).norm().nan_to_num(math.inf)) for value in same_size]
-            value = same_size[distances.index(min(distances))] if same_size else output.mul(math.nan)
+            same = {i: value.reshape(output.shape) for i, value in enumerate(floats) if value.numel() == output.numel()}
+            distances = {i: float((value - output).norm().nan_to_num(math.inf)) for i, value in same.items()}
+            closest[node] = min(distances, key=lambda i: distances[i], default=-1)
+            value = same.get(closest[node], output.mul(math.nan))
             departures[node] = departure = _departure(traced, node, output, value)
-            if departure.relative_l2 <= similar and output.is_contiguous():
+            if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
                 output.copy_(value)
-    return departures
+    return departures, closest
 
 
 def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Tensor) -> Departure:

@@ -21,7 +21,6 @@ def halved(anatomy: Anatomy) -> PlanBuilder:
 
 
 def broken(anatomy: Anatomy) -> PlanBuilder:
-    """Raises what no scheme should."""
     raise KeyError(anatomy.classifier)
 
 

@@ -29,7 +29,6 @@ def bench(capfd: Capture, *arguments: str) -> Any:
 
 
 def times(factor: float, **settings: Any) -> Contender:
-    """Multiplies by a number."""
     return Contender(f"times {factor}", "torch", lambda x: factor * x, **settings)
 
 

@@ -34,7 +34,6 @@ CONVS: dict[str, dict[str, Any]] = {
 
 
 def narrow(arch: str = "resnet18", seed: int = 0) -> nn.Module:
-    """A lived-in float32 network."""
     torch.manual_seed(seed)
     width: dict[str, Any] = {"stem_chs": 8} if "v2" in arch else {}
     width["pretrained_cfg_overlay"] = {"input_size": (3, 32, 32)}

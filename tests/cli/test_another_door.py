@@ -29,7 +29,6 @@ ASKED = (
 
 
 def typed(options: dict[str, Any]) -> list[str]:
-    """The options as they are typed."""
     words = []
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:

@@ -24,7 +24,6 @@ EDIT = {"path": "conv1.0", "layer": "Folded", "args": {}, "reads": ["conv1.1"], 
 
 
 def plan(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Write a plan of one edit, changed."""
 
     def write(here: Path) -> None:
         step = {"scheme": "folded", "options": {}, "edits": [dict(EDIT)], "outcomes": {}}
@@ -62,12 +61,10 @@ def empty(here: Path) -> None:
 
 
 def dangling(here: Path) -> None:
-    """Lay a link to what is not there."""
     (here / "out").symlink_to("gone")
 
 
 def network(here: Path) -> None:
-    """Lay a converted network."""
     shutil.copytree(demo_files.FOLDER, here / "net", ignore=shutil.ignore_patterns("images*"))
 
 

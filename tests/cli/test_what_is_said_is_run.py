@@ -32,7 +32,6 @@ def kind_of(words: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(here: Path, capfd: Capture) -> None:
-    """Each kind of command once."""
     ran: list[list[str]] = []
     for start in STARTS:
         words = start

@@ -46,7 +46,6 @@ def forms(*names: str) -> list[Any]:
 
 
 def network(name: str = "resnet10t", **args: Any) -> tuple[nn.Module, Tensor]:
-    """A network that looks trained, in float32, and images for it."""
     torch.manual_seed(0)
     model = timm.create_model(name, **(args or (V2 if "v2" in name else V1)))
     x = torch.randn(5, 3, 64, 64)
@@ -58,7 +57,6 @@ def weights(model: nn.Module) -> int:
 
 
 def on_disk(file: Path) -> int:
-    """Bytes of the file and of what belongs to it."""
     parts = [file, file.with_suffix(".bin")]
     return sum(part.stat().st_size for part in parts if part.exists())
 
@@ -92,7 +90,6 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
 
 @functools.cache
 def plain_nodes() -> dict[str, int]:
-    """Of the network as it is."""
     with tempfile.TemporaryDirectory() as folder:
         return normswap.export(network()[0], Path(folder) / "b.pt2", input_size=(3, 64, 64)).nodes
 
@@ -340,6 +337,7 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
     file = tmp_path / "net.pt2"
     options = ["--data", data, "--samples", "5"] if data else []
     assert main(["export", "demo", "-o", str(file), *options]) == 0
+    assert main(["export", "demo", "-o", str(file)]) == 2, "it exists"
     assert main(["inspect", str(file)]) == 0
     exported, inspected = re.split(rf"\nfile +{re.escape(str(file))} ", capsys.readouterr().out)
     assert ("on noise only; give --data" in exported) is (data is None)

@@ -112,7 +112,8 @@ def held(file: Path) -> dict[str, Tensor]:
     return {name: value for name, value in pt2_file.load(file).state_dict.items() if value.ndim > 1}
 
 
-@pytest.mark.parametrize("batch", quick([1, 7, 64], [7]))
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [7, 64])
 def test_a_small_network_in_pt2(batch: int, once: Path) -> None:
     """The file, run by torch alone in a process without torchao, against the network in float64."""
     x = pictures(64, 2)

@@ -45,7 +45,6 @@ def called(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 def one(inputs: Any) -> Any:
-    """The first sample of it."""
     if isinstance(inputs, dict):
         return {name: value[:1] for name, value in inputs.items()}
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)

@@ -40,7 +40,6 @@ def looked_up(x: Tensor, table: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, table: Tensor) -> Tensor:
-    """By a number."""
     return x * table.max().item()
 
 

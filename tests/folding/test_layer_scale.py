@@ -21,7 +21,12 @@ TOLERANCE = 1e-12
 SMALL: dict[str, tuple[str, dict[str, Any], int, int]] = {  # name, arguments, size, LayerScales that stay
     "vit": ("vit_tiny_patch16_224", {"init_values": 0.1, "img_size": 32, "depth": 2}, 32, 0),
     "dinov2": ("vit_small_patch14_dinov2", {"img_size": 28, "depth": 2}, 28, 0),
-    "efficientformer v2": ("efficientformerv2_s0", {"embed_dims": (8, 12, 24, 44), "img_size": 64}, 64, 0),
+    "efficientformer v2": (
+        "efficientformerv2_s0",
+        {"embed_dims": (8, 12, 24, 44), "depths": (1, 1, 3, 3), "img_size": 64},
+        64,
+        0,
+    ),
     # all blocks but the last mix their tokens by pooling: no linear layer is before the first LayerScale of those
     "efficientformer": ("efficientformer_l1", {"embed_dims": (12, 24, 56, 112)}, 224, 3 + 2 + 6 + 3),
 }

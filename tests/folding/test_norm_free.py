@@ -67,15 +67,6 @@ def test_learned_gains_of_any_sign() -> None:
             assert gone or any("skipinit" in note or "factor" in note for note in builder.notes)
 
 
-def test_full_size() -> None:
-    """The network that issue 3 names."""
-    model = randomized(timm.create_model("nf_resnet50", num_classes=10))
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    result = applying.apply_step(model, step(model, "folded")[0])
-    assert distance(run(model, x), run(result, x)) <= 1e-12
-    assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
-
-
 def test_gradients_train_and_weights_stay_put() -> None:
     model, x = norm_free("nf_resnet26")
     result = applied(model, step(model, "folded")[0]).train()

@@ -135,7 +135,7 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
     ("arch", "args", "size"),
     [
         pytest.param("mixnet_s", {}, 64, marks=pytest.mark.slow),
-        ("levit_128s", {"img_size": 128, "embed_dim": (32, 64, 96)}, 128),
+        ("levit_128s", {"img_size": 128, "embed_dim": (32, 64, 96), "depth": (1, 2, 1)}, 128),
     ],
     ids=["mixnet_s", "levit_128s"],
 )

@@ -13,8 +13,8 @@ TESTS = ROOT.parent / "tests"
 # the design's number, another has lent to it; the sum does not move.
 ROOMS = {
     "ground": 815, "layers": 2540, "models": 2340, "graph": 1755, "images": 600, "calibration": 2040, "folding": 1510,
-    "schemes": 2040, "surgery": 2490, "storage": 700, "analysis": 760, "diagnosis": 1490, "training": 2015,
-    "exporting": 2940, "benchmarking": 140, "reporting": 530, "cli": 2770,
+    "schemes": 2040, "surgery": 2520, "storage": 700, "analysis": 760, "diagnosis": 1480, "training": 2015,
+    "exporting": 2950, "benchmarking": 140, "reporting": 530, "cli": 2740,
 }  # fmt: skip
 TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6000}
 
@@ -29,7 +29,6 @@ def room_of(file: Path) -> str:
 
 
 def counted() -> dict[str, int]:
-    """Lines by room, and the sums."""
     package = sorted(ROOT.rglob("*.py"))
     rooms = {room_of(file): 0 for file in package}
     for file in package:

@@ -145,7 +145,6 @@ OTHER_TOOLS = {
 
 @functools.cache
 def options() -> set[str]:
-    """Every option of every command."""
     return {name for command in SUMMARIES for parameter in load(command).params for name in parameter.opts}
 
 

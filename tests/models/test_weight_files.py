@@ -172,7 +172,6 @@ def test_broken_statistics_are_taken_while_nothing_else_is_broken(state: State) 
 
 
 def by_hand(state: State) -> str:
-    """The hash, tensor by tensor."""
     digest = hashlib.sha256()
     for name in sorted(state):
         raw = state[name].reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -28,7 +28,7 @@ from normswap.storage import checkpoint, model_card
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def source() -> nn.Module:
     torch.manual_seed(0)
     model = checkpoint.open_model("resnet18", weights="random", arch_args=ARGS)  # older timm remembers no arguments
@@ -167,7 +167,7 @@ def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) ->
     assert model_card.base_model(replace(record, sha256=None)) is None  # random weights
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_035"])
 def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sources_card_has(
     name: str, hub: dict[str, Path], tmp_path: Path

@@ -25,8 +25,8 @@ class Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return self.output * (x + self.gradient * (x - x.detach()))
-        return x
+            return 2 * self.output * (x + self.gradient * (x - x.detach()))
+        return 2 * x
 
 
 def departed(output: float = 1.0, gradient: float = 0.0) -> list[str]:
@@ -35,6 +35,8 @@ def departed(output: float = 1.0, gradient: float = 0.0) -> list[str]:
     network = Network(nn.Sequential(*body, nn.Flatten(), nn.Linear(144, 2)), torch.randn(4, 3, 8, 8))
     departures = compiling.compare(network, network.calls[0])
     assert len(departures) == 2
+    apart = compiling.first_apart(network, network.calls[0], departures)
+    assert (apart and (apart.site, apart.kind)) == (None if output == 1 else ("1", "Fault"))
     return [departure.what for departure in departures if departure.relative_l2 > departure.allowed]
 
 
@@ -84,7 +86,10 @@ def test_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(DynamicTanh, "forward", faulty)
     assert main(command) == 1
-    assert "FAILED: under torch.compile the output differs from eager mode\n" in capfd.readouterr().out
+    failure = (
+        "FAILED: under torch.compile the output differs from eager mode, first at conv1.1 (DynamicTanh): relative L2"
+    )
+    assert failure in capfd.readouterr().out
 
 
 def constant_groups(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

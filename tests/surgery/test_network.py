@@ -25,7 +25,6 @@ SIZE = (3, 48, 48)
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The networks that were looked at, in order."""
     seen: list[nn.Module] = []
     look = inspection.inspect
 

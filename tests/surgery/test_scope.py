@@ -42,7 +42,6 @@ def anatomy(name: str) -> Anatomy:
 
 @functools.cache
 def whole(name: str, row: str) -> Step:
-    """The plan of the whole network."""
     scheme = next(each for _, each in CASES if str(each) == row)
     planned, builder = step(anatomy(name), scheme.scheme, **scheme.options)
     assert not builder.refusals

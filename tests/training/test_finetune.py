@@ -36,7 +36,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BatchNorm network in a directory."""
     return checkpoint.save(network(), tmp_path_factory.mktemp("models") / "source")
 
 

@@ -49,7 +49,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     train(busy(), recipe(images, **BUSY), out)
     return out

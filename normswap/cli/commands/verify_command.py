@@ -101,7 +101,6 @@ def _of_directory(
         with progress.bar("comparing on images") as advance:
             data = reverification.on_images(network, result, loader, advance)
     body: Body = {"directory": directory, "against": name, "passed": report.passed, "source_unchanged": None}
-    body["apart"] = apart and asdict(apart)
     if not against:
         body["source_unchanged"] = reverification.unchanged(source, result)
     body["compiled"] = None
@@ -109,7 +108,10 @@ def _of_directory(
         network = Network(result)
         example = network.calls[0] if images.data is None else network.form.read(next(iter(loader)))[0].like(result)
         with progress.working("compiling"):
-            body["compiled"] = [asdict(departure) for departure in compiling.compare(network, example)]
+            deviations = compiling.compare(network, example)
+            apart = apart or compiling.first_apart(network, example, deviations)
+        body["compiled"] = [asdict(deviation) for deviation in deviations]
+    body["apart"] = apart and asdict(apart)
     return {**body, "report": summary.of_report(report), "data": data}
 
 
@@ -156,7 +158,7 @@ def _print(body: Body) -> None:
     if not body["passed"]:
         print(f"FAILED: they differ{place}")
     elif departed := _departed(body):
-        print(f"FAILED: under torch.compile the {departed} differs from eager mode")
+        print(f"FAILED: under torch.compile the {departed} differs from eager mode{place}")
     elif not body["enough"]:
         print(result_tables.TOO_LITTLE + place)
     elif place:

@@ -362,7 +362,6 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
 
 
 def machine(device: str) -> str:
-    """What it runs on, and by which torch."""
     name = torch.cuda.get_device_name() if device == "cuda" else circumstances.processor()
     return f"{name}, torch {torch.__version__}"
 
@@ -382,7 +381,6 @@ def cells(kept: Kept, name: str, said: str) -> str:
 
 
 def lines(kept: Kept) -> Iterator[str]:
-    """The tables, task by task."""
     machines = {row["device"] for row in kept.rows.values() if "device" in row}
     yield from (
         "",

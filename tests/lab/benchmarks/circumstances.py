@@ -33,7 +33,6 @@ def _git(*words: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name."""
     info = Path("/proc/cpuinfo")
     found = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in found if line.startswith("model name"))

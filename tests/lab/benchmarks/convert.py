@@ -101,7 +101,6 @@ def run(command: list[str]) -> tuple[str, float]:
 
 
 def row(arch: str, to: str, runs: int) -> str:
-    """One line of the table."""
     import timm
     from safetensors.torch import save_file
 

@@ -52,7 +52,6 @@ Detections = tuple[Tensor, Tensor, Tensor]
 
 
 def detector(said: str, seed: int) -> nn.Module:
-    """The network before training."""
     body = open_model(str(NETWORKS[NETWORK])).eval()
     if said != WAYS[0]:
         body = normswap.convert(body, "frozen-bn").model
@@ -178,7 +177,6 @@ def timed(runs: dict[str, Callable[[Tensor], Any]], pictures: list[Tensor]) -> d
 
 
 def measure(kept: Kept, write: Callable[[], None]) -> None:
-    """What is not kept yet."""
     train_set, test = canvases("train", TRAINED + HELD_OUT, seed=0), canvases("test", TESTED, seed=1)
     known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
 

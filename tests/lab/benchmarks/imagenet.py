@@ -115,7 +115,6 @@ class Network:
         return classify(self.model, self.test)
 
     def source(self) -> Row:
-        """The source's own accuracy."""
         start = time.perf_counter()
         found, _ = self.classified
         return {"top1": found.top1, "count": found.count, "seconds": time.perf_counter() - start}
@@ -156,7 +155,6 @@ def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]
 
 
 def line(how: str, images: str, row: Row, source: float) -> str:
-    """A row of the table."""
     if "why" in row:
         return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
     held_out = f"{100 * row['held']:.1f} %" if "held" in row else ""

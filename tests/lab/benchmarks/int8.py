@@ -211,7 +211,6 @@ def made(name: str, form: str) -> Row:
 
 
 def line(name: str, form: str, fp32: Row, found: Row) -> str:
-    """The same as a line of the table."""
     usual = str(BITS[form][0])
     files = [found["tool"], found[usual], found["8"] if usual != "8" else None]
     tops = [f"{one['top1']:.2f}" if one else "" for one in files]

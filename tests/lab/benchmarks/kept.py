@@ -23,7 +23,6 @@ class Kept:
         self.commit = circumstances.commit()
 
     def add(self, key: Key, **row: Any) -> Row:
-        """Keep a row."""
         self.rows[key] = {"key": key, "commit": self.commit, **row}
         with self.file.open("a") as out:
             out.write(json.dumps(self.rows[key]) + "\n")

@@ -63,7 +63,6 @@ OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))} 
 
 @functools.cache
 def answers(kind: str) -> Tensor:
-    """The source's, on the test images."""
     return logits(trained(kind), of_kind(kind, "test")[0].split(250))
 
 
@@ -113,7 +112,6 @@ def table(kept: Kept) -> str:
 
 
 def cells(row: Row) -> str:
-    """The figures of a row."""
     if "why" in row:
         return f"| | refused: {row['why'].splitlines()[0]} | | | | | | {row['commit']}"
     held = row["held"]

@@ -171,7 +171,6 @@ def logits(model: Callable[[Tensor], Tensor], batches: Iterable[Tensor]) -> Tens
 
 
 def rows(kept: Kept, network: Network, parts: list[str]) -> None:
-    """Print the rows of one network."""
     if "rows" in parts:
         for how, make in (("gamma, beta copied", copied), ("Opacus `ModuleValidator.fix`", opacus)):
             measure = functools.partial(network.measured, functools.partial(make, network.model))

@@ -39,7 +39,6 @@ class Tuning(NamedTuple):
         return rows if len(rows) == len(self.seeds) else []
 
     def mean(self, runs: list[Row], figure: str) -> float:
-        """Over the seeds."""
         return float(sum(row[figure] for row in runs) / len(runs))
 
     def each(self, runs: list[Row]) -> str:

@@ -15,7 +15,6 @@ HEAD = (
 
 
 def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
-    """The committed summary, in Markdown."""
     rows = list(rows)
     mine = [row for row in rows if row["status"] not in ("none", "large")]
     families: dict[str, list[Row]] = defaultdict(list)

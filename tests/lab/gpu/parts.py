@@ -286,7 +286,6 @@ def converted(source: nn.Module, name: str, machine: Machine) -> nn.Module:
 
 
 def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compiled: bool) -> float:
-    """Of one batch, again and again."""
     model = copy.deepcopy(model).to(memory_format=torch.channels_last).train(trains)
     images = torch.randn(machine.batch, 3, machine.side, machine.side, device=machine.device)
     images = images.to(memory_format=torch.channels_last)
