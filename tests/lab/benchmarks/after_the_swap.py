@@ -17,29 +17,26 @@ PICTURE = HERE.parents[1] / "pictures" / "after_the_swap.png"
 NETWORK = "efficientnet_lite0"
 SOURCE = "source, BatchNorm"
 Row = tuple[str, str]  # of the table: how, and images
-BARS: dict[str, tuple[Row, Row | None]] = {  # what the bar is called: the rows for one group, and for 32
-    "by hand: gamma and beta copied": (
-        ("GroupNorm, gamma and beta copied", "none"),
-        ("32 groups, gamma and beta copied", "none"),
-    ),
-    "by hand: copied, with the eps of normswap": (
-        ("GroupNorm, gamma and beta copied, eps as ours", "none"),
-        ("32 groups, gamma and beta copied, eps as ours", "none"),
-    ),
-    "by hand: moments matched, with the eps of normswap": (
-        ("GroupNorm, gamma and beta matched, eps as ours", "none"),
-        ("32 groups, gamma and beta matched, eps as ours", "none"),
-    ),
-    "groupnorm --relative-eps 0: the plain norm": (
-        ("`groupnorm --relative-eps 0`", "none"),
-        ("`groupnorm --relative-eps 0 --groups 32`", "none"),
-    ),
-    "groupnorm, no images": (("`groupnorm`", "none"), ("`groupnorm --groups 32`", "none")),
-    "groupnorm, 100 unlabelled images": (("`groupnorm`", "100"), ("`groupnorm --groups 32`", "100")),
-    "skipinit: no norm, exact": (("`skipinit`", "none"), None),
+
+
+def by_hand(how: str) -> tuple[Row, Row]:
+    """The rows for one group and for 32 of a way by hand; `ours`: of normswap's."""
+    return (f"GroupNorm, {how}", "none"), (f"32 groups, {how}", "none")
+
+
+def ours(options: str = "", images: str = "none") -> tuple[Row, Row]:
+    return (f"`groupnorm{options}`", images), (f"`groupnorm{options} --groups 32`", images)
+
+
+BARS: dict[str, tuple[Row, ...]] = {  # what the bar is called: the rows for one group, and for 32
+    "by hand: gamma and beta copied": by_hand("gamma and beta copied"),
+    "by hand: copied, with the eps of normswap": by_hand("gamma and beta copied, eps as ours"),
+    "by hand: moments matched, with the eps of normswap": by_hand("gamma and beta matched, eps as ours"),
+    "groupnorm --relative-eps 0: the plain norm": ours(" --relative-eps 0"),
+    "groupnorm, no images": ours(),
+    "groupnorm, 100 unlabelled images": ours(images="100"),
+    "skipinit: no norm, exact": (("`skipinit`", "none"),),
 }
-
-
 TRAINED = {  # the same for the ways of `after_training.md`
     "fresh GroupNorm": "fresh GroupNorm, groups of 16",
     "gamma and beta copied": "GroupNorm, gamma and beta copied, groups of 16",
@@ -65,7 +62,7 @@ def figures() -> tuple[int, dict[str, list[float]]]:
     source, count, rows = section
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines() if row.startswith("| ")]
     top1 = {(how, images): value for how, images, value, *_ in cells}
-    drawn = {bar: [float(top1[row]) for row in rows if row] for bar, rows in BARS.items()}
+    drawn = {bar: [float(top1[row]) for row in rows] for bar, rows in BARS.items()}
     return int(count), {**drawn, SOURCE: [float(source)]}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from kept import Kept, Row, arguments
+from kept import Kept, Row, arguments, markdown_head, markdown_row
 from lived import living
 from own_networks import Net, PostAct
 from small_transformers import small
@@ -46,13 +46,13 @@ def line(name: str, row: Row) -> str:
     for error in row["departures"]:
         verdict = "" if error["relative_l2"] <= error["allowed"] else "**FAILED** "
         cells += [f"{verdict}{error['what']}", f"{error['relative_l2']:.1e}", f"{error['allowed']:.1e}"]
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(*cells)
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "compiled.jsonl", fresh=args.fresh)
-    lines = ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines = ["", markdown_head(*COLUMNS)]
     for name in ("source", *schemes.names()):
         lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
         print(lines[-1], flush=True)

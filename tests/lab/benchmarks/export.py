@@ -4,9 +4,9 @@
     python tests/lab/benchmarks/export.py deep [NAME ...]   # timm's networks with random weights (`lived.calm`), 64 px
     python tests/lab/benchmarks/export.py nfnets [NAME ...] # in ONNX Runtime, beside a plain export of the same, 96 px
 
-The first needs ../shared (images and checkpoints); --test names a folder of images unpacked before. What was measured
-is kept, a line each, in runs/export.jsonl, and not measured again; --fresh forgets it. Prints Markdown tables of all
-that is known for the networks asked for; export.md holds them.
+The first needs ../shared (images and checkpoints). What was measured is kept, a line each, in runs/export.jsonl, and
+not measured again; --fresh forgets it. Prints Markdown tables of all that is known for the networks asked for;
+export.md holds them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import timm
 import torch
 from alone import run_alone
-from kept import Kept, Row
+from kept import Kept, Row, markdown_head
 from lived import calm, distance, run
 from schemes_table import NETWORKS, ROOT, archive, logits, read
 from torch import Tensor, nn
@@ -41,14 +41,14 @@ DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "res
 NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
 
 
-def images(kept: Kept, name: str, test: str) -> Iterator[str]:
+def images(kept: Kept, name: str) -> Iterator[str]:
     """One trained network on all test images: a row per format and dtype."""
     source = open_model(str(NETWORKS[name]))
     for dtype in DTYPES:
         if all(("images", name, form, dtype) in kept.rows for form in ENDINGS):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            batches = read(source, test)[0].split(250)
+            batches = read(source, archive("test"))[0].split(250)
             expected = logits(source, batches)
             for form, ending in ENDINGS.items():
                 file = Path(folder) / f"net.{ending}"
@@ -64,7 +64,7 @@ def images(kept: Kept, name: str, test: str) -> Iterator[str]:
             yield f"| `{name}` | {form} | {dtype} | {row['error']:.1e} | {share} |"
 
 
-def deep(kept: Kept, name: str, test: str) -> Iterator[str]:
+def deep(kept: Kept, name: str) -> Iterator[str]:
     """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
     row = kept.get(("deep", name), lambda: _deep(name))
     for form in ENDINGS:
@@ -110,7 +110,7 @@ def _said(nodes: dict[str, int] | None) -> str:
     return f"{sum(kinds.values())} ({conv} conv, {norm} norm)" if kinds else ""
 
 
-def nfnets(kept: Kept, name: str, test: str) -> Iterator[str]:
+def nfnets(kept: Kept, name: str) -> Iterator[str]:
     """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1 and 8."""
     row = kept.get(("nfnets", name), lambda: _nfnet(name))
     for which in ("exported plainly", "ours"):
@@ -154,16 +154,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--test", default=archive("test"))
     parser.add_argument("--fresh", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     kept = Kept(ROOT / "runs" / "export.jsonl", fresh=args.fresh)
     measure, names, head = WAYS[args.what]
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    print(markdown_head(*head))
     for name in args.names or names:
-        for row in measure(kept, name, args.test):
+        for row in measure(kept, name):
             print(row, flush=True)
 
 

@@ -40,6 +40,15 @@ class Kept:
         output.write_text("\n".join([f"# {title}", "", *circumstances.lines(command, "cpu"), at, *lines]) + "\n")
 
 
+def markdown_row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_head(*columns: str) -> str:
+    """The two lines that a table begins with."""
+    return f"{markdown_row(*columns)}\n{'|---' * len(columns)}|"
+
+
 def arguments(said: str | None) -> argparse.ArgumentParser:
     """The command line of a benchmark that says this of itself."""
     parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,21 +9,24 @@ runs/papers; the same command makes those that are missing. What stands below th
 
 from __future__ import annotations
 
+import csv
 import math
+import re
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import trained
-from kept import Kept, Row, arguments
-from schemes_table import ROOT, SHARED, unpacked
+from kept import Kept, Row, arguments, markdown_head, markdown_row
+from schemes_table import ROOT, archive
 
+from normswap.errors import TrainingError
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 from normswap.training import recipe_files, sweep
+from normswap.training.engine import finetune
 from normswap.training.sweep import Trial
 
 
@@ -105,20 +108,22 @@ TESTED = 1000
 CHANCE = 10 + 300 * math.sqrt(0.09 / TESTED)
 
 
-def cifar10(part: str) -> str:
-    return str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz"))
-
-
 def run(table: Table, line: Line, power: int, seed: int) -> Row:
     """How a run ends: its state, top-1 and mean training loss in the last epoch."""
-    data = (f"data.root={cifar10('train')}", f"data.validation={cifar10('test')}", "data.workers=0")
+    data = (f"data.root={archive('train')}", f"data.validation={archive('test')}", "data.workers=0")
     words = [*data, f"data.validation_samples={TESTED}", *table.setting.split(), *line.own]
     recipe = recipe_files.load_recipe(line.recipe, [*words, f"optim.lr={2.0**power}", f"train.seed={seed}"])
-    place = ROOT / "runs" / "papers" / trained.called(f"{line.name} lr 2^{power} seed {seed}")
-    trained.attempt(recipe, place)
-    if trained.missing(place):
+    name = re.sub(r"\W+", "-", f"{line.name} lr 2^{power} seed {seed}").strip("-")
+    place = ROOT / "runs" / "papers" / name
+    if (place / "diverged.txt").exists():
         return {"state": "diverged"}
-    last = trained.rows(place)[-1]
+    try:
+        finetune(None, recipe, place, resume="auto", device="cpu", track="none")
+    except TrainingError as error:
+        (place / "diverged.txt").write_text(f"{error}\n")
+        return {"state": "diverged"}
+    *_, cells = csv.DictReader((place / "metrics.csv").read_text().splitlines())
+    last = {figure: float(value) if value else None for figure, value in cells.items()}
     if last["epoch"] != recipe.train.epochs:
         raise SystemExit(f"{place} was stopped: the same command goes on with it")
     state = "at chance" if (last["top1"] or 0.0) < CHANCE else "done"
@@ -128,8 +133,8 @@ def run(table: Table, line: Line, power: int, seed: int) -> Row:
 def recalibrated(place: Path, seed: int) -> float:
     """Top-1 on the run's test images with BatchNorm's statistics of 1000 training images."""
     model = open_model(str(place / "last"))
-    train = make_loader(model, cifar10("train"), batch_size=100, workers=0, samples=1000)
-    test = make_loader(model, cifar10("test"), batch_size=100, workers=0, samples=TESTED, seed=seed)
+    train = make_loader(model, archive("train"), batch_size=100, workers=0, samples=1000)
+    test = make_loader(model, archive("test"), batch_size=100, workers=0, samples=TESTED, seed=seed)
     return evaluate(recalibrate(model, [images for images, _ in train]).model, test).top1
 
 
@@ -158,7 +163,7 @@ def row(kept: Kept, table: Table, line: Line) -> str:
     measured = [best(runs, line, "top1", ".1f"), best(runs, line, "train_loss", ".2f")]
     if table.recalibrated:
         measured.append(best(runs, line, "recalibrated", ".1f").partition(" |")[0])
-    return f"| {' | '.join((line.name, str(line.seeds), *measured, line.paper, ', '.join(lost)))} |"
+    return markdown_row(line.name, line.seeds, *measured, line.paper, ", ".join(lost))
 
 
 def main() -> None:
@@ -169,15 +174,15 @@ def main() -> None:
         for power in line.powers if seed < line.seeds else ():
             print(kept.get((line.name, f"2^{power}", str(seed)), partial(run, table, line, power, seed)), flush=True)
     below = given.output.read_text().partition("\n## ")[2] if given.output.exists() else ""
-    again = "top-1 by statistics of 1000 training images | " * table.recalibrated
-    heads = f"| network | runs | top-1 | rates | loss | rates | {again}{table.heads} | lost |"
+    again = ["top-1 by statistics of 1000 training images"] * table.recalibrated
+    columns = ("network", "runs", "top-1", "rates", "loss", "rates", *again, *table.heads.split(" | "), "lost")
     said = (
         f"As the recipes have it but for `{table.setting}`. Top-1 in percent of {TESTED} test images and mean training "
         f"loss, in the last epoch, and rates within a deviation of the best. At chance: below {CHANCE:.1f} %."
     )
     rows = [row(kept, table, line) for line in table.lines]
     kept.rows = {run: end for run, end in kept.rows.items() if run[0] in [line.name for line in table.lines]}
-    lines = ["", said, "", heads, "|---" * (heads.count("|") - 1) + "|", *rows]
+    lines = ["", said, "", markdown_head(*columns), *rows]
     kept.write(given.output, table.title, [*lines, f"\n## {below}".rstrip()] if below else lines)
 
 

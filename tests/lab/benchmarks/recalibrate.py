@@ -38,8 +38,7 @@ def shifts(model: nn.Module) -> dict[str, Shift]:
 
 
 def main() -> None:
-    print("| network | shift | top-1 | recalibrated |")
-    print("|---|---|---|---|")
+    print("| network | shift | top-1 | recalibrated |\n|---|---|---|---|")
     for name, place in NETWORKS.items():
         model = open_model(str(place))
         images, labels = read(model, archive("test"))

@@ -11,22 +11,21 @@ into what diffusion_policy and lerobot build.
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import circumstances
 import torch
-from schemes_table import NETWORKS, SHARED, unpacked
+from kept import markdown_head, markdown_row
+from schemes_table import NETWORKS, archive, logits, read, swapped
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
 SIZE = 16  # channels to a group, as both projects have it
-FRAMES = (24, 48)
 HOW = (
     "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
     "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
@@ -48,17 +47,13 @@ def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
     Args:
         keep: with its gamma and beta.
     """
-    model = copy.deepcopy(model)
-    for path, norm in [*model.named_modules()]:
-        if isinstance(norm, nn.BatchNorm2d):
-            new = nn.GroupNorm(max(norm.num_features // SIZE, 1), norm.num_features)
-            if keep:
-                new.load_state_dict({"weight": norm.weight, "bias": norm.bias})
-            parent, _, name = path.rpartition(".")
-            # timm's BatchNormAct2d holds the activation, too.
-            activation = [norm.act] if isinstance(norm, BatchNormAct2d) else []
-            setattr(model.get_submodule(parent), name, nn.Sequential(new, *activation) if activation else new)
-    return model.eval()
+
+    def group_norm(norm: Any) -> nn.Module:
+        new = nn.GroupNorm(max(norm.num_features // SIZE, 1), norm.num_features)
+        # timm's BatchNormAct2d holds the activation, too.
+        return nn.Sequential(new, norm.act) if isinstance(norm, BatchNormAct2d) else new
+
+    return swapped(model, group_norm, (lambda norm: (norm.weight, norm.bias)) if keep else None)
 
 
 def biased(model: nn.Module) -> nn.Module:
@@ -86,23 +81,17 @@ def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
     return "no"
 
 
-@torch.inference_mode()
-def features(model: nn.Module, batches: list[Tensor]) -> Tensor:
-    return torch.cat([model(x) for x in batches])
-
-
-def rows(name: str, images: int, say: Callable[[str], None]) -> None:
+def rows(name: str, images: int) -> Iterator[str]:
     """One table line for each way."""
     network = open_model(str(NETWORKS[name])).eval()
     source = encoder(network)
     head = nn.Sequential(*list(network.children())[-2:]).eval()
-    shape = tuple(next(iter(frames(network, 2)))[0].shape)
-    pairs = list(make_loader(network, TEST, batch_size=250, workers=0, samples=images, seed=0))
-    batches, labels = [x for x, _ in pairs], torch.cat([y for _, y in pairs])
-    wanted = features(source, batches)
+    test, labels = read(network, archive("test"), images, seed=0)
+    batches = test.split(250)
+    expected = logits(source, batches)
 
     def ours(to: str, **options: Any) -> nn.Module:
-        return normswap.convert(source, to, input_size=shape, **options).model
+        return normswap.convert(source, to, input_size=tuple(test[0].shape), **options).model
 
     ways: dict[str, Callable[[], nn.Module]] = {
         "source (BatchNorm)": lambda: source,
@@ -110,12 +99,8 @@ def rows(name: str, images: int, say: Callable[[str], None]) -> None:
         "GroupNorm, gamma and beta copied": lambda: replaced(source, keep=True),
         "`groupnorm --relative-eps 0`": lambda: ours("groupnorm", group_size=SIZE, relative_eps=0),
         "`groupnorm`": lambda: ours("groupnorm", group_size=SIZE),
-        **{
-            f"`groupnorm`, {count} frames": lambda count=count: ours(
-                "groupnorm", group_size=SIZE, calibrate=frames(network, count)
-            )
-            for count in FRAMES
-        },
+        "`groupnorm`, 24 frames": lambda: ours("groupnorm", group_size=SIZE, calibrate=frames(network, 24)),
+        "`groupnorm`, 48 frames": lambda: ours("groupnorm", group_size=SIZE, calibrate=frames(network, 48)),
         "`skipinit`": lambda: ours("skipinit"),
         "`folded`": lambda: ours("folded"),
     }
@@ -123,20 +108,17 @@ def rows(name: str, images: int, say: Callable[[str], None]) -> None:
         start = time.perf_counter()
         result = make().eval()
         took = time.perf_counter() - start
-        found = features(result, batches)
-        off = float((found - wanted).double().norm() / wanted.double().norm())
-        cosine = float(torch.cosine_similarity(found.flatten().double(), wanted.flatten().double(), dim=0))
+        found = logits(result, batches)
+        off = float((found - expected).double().norm() / expected.double().norm())
+        cosine = float(torch.cosine_similarity(found.flatten().double(), expected.flatten().double(), dim=0))
         with torch.inference_mode():
             top1 = 100 * float((head(found).argmax(1) == labels).double().mean())
         where = loads(source, result, batches[0][:4])
-        say(f"| `{name}` | {said} | {off:.2g} | {cosine:.3f} | {top1:.1f} | {where} | {took:.1f} |")
+        yield markdown_row(f"`{name}`", said, f"{off:.2g}", f"{cosine:.3f}", f"{top1:.1f}", where, f"{took:.1f}")
 
 
 def frames(network: nn.Module, count: int) -> list[Tensor]:
-    return [x for x, _ in make_loader(network, TRAIN, batch_size=24, workers=0, samples=count, seed=0)]
-
-
-TEST, TRAIN = (str(unpacked(SHARED / "data" / "cifar10" / f"{part}.tar.xz")) for part in ("test", "train"))
+    return list(read(network, archive("train"), count, seed=0)[0].split(24))
 
 
 def main() -> None:
@@ -148,14 +130,11 @@ def main() -> None:
     command = f"python tests/lab/benchmarks/robot_policy.py --images {given.images} -o {given.output}"
     lines = ["# A robot policy's encoder, BatchNorm to GroupNorm", "", *circumstances.lines(command, "cpu")]
     lines += [f"{given.images} test images.", "", *HOW]
-    lines += ["| network | to | relative L2 | cosine | top-1 | loads | seconds |", "|---|---|---|---|---|---|---|"]
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    lines.append(markdown_head("network", "to", "relative L2", "cosine", "top-1", "loads", "seconds"))
     for name in given.networks:
-        rows(name, given.images, say)
+        for line in rows(name, given.images):
+            print(line, flush=True)
+            lines.append(line)
     given.output.write_text("\n".join(lines) + "\n")
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from kept import Kept
+from kept import Kept, markdown_head, markdown_row
 from torch import Tensor, nn
 from trained_networks import NETWORKS, SHARED
 from unpacked import unpacked
@@ -77,18 +77,18 @@ def read(
 class Network:
     """A trained network with its images, read when first needed."""
 
-    def __init__(self, name: str, given: argparse.Namespace) -> None:
-        self.name, self.given, self.model = name, given, open_model(str(NETWORKS[name]))
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, open_model(str(NETWORKS[name]))
 
     @functools.cached_property
     def test(self) -> tuple[Tensor, Tensor, Tensor]:
         """The test images, their labels, and the network's own logits."""
-        images, labels = read(self.model, self.given.test)
+        images, labels = read(self.model, archive("test"))
         return images, labels, logits(self.model, images.split(250))
 
     @functools.cached_property
     def train(self) -> list[Tensor]:
-        return list(read(self.model, self.given.train, 1000)[0].split(100))
+        return list(read(self.model, archive("train"), 1000)[0].split(100))
 
     def measured(self, make: Callable[[], nn.Module]) -> dict[str, Any]:
         """The row of a result: `why` it was refused, or its accuracy and distance."""
@@ -107,10 +107,8 @@ class Network:
 
     def converted(self, way: Way, images: str) -> nn.Module:
         """Calibrated on 1000 images, on "synthetic" ones, or on none."""
-        calibrate: Any = None if images == "none" else images
-        if images == "1000 images":
-            calibrate = self.train
-        return conversion.convert(self.model, way[0], calibrate=calibrate, **way[1]).model
+        calibrate: dict[str, Any] = {"none": None, "1000 images": self.train, "synthetic": "synthetic"}
+        return conversion.convert(self.model, way[0], calibrate=calibrate[images], **way[1]).model
 
 
 def copied(model: nn.Module, groups: int = 1) -> nn.Module:
@@ -187,28 +185,26 @@ def rows(kept: Kept, network: Network, parts: list[str]) -> None:
 
 def show(row: dict[str, Any], how: str) -> None:
     name, _, data = row["key"]
-    if "why" in row:
-        print(f"| `{name}` | {how} | {data} | refused | | | | | {row['commit']} |", flush=True)
-        return
-    before, after = row["before"], row["after"]
-    figures = f"{row['l2']:.1e} | {before:.2f} | {after:.2f} | {100 * after / before:.1f} % | {row['seconds']:.0f}"
-    print(f"| `{name}` | {how} | {data} | {figures} | {row['commit']} |", flush=True)
+    figures = ["refused", "", "", "", ""]
+    if "why" not in row:
+        before, after = row["before"], row["after"]
+        figures = [f"{row['l2']:.1e}", f"{before:.2f}", f"{after:.2f}", f"{100 * after / before:.1f} %"]
+        figures.append(f"{row['seconds']:.0f}")
+    print(markdown_row(f"`{name}`", how, data, *figures, row["commit"]), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--test", default=archive("test"))
-    parser.add_argument("--train", default=archive("train"))
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--parts", nargs="*", default=["rows", "fitted"])
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "schemes_table.jsonl", fresh=given.fresh)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("| network | to | calibration | relative L2 | top-1 before | after | kept | seconds | commit |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = ("network", "to", "calibration", "relative L2", "top-1 before", "after", "kept", "seconds", "commit")
+    print(markdown_head(*columns))
     for name in given.networks:
-        rows(kept, Network(name, given), given.parts)
+        rows(kept, Network(name), given.parts)
 
 
 if __name__ == "__main__":

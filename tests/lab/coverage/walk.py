@@ -10,12 +10,13 @@ Each network has a process of its own: one that crashes, hangs or eats the memor
 
 import argparse
 import fnmatch
+import functools
 import json
 import multiprocessing as mp
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import torch  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
 
 SAMPLE = 40
+Check = Callable[[str], dict[str, Any]]  # a network by name; its row
 
 
 def options() -> argparse.Namespace:
@@ -75,12 +77,11 @@ def sample(known: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
     return [name for _, name in sorted(order)[:SAMPLE]]
 
 
-def work(name: str, args: argparse.Namespace, pipe: Connection) -> None:
+def work(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """In the network's own process."""
     share = int(args.memory * 2**30 / args.workers)
     resource.setrlimit(resource.RLIMIT_DATA, (share, share))
-    torch.set_num_threads(1)
-    row: dict[str, Any] = {"name": name, "family": network.family(name)}
+    row: dict[str, Any] = {}
     start = time.perf_counter()
     try:
         params, norms = network.count(name)
@@ -94,37 +95,41 @@ def work(name: str, args: argparse.Namespace, pipe: Connection) -> None:
     except Exception as error:
         row |= {"status": "raised", "why": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
     row["seconds"] = round(time.perf_counter() - start, 1)
-    row["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    pipe.send(row)
+    return row | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
-def results(names: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows as they come, from at most `--workers` processes at a time."""
+def send(check: Check, name: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    pipe.send(check(name))
+
+
+def results(names: list[str], check: Check, workers: int, timeout: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and rows as they come, each from a process of its own, of which at most `workers` run at a time."""
     context = mp.get_context("fork")
     queue, running = list(names), {}
     while queue or running:
-        while queue and len(running) < args.workers:
+        while queue and len(running) < workers:
             name = queue.pop(0)
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(name, args, theirs))
+            process = context.Process(target=send, args=(check, name, theirs))
             process.start()
             theirs.close()
-            running[mine] = (name, process, time.monotonic() + args.timeout)
+            running[mine] = (name, process, time.monotonic() + timeout)
         ready = wait(list(running), timeout=1)
         for pipe, (name, process, deadline) in list(running.items()):
             if pipe not in ready and time.monotonic() < deadline:
                 continue
-            row = {"name": name, "family": network.family(name), "status": "timeout"}
+            row: dict[str, Any] = {"status": "timeout", "why": f"more than {timeout:.0f} s"}
             if pipe in ready:
                 try:
                     row = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     process.join()
-                    row |= {"status": "crashed", "why": f"exit code {process.exitcode}"}
+                    row = {"status": "crashed", "why": f"exit code {process.exitcode}"}
             process.kill()
             process.join()
             del running[pipe]
-            yield row
+            yield name, row
 
 
 def main() -> int:
@@ -136,9 +141,9 @@ def main() -> int:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress, file.open("w" if args.mutants else "a") as lines:
             task = progress.add_task("", total=len(names))
-            for row in results(names, args):
-                print(json.dumps(row), file=lines, flush=True)
-                progress.update(task, advance=1, description=f"{row['name']}: {row['status']}")
+            for name, row in results(names, functools.partial(work, args), args.workers, args.timeout):
+                print(json.dumps({"name": name, "family": network.family(name), **row}), file=lines, flush=True)
+                progress.update(task, advance=1, description=f"{name}: {row['status']}")
     rows = read(args.out)
     text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
     args.out.with_name("summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md").write_text(text)

@@ -14,23 +14,22 @@ Ultralytics is AGPL: measured where it is there, and used nowhere else.
 
 import argparse
 import fnmatch
-import multiprocessing as mp
 import sys
 import time
 import warnings
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(ROOT)]
+ROOT = HERE.parents[2]
+sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(ROOT / "tests")]
 
 import libraries  # noqa: E402
 import torch  # noqa: E402
 from kept import Kept, Row  # noqa: E402
 from libraries import TooLargeError, norms  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from walk import results  # noqa: E402
 from wild_table import table  # noqa: E402
 
 from normswap.errors import NormswapError  # noqa: E402
@@ -154,29 +153,11 @@ def _line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}".split("\n")[0][:200]
 
 
-def work(name: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
+def work(name: str) -> Row:
     try:
-        row = check(name)
+        return check(name)
     except Exception as problem:
-        row = {"status": "raised", "why": _line(problem)}
-    pipe.send(row)
-
-
-def apart(name: str, timeout: float) -> Row:
-    mine, theirs = mp.get_context("fork").Pipe(duplex=False)
-    process = mp.get_context("fork").Process(target=work, args=(name, theirs))
-    process.start()
-    theirs.close()
-    row: Row = {"status": "timeout", "why": f"more than {timeout:.0f} s"}
-    if mine.poll(timeout):
-        try:
-            row = mine.recv()
-        except EOFError:
-            row = {"status": "crashed"}
-    process.kill()
-    process.join()
-    return row
+        return {"status": "raised", "why": _line(problem)}
 
 
 def main() -> int:
@@ -192,8 +173,8 @@ def main() -> int:
     chosen = [name for name in listed if any(fnmatch.fnmatchcase(name, glob) for glob in args.names)]
     todo = [] if args.table else [name for name in chosen if args.redo or (name,) not in kept.rows]
     libraries.preload(todo)
-    for name in todo:
-        row = kept.add((name,), **apart(name, args.timeout))
+    for name, figures in results(todo, work, workers=1, timeout=args.timeout):
+        row = kept.add((name,), **figures)
         print({key: value for key, value in row.items() if key not in ("remarks", "commit")}, flush=True)
     rows = [row for (name,), row in kept.rows.items() if name in listed]
     about = (__doc__ or "").partition("In float64")

@@ -9,8 +9,7 @@ import circumstances
 from summary import cells
 
 Row = dict[str, Any]
-DISTRIBUTIONS = {"monai": "monai", "open_clip": "open_clip_torch", "smp": "segmentation_models_pytorch", "torchvision":
-                 "torchvision", "transformers": "transformers", "ultralytics": "ultralytics"}  # fmt: skip
+DISTRIBUTIONS = {"open_clip": "open_clip_torch", "smp": "segmentation_models_pytorch"}  # called otherwise here
 UNTRIED = ("not built", "too large", "none")
 
 
@@ -18,7 +17,8 @@ def table(rows: Sequence[Row], listed: Sequence[str], about: str, command: str) 
     """All rows that there are, in Markdown."""
     owners = {name: [one for one in listed if library(one) == name] for name in sorted(map(library, listed))}
     commits = Counter(row["commit"] for row in rows)
-    versions = ", ".join(f"{DISTRIBUTIONS[name]} {version(DISTRIBUTIONS[name])}" for name in owners)
+    distributions = [DISTRIBUTIONS.get(name, name) for name in owners]
+    versions = ", ".join(f"{name} {version(name)}" for name in distributions)
     walked = "; ".join(f"{count} networks at {commit}" for commit, count in commits.items())
     head = ("library", "listed", "walked", "not built", "too large", "no BatchNorm", "exact", "largest error",
             "affines left in", "refused", "other", "groupnorm runs",

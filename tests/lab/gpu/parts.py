@@ -163,25 +163,17 @@ def training(machine: Machine) -> Iterator[str]:
         images = trained.write_images(place / "images", per_class=8)
         clipped = {"optim": {"clip": {}}, "distill": {}}
         everything = {"ema": {"decay": 0.9}, "channels_last": True}
-        rows: dict[str, tuple[str, dict[str, Any]]] = {
-            "CPU, float32": ("cpu", {}),
-            "GPU, float32": (machine.device, {}),
-            "GPU, bf16": (machine.device, {"train": {"precision": "bf16"}}),
-            "CPU, float32, adaptive clipping, EMA, teacher": ("cpu", {"train": everything, **clipped}),
-            "GPU, float32, adaptive clipping, EMA, teacher": (machine.device, {"train": everything, **clipped}),
-            "GPU, bf16, adaptive clipping, EMA, teacher": (
-                machine.device,
-                {"train": {"precision": "bf16", **everything}, **clipped},
-            ),
-        }
-        base: dict[str, list[float]] = {}
-        for name, (device, changed) in rows.items():
-            common = {"train": {"epochs": 3}, "convert": {"to": "skipinit"}}
-            recipe = trained.recipe(images, **trained.merged(common, changed))
-            model = trained.network()
-            result = trained.train(model, recipe, place / name.replace(" ", "-"), device=device)
+        base: dict[bool, list[float]] = {}
+        runs = (("CPU", "float32", "no"), ("GPU", "float32", "no"), ("GPU", "bf16", "bf16"))
+        for has_teacher, (processor, said, precision) in itertools.product((False, True), runs):
+            name = f"{processor}, {said}{', adaptive clipping, EMA, teacher' * has_teacher}"
+            train = {"epochs": 3, "precision": precision, **(everything if has_teacher else {})}
+            changed = {"train": train, "convert": {"to": "skipinit"}, **(clipped if has_teacher else {})}
+            device = "cpu" if processor == "CPU" else machine.device
+            recipe = trained.recipe(images, **changed)
+            result = trained.train(trained.network(), recipe, place / name.replace(" ", "-"), device=device)
             losses = [row["train_loss"] for row in result.rows[1:]]
-            first = base.setdefault("teacher" if "teacher" in name else "plain", losses)
+            first = base.setdefault(has_teacher, losses)
             yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} | {losses[0] / first[0] - 1:+.1e} |"
         yield ""
         yield killed(machine, images, place)

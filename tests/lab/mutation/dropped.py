@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mutants import ROOT, Mutant, functions, main
+from mutants import ROOT, Mutant, functions, main, shown
 
 
 def arguments(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
@@ -80,10 +80,6 @@ def mutants(file: Path) -> Iterator[Mutant]:
             if not isinstance(right, ast.JoinedStr) and not isinstance(getattr(right, "value", None), str):
                 end = node.end_lineno or 0
                 yield Mutant(file, node.lineno, end, shown(node), divided, spliced(text, node, f"({divided})"))
-
-
-def shown(node: ast.AST) -> str:
-    return " ".join(ast.unparse(node).split())[:90]
 
 
 def drawn(files: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:

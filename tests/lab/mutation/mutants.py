@@ -15,6 +15,7 @@ import argparse
 import ast
 import copy
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -32,7 +33,7 @@ import timm
 import torch
 from coverage import CoverageData
 
-# They are loaded once, and every run of pytest is a fork of this process.
+# They are loaded once, and every run of pytest is a fork of this process, in which normswap must not be loaded yet.
 __all__ = ["timm", "torch"]
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,16 +53,10 @@ Change = Callable[[ast.AST], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file.
+    """One change of one file, which is named from the root of the repository; `text` is the whole file with the change.
 
-    Args:
-        file: from the root of the repository.
-        line: where.
-        end: its last line.
-        before: the node's source, on one line.
-        after: what stands there instead.
-        text: the whole file with the change.
-        reader: instead of the lines: tests matter that come by a line of the package that this expression is found in.
+    Tests that come by the lines from `line` to `end` matter; with a `reader`, those that come by any line of the package
+    in which this regular expression is found.
     """
 
     file: Path
@@ -81,8 +76,8 @@ def changes_of(node: ast.AST) -> list[Change]:
         return [lambda n: n.ops.__setitem__(0, COMPARISONS[type(n.ops[0])]())]  # type: ignore[attr-defined]
     if isinstance(node, ast.BoolOp):
         return [lambda n: setattr(n, "op", ast.And() if isinstance(n.op, ast.Or) else ast.Or())]  # type: ignore[attr-defined]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-        return [lambda n: setattr(n, "op", ast.UAdd())] if isinstance(node.op, ast.USub) else []
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return [lambda n: setattr(n, "op", ast.UAdd())]
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         return [lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))]  # type: ignore[attr-defined]
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -90,6 +85,11 @@ def changes_of(node: ast.AST) -> list[Change]:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return [lambda n: setattr(n, "value", n.value + 1), lambda n: setattr(n, "value", n.value - 1)]  # type: ignore[attr-defined]
     return []
+
+
+def shown(node: ast.AST) -> str:
+    """The node's source on one line."""
+    return " ".join(ast.unparse(node).split())[:90]
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -120,13 +120,9 @@ def drawn(files: Sequence[Path], count: int, seed: int) -> Iterator[Mutant]:
         before = copy.deepcopy(node)
         change(node)
         ast.fix_missing_locations(tree)
-        words = [" ".join(ast.unparse(part).split())[:90] for part in (before, node)]
         end = node.test if isinstance(node, ast.If | ast.While) else node  # not the statements below it
-        yield Mutant(file, getattr(node, "lineno", 0), getattr(end, "end_lineno", 0), *words, ast.unparse(tree))
-
-
-def tests_of(room: str) -> list[str]:
-    return [str(test.relative_to(ROOT)) for test in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
+        lines = getattr(node, "lineno", 0), getattr(end, "end_lineno", 0)
+        yield Mutant(file, *lines, shown(before), shown(node), ast.unparse(tree))
 
 
 def run_tests(place: Path, tests: Sequence[str], limit: int | None, options: Sequence[str]) -> None:
@@ -181,10 +177,10 @@ class Baseline:
         tests = self.tests_at(mutant.file, range(mutant.line, mutant.end + 1))
         if mutant.reader:
             tests = set()
-            for file in sorted((ROOT / "normswap").rglob("*.py")):
-                lines = file.read_text(encoding="utf-8").splitlines()
+            for file in below("normswap", "*.py"):
+                lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
                 reading = [i for i, line in enumerate(lines, 1) if re.search(rf"{mutant.reader}\b", line)]
-                tests |= self.tests_at(file.relative_to(ROOT), reading)
+                tests |= self.tests_at(file, reading)
 
         def order(test: str) -> tuple[object, ...]:
             seconds, path = self.seconds.get(test, 0.0), test.partition("::")[0]
@@ -206,6 +202,11 @@ def noticed(mutant: Mutant, place: Path, baseline: Baseline, limit: int, seconds
         file.write_text(before, encoding="utf-8")
 
 
+def below(folder: str, pattern: str) -> list[Path]:
+    """The files of a folder of the checkout, from its root."""
+    return [file.relative_to(ROOT) for file in sorted((ROOT / folder).rglob(pattern))]
+
+
 def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int], Iterator[Mutant]]) -> None:
     """The command: draw mutants, try each, and write the table after each."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,14 +214,11 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=1200, help="seconds of a processor for the tests of a mutant")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of tests for a mutant, as they took without"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of tests for a mutant, as they took without")
     parser.add_argument("--baseline", type=Path, help="a folder with what a run without a mutant says, or for it")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    files = sorted(file for room in args.rooms for file in (ROOT / "normswap" / room).rglob("*.py"))
-    files = [file.relative_to(ROOT) for file in files]
+    files = [file for room in args.rooms for file in below(f"normswap/{room}", "*.py")]
     rows: list[str] = []
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -229,7 +227,8 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, place / name)
         if args.baseline is None or not (args.baseline / ".coverage").is_file():
-            tests = list(dict.fromkeys([*(test for room in args.rooms for test in tests_of(room)), *ALSO]))
+            of_rooms = (str(test) for room in args.rooms for test in below(f"tests/{room}", "test_*.py"))
+            tests = list(dict.fromkeys([*of_rooms, *ALSO]))
             if fails(place, tests, None, "--cov=normswap", "--cov-context=test", "--cov-report=", "--durations=0"):
                 raise SystemExit("without a mutant: " + (place / "pytest.log").read_text(encoding="utf-8")[-500:])
             if args.baseline is not None:
@@ -244,11 +243,10 @@ def main(title: str, doc: str | None, draw: Callable[[Sequence[Path], int, int],
                      "noticed" if failed else "**survived**"]  # fmt: skip
             rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
             print(rows[-1], flush=True)
-            head = (
-                f"{len(rows) - survivors} of {len(rows)} were noticed (rooms {' '.join(args.rooms)}; seed {args.seed})."
-            )
-            table = ["| where | it was | it became | outcome |", "|---|---|---|---|", *rows]
-            args.output.write_text("\n".join([f"# {title}", "", head, "", *table]) + "\n")
+            count = f"{len(rows) - survivors} of {len(rows)} were noticed"
+            head = f"# {title}\n\n{count} (rooms {' '.join(args.rooms)}; seed {args.seed}).\n"
+            table = [head, "| where | it was | it became | outcome |", "|---|---|---|---|", *rows]
+            args.output.write_text("\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md [--only PART_OF_A_NAME]
 
-An error names a function and what is done to it while tests run: its result or its arguments are changed, it answers
-something else, or it does nothing. No text of the function is looked at. The tests of an error run in a process of
+An error names a function and what is done to it while tests run: its result is changed, it answers something else, or
+it does nothing. No text of the function is looked at. The tests of an error run in a process of
 their own, in which this file is a plugin of pytest that plants the error before any test is collected. Without an error
 they have to pass first.
 """
@@ -30,11 +30,6 @@ Function = Callable[..., Any]
 def gives(change: Callable[[Any], Any]) -> Callable[[Function], Function]:
     """The function's result is changed."""
     return lambda function: lambda *args, **options: change(function(*args, **options))
-
-
-def takes(change: Callable[..., tuple[Any, ...]]) -> Callable[[Function], Function]:
-    """The function's positional arguments are changed."""
-    return lambda function: lambda *args, **options: function(*change(*args), **options)
 
 
 def answers(value: object) -> Callable[[Function], Function]:
@@ -179,9 +174,9 @@ def plant(error: Planted) -> None:
 
 def pytest_configure() -> None:
     """As a plugin: plant the error that the environment names."""
-    chosen = os.environ.get(NAME)
-    if chosen:
-        plant(next(error for error in ERRORS if error.name == chosen))
+    for error in ERRORS:
+        if error.name == os.environ.get(NAME):
+            plant(error)
 
 
 def first_to_fail(tests: tuple[str, ...], name: str = "") -> str:
@@ -190,12 +185,12 @@ def first_to_fail(tests: tuple[str, ...], name: str = "") -> str:
     environment = {**os.environ, NAME: name, "PYTHONPATH": paths, "COLUMNS": "300"}
     words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "planted"]
     command = [sys.executable, "-m", "pytest", *words, *tests]
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
-    if done.returncode == 0:
+    run = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    if run.returncode == 0:
         return ""
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if not failed:
-        raise SystemExit(f"{name}: {done.stdout[-500:]}{done.stderr[-500:]}")
+        raise SystemExit(f"{name}: {run.stdout[-500:]}{run.stderr[-500:]}")
     return failed[0]
 
 
