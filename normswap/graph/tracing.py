@@ -90,7 +90,9 @@ class Traced:
         paths: dict[int, str] = {}
         for node in [*self.nodes, *self.alternative_nodes]:
             if node.op == "get_attr" and self.users[node]:
-                paths.setdefault(id(self.fetch(str(node.target))), str(node.target))
+                owner, _, name = str(node.target).rpartition(".")
+                # Tensors that a forward makes itself are in no module.
+                paths.setdefault(id(getattr(self.modules[owner], name, None)), str(node.target))
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
