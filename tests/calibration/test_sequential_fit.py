@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import zoo_networks
 from lived import distance, run
 from small import small
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
@@ -270,3 +272,25 @@ def test_a_detector_is_fitted_up_to_its_choice_of_boxes() -> None:
     fitted, head = done.model.get_submodule("backbone.3"), done.model.get_submodule("roi_heads.box_head.fc6")
     assert not torch.equal(fitted.weight, backbone[3].weight)
     assert torch.equal(head.weight, detector.roi_heads.box_head.fc6.weight)
+
+
+IMAGES, LOOKS = 16, 8  # and the images with which a network is looked at before it is run
+
+
+def test_a_fit_runs_each_layer_once_over_the_images_and_their_mirror_images() -> None:
+    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = zoo_networks.trained("preact")
+    result = conversion.convert(model, "groupnorm", relative_eps=0.0, inputs=images[:2]).model
+    through: Counter[nn.Module] = Counter()
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], _output: object) -> None:
+        through[module] += len(args[0])
+
+    handle = register_module_forward_hook(look)
+    try:
+        sequential_fit.refit(model, result, [images])
+    finally:
+        handle.remove()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+            assert max(through[module], through[result.get_submodule(path)]) <= 2 * IMAGES + LOOKS, path

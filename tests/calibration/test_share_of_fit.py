@@ -10,6 +10,7 @@ from torch import nn
 from normswap.calibration import sequential_fit, share_of_fit
 from normswap.calibration.share_of_fit import keep_share, values_of
 from normswap.models.calling import Example
+from normswap.surgery.held_out import HeldOutSplit
 
 
 def net(seed: int) -> nn.Module:
@@ -101,3 +102,14 @@ def test_what_misleads_is_taken_back_by_the_images_that_were_held_out(zero_sum: 
     factors = (lambda path, module: None) if zero_sum else None
     sequential_fit.refit(source, result, Apart([*bright, dark]), zero_sum=factors)
     assert distance(source, result, dark) > 0.01 if zero_sum else distance(source, result, dark) < 1e-12
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_copy_of_an_image_is_not_measured_on(size: int) -> None:
+    """Nor is one of two that are held out, in one batch or in two."""
+    images = torch.tensor([0, 1, 2, 0, 4, 5, 6, 7, 8, 9, 9, 7]).double()[:, None, None, None].expand(-1, 1, 2, 3)
+    split = HeldOutSplit([Example((batch,)) for batch in images.split(size)], torch.device("cpu"))
+    for _ in range(2):
+        assert sum(call.count for call in split) == 9
+        assert [int(x) for call in split.held for x in call.images[:, 0, 0, 0]] == [7]
+        assert split.copies == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from alone import run_alone
+from alone import run_alone, skip_without
 from crossed import sampled
 from lived import distance, lived_in, run
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
@@ -346,3 +347,24 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
     assert ("; 5 samples, given images" in inspected) is (data is not None)
     record = json.loads((tmp_path / "net.pt2.preprocess.json").read_text())["checked"]
     assert (record["noise_only"], record["count"]) == (data is None, 5 if data else 16)
+
+
+FILES = {
+    "onnx": "net.onnx", "openvino": "net.xml", "pt2": "net.pt2",
+    "ncnn": "net.param", "executorch": "net.pte", "litert": "net.tflite", "coreml": "net.mlpackage",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FILES)
+def test_a_full_disk_is_said_in_a_line(form: str, tmp_path: Path) -> None:
+    """A file may not grow large; torch's own writers end the process then, so that it takes one of its own to see."""
+    skip_without(form)
+    file = FILES[form]
+    program = "import resource, sys; from normswap.cli.app import main\n"
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "export", str(demo_files.FOLDER), "-o", file, "--format", form]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"cannot write {file}: " in done.stderr
+    assert list(tmp_path.iterdir()) == []

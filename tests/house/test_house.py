@@ -207,3 +207,13 @@ def test_the_checkers_notice() -> None:
     assert reaches_in("import torch\ntorch._C\nself._x\nfrom normswap.plan import Plan\nPlan._body") == []
     assert "convert" in public_functions()
     assert crowded("def f(a, b, c, d, e, f, g, h): ...\ndef g(self, a, b, c, d, *e, f, g, **h): ...") == ["g"]
+
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(("reason", "outcome"), [("chromium is not installed", "skipped"), ("no time today", "failed")])
+def test_only_known_skips_pass(reason: str, outcome: str, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
+    pytester.makepyfile(f"import pytest\n\ndef test_one():\n    pytest.skip({reason!r})\n")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(**{outcome: 1})

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -10,6 +11,7 @@ from normswap import schemes
 from normswap.errors import OptionError
 from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
 from normswap.schemes.scheme import Option, Range
+from normswap.surgery import conversion
 
 
 def test_every_keyword_of_a_plan_has_a_record() -> None:
@@ -72,3 +74,9 @@ def test_the_placeholder_of_a_number_or_a_word() -> None:
 def test_options_are_read_without_torch() -> None:
     code = "import sys; from normswap import schemes; assert schemes.all_options(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_option_of_a_scheme_has_a_type() -> None:
+    own = {option.name for scheme in TARGETS.values() for option in scheme.options}
+    assert "groupnorm: relative_eps=9.0, eps, in multiples" in (conversion.convert.__doc__ or ""), "for help()"
+    assert own | {"only", "skip", "purpose"} == set(typing.get_type_hints(conversion.ConvertOptions))
