@@ -2,9 +2,7 @@
 
     python tests/lab/benchmarks/detection.py -o tests/lab/benchmarks/detection.md
 
-The backbone is the timm ResNet of `resnet18_narrow`, trained on CIFAR-10, under a fresh feature pyramid and heads.
-Pictures: `canvases.py`. Learning rates are chosen on held-out training pictures, after fewer updates; test pictures
-choose nothing. What is measured is kept, a line each, in runs/detection.jsonl.
+What is measured is kept, a line each, in runs/detection.jsonl; test pictures choose nothing.
 """
 
 import functools

@@ -5,8 +5,7 @@
 10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000 unlabelled training
 images (seed 0), or on 128 that are made from the network's own statistics ("synthetic"). "gamma, beta copied" replaces
 the modules: a GroupNorm with the BatchNorm's own gamma and beta; "Opacus" is its `ModuleValidator.fix`, which makes
-fresh GroupNorms. What is measured is kept, a line each, in
-runs/schemes_table.jsonl, with the commit; a second run measures what is missing, `--fresh` everything.
+fresh GroupNorms. What is measured is kept, a line each, in runs/schemes_table.jsonl; `--fresh` measures it again.
 """
 
 import argparse

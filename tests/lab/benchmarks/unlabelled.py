@@ -1,4 +1,4 @@
-"""Networks of other kinds learn again from their source, without labels: `recover_unlabelled`, to the plain GroupNorm.
+"""Networks of other kinds learn the plain GroupNorm from their source, without labels; a U-Net's become constants.
 
     python tests/lab/benchmarks/unlabelled.py -o tests/lab/benchmarks/unlabelled.md
 
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from canvases import CLASSES, NETWORK, SIDE, canvases
 from detection import UPDATES, found, learned
-from kept import Kept, Row, arguments
+from kept import Kept, Row, arguments, markdown_head, markdown_row
 from kinds_images import of_kind, score
+from layer_norms import in_format
 from schemes_table import NETWORKS, ROOT, archive, read
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
@@ -40,9 +41,19 @@ HOW = f"""
 on {IMAGES} CIFAR-10 images, or pictures made of them, of 32 or 64 px, in batches of 16: BatchNorm to the plain norm
 (eps 1e-5), fitted to 100 of them, then taught by the source. Distance: relative L2 to the source's outputs on test
 pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvision's RetinaNet on the ResNet of
-`{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet without
-its classifier, whose classes the source's classifier tells; two heads give the class, and whether it is an animal
-(least squares).
+`{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet, and
+its classes the source's classifier tells; two heads give the class, and whether it is an animal (least squares).
+"""
+
+
+GROUPS: dict[str, tuple[str, ...]] = {"one group": (), "groups of 4 channels": ("convert.options.group_size=4",)}
+COUNTS, RUNTIMES, MOSAIC, LARGE = (100, 1000), ("onnx", "openvino"), 128, 256
+HOW_FOLDED = f"""
+## GroupNorms as constants
+
+The U-Net with GroupNorms, folded after a fit to so many of its images (`--to folded --calibrate`): distance to it, and
+the share of pixels that keep their class. Tile: the middle of mosaics of {MOSAIC} px from the whole, and from a tile
+with 16 px less on each side, relative L2. Runtimes: operators; the least of 40 times for {LARGE} px, on one thread.
 """
 
 
@@ -148,8 +159,7 @@ KINDS = {"U-Net": unet, "detector": detector, "encoder": encoder, "two heads": t
 
 def written(kind: Kind, folder: Path) -> str:
     """Its pictures as files."""
-    record = image_record(kind.network)
-    mean, std = (torch.tensor(record[name]).view(3, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(image_record(kind.network)[name]).view(3, 1, 1) for name in ("mean", "std"))
     for number, picture in enumerate(kind.pictures):
         save_image(picture * std + mean, folder / f"{number}.png")
     return str(folder)
@@ -182,18 +192,56 @@ def recover(kind: Kind) -> Row:
     return {**measures, "unit": kind.unit, "updates": ended.updates, "minutes": seconds / 60}
 
 
+def mosaics(pictures: Tensor, side: int) -> Tensor:
+    """Pictures (N, 3, h, h) beside each other, (M, 3, side, side)."""
+    across = side // pictures.shape[-1]
+    rows = pictures[: len(pictures) // across**2 * across**2].split(across)
+    strips = torch.stack([torch.cat([*row], -1) for row in rows])
+    return torch.stack([torch.cat([*part], -2) for part in strips.split(across)])
+
+
+def tile_off(network: nn.Module, whole: Tensor) -> float:
+    """How far the middle of a tile is from that of the whole."""
+    (of_whole,), (of_tile,) = outputs(network, whole), outputs(network, whole[..., 16:-16, 16:-16])
+    return distance([of_tile[..., 16:-16, 16:-16]], [of_whole[..., 32:-32, 32:-32]])
+
+
+def folded(keys: tuple[str, ...]) -> Row:
+    """The network with GroupNorms, and folded after a fit to each number of images."""
+    kind = unet()
+    with tempfile.TemporaryDirectory() as folder:
+        images = written(kind, Path(folder))
+        networks = {0: recovered(kind, images, *keys).model}
+        for count in COUNTS:
+            loader = make_loader(networks[0], images, samples=count, labelled=False, workers=0)
+            networks[count] = normswap.convert(networks[0], "folded", calibrate=loader).model
+    whole, large, rows = mosaics(kind.tested, MOSAIC), mosaics(kind.tested, LARGE)[:1], {}
+    theirs = outputs(networks[0], kind.tested)
+    for count, network in networks.items():
+        ours = outputs(network, kind.tested)
+        alike = 100 * float((ours[0].argmax(1) == theirs[0].argmax(1)).double().mean())
+        rows[count] = [kind.measure(network), distance(ours, theirs), alike, tile_off(network, whole)]
+    return {"rows": rows, "runtimes": {name: in_format(name, networks.values(), large) for name in RUNTIMES}}
+
+
 def main() -> None:
     given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "unlabelled.jsonl", fresh=given.fresh)
-    lines = [HOW, "| network | distance: at once | after | measure | source | at once | after | updates | minutes |"]
-    lines.append("|---" * 9 + "|")
+    columns = ("network", "distance: at once", "after", "measure", "source", "at once", "after", "updates", "minutes")
+    lines = [HOW, markdown_head(*columns)]
     for name, kind in KINDS.items():
         row = kept.get((name,), lambda kind=kind: recover(kind()))
         (_, source), (far, low), (near, high) = (row[what] for what in ("source", "at once", "after"))
-        lines.append(
-            f"| {name} | {far:.3f} | {near:.3f} | {row['unit']} | {source:.1f} | {low:.1f} | {high:.1f} "
-            f"| {row['updates']} | {row['minutes']:.1f} |"
-        )
+        distances, measures = (f"{far:.3f}", f"{near:.3f}"), (f"{source:.1f}", f"{low:.1f}", f"{high:.1f}")
+        lines.append(markdown_row(name, *distances, row["unit"], *measures, row["updates"], f"{row['minutes']:.1f}"))
+    columns = ("U-Net", "norms", "mean IoU", "distance", "same pixels", "tile off", "ONNX Runtime", "OpenVINO")
+    lines += [HOW_FOLDED, markdown_head(*columns)]
+    for name, keys in GROUPS.items():
+        row = kept.get((name,), lambda keys=keys: folded(keys))
+        for at, (count, (iou, off, alike, tile)) in enumerate(row["rows"].items()):
+            norms = f"folded, {count} images" if int(count) else "GroupNorm"
+            times = [f"{of['operators'][at][0]}, {of['times'][at]:.1f} ms" for of in row["runtimes"].values()]
+            lines.append(markdown_row(name, norms, f"{iou:.1f}", f"{off:.3f}", f"{alike:.1f} %", f"{tile:.2g}", *times))
     kept.write(given.output, "Learning again without labels", lines)
 
 

@@ -3,9 +3,8 @@
     python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md [--only PART_OF_A_NAME]
 
 An error names a function and what is done to it while tests run: its result is changed, it answers something else, or
-it does nothing. No text of the function is looked at. The tests of an error run in a process of
-their own, in which this file is a plugin of pytest that plants the error before any test is collected. Without an error
-they have to pass first.
+it does nothing. Its tests, which have to pass without it first, run in a process of their own, in which this file is a
+plugin of pytest that plants the error before any test is collected.
 """
 
 import argparse
