@@ -106,7 +106,7 @@ ADDITIONS = (
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=2)\n"
         "assert done.plan.steps[-1].options == {'even': 2}",
-        "tests/house tests/schemes/test_options.py tests/surgery/test_typed_convert.py tests/cli",
+        "tests/house tests/schemes/test_options.py tests/cli",
     ),
     Addition(
         "command", "hello", {
