@@ -24,7 +24,7 @@ _NOT_MEASURED = (
     "networks differ, and on this one nothing was measured: --data IMAGES measures where training ends, --calibrate "
     "what a conversion keeps"
 )
-_NO_NOISE = "these trials add no noise to gradients, and clip none: private training ends lower"
+_NO_NOISE = "these trials add no noise, and clip no gradient of a single image: private training ends lower"
 _MINUTES = "How long those trials may take [default: 3]."
 
 
