@@ -97,8 +97,10 @@ def elsewhere(network: Network, batch_size: int, *, private: bool = False) -> tu
         task = "depthwise"
     _, *sections = _ELSEWHERE.read_text(encoding="utf-8").split("**")
     tables = zip(sections[::2], sections[1::2], strict=True)
-    about, table = next((about, table) for about, table in tables if f"| {task} |" in table)
-    rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines() if task in line]
+    first_cell = f"| {task} |"
+    about, table = next((about, table) for about, table in tables if first_cell in table)
+    lines = [line for line in table.splitlines() if line.startswith(first_cell)]
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
     return about, {row[2].replace("BatchNorm", "batchnorm"): row[6] for row in rows}
 
 

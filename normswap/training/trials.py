@@ -44,7 +44,7 @@ _PLANNED = 0.8
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class TargetTrial:
     """Where a target ended: top-1 in percent at once and after training, loss and answers, on held-out images."""
 
     advice: Advice
@@ -55,7 +55,7 @@ class Trial:
     loss: float
     answers: Tensor
 
-    def record(self, best: "Trial") -> Body:
+    def record(self, best: "TargetTrial") -> Body:
         """Return plain values; `level`: the best is ahead by no more than a deviation of where the two differ."""
         differing = int((self.answers != best.answers).sum())
         is_level = (best.after - self.after) / 100 * len(self.answers) <= math.sqrt(differing)
@@ -92,7 +92,7 @@ class Trials:
         images_of_recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"]).data
         self.images, self.to_fit, self.held_out = self._split(images_of_recipe.model_copy(update={"root": data}))
         self.networks: dict[str, tuple[Network, float]] = {}
-        self.trials: list[Trial] = []
+        self.trials: list[TargetTrial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
         self.updating, self.evaluating = 0.0, 0.0
 
@@ -116,7 +116,7 @@ class Trials:
         return images, training.only([rows[i] for i in drawn_rows(len(rows), 100, 0)]), held_out
 
     @torch.random.fork_rng(devices=[])
-    def run(self, possible: Sequence[Advice]) -> list[Trial]:
+    def run(self, possible: Sequence[Advice]) -> list[TargetTrial]:
         """Return where each target has ended, the best first; raises OptionError: the minutes are too few."""
         usual, updates = recipe_files.load_recipe(RECIPE).optim.lr, _FEWEST_UPDATES - 1
         # The first update of a process is slow.
@@ -125,7 +125,7 @@ class Trials:
         self.trials.clear()
         entries = [(advice, usual * factor) for advice in possible for factor in _RATES]
         rounds = max(2, math.ceil(math.log2(len(possible))))
-        standings: list[Trial] = []
+        standings: list[TargetTrial] = []
         for number in range(rounds):
             seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
             before, updates = updates, int((seconds / len(entries) - self.evaluating) / self.updating)
@@ -134,7 +134,7 @@ class Trials:
             ended = [self._trial(advice, rate, updates) for advice, rate in entries]
             # Few images tell losses apart where they do not tell top-1.
             ended.sort(key=lambda trial: (math.isnan(trial.loss), trial.loss))
-            best: dict[str, Trial] = {}
+            best: dict[str, TargetTrial] = {}
             for trial in (*ended, *standings):
                 best.setdefault(trial.advice.target, trial)
             standings = list(best.values())
@@ -153,7 +153,7 @@ class Trials:
         self.progress(int(seconds), math.ceil(60 * self.minutes))
         return seconds
 
-    def _trial(self, advice: Advice, lr: float, updates: int) -> Trial:
+    def _trial(self, advice: Advice, lr: float, updates: int) -> TargetTrial:
         """Train a target from its beginning; what it keeps at once is measured the first time."""
         if advice.target not in self.networks:
             network, options = self.source, dict[str, Any](advice.options)
@@ -163,7 +163,7 @@ class Trials:
             self.networks[advice.target] = network, self._classified(network.module)[0].top1
         network, at_once = self.networks[advice.target]
         measured, answers = self._classified(self._updated(advice, network, lr, updates))
-        self.trials.append(Trial(advice, lr, updates, at_once, measured.top1, measured.loss, answers))
+        self.trials.append(TargetTrial(advice, lr, updates, at_once, measured.top1, measured.loss, answers))
         return self.trials[-1]
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:

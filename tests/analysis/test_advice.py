@@ -79,7 +79,7 @@ def test_where_targets_ended_on_a_network_of_this_kind(make: Any, batch: int, pr
     network = Network(make())
     task, ended = advice.elsewhere(network, batch, private=private)
     assert task.startswith(about)
-    targets = {one.target for one in advice.advise(network, "net", batch, private=private)[0]}
+    targets = {advised.target for advised in advice.advise(network, "net", batch, private=private)[0]}
     assert targets <= ended.keys()
     table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
     section = next(part for part in table.split("\n## ") if part.startswith(about))

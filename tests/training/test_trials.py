@@ -20,7 +20,7 @@ from normswap.storage import checkpoint
 from normswap.surgery.network import Network
 from normswap.training import trials
 from normswap.training.assembly import Share
-from normswap.training.trials import Trial, Trials
+from normswap.training.trials import TargetTrial, Trials
 
 
 @pytest.mark.parametrize("parts", [("",), ("train", "test")])
@@ -44,10 +44,10 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(monkeypatch: 
     state: dict[str, Any] = {"minutes": 3, "begun": 0.0, "updating": 0.1, "evaluating": 0.5, "progress": max}
     tried.__dict__.update(state, trials=[])
 
-    def trial(advice: Advice, lr: float, updates: int) -> Trial:
+    def trial(advice: Advice, lr: float, updates: int) -> TargetTrial:
         clock[0] += 0.1 * updates + 0.5
         loss = 9 - "abcde".index(advice.scheme) + 1000 * abs(lr - 8e-4) + 2.5 * (advice.scheme == "e" and updates > 50)
-        tried.trials.append(Trial(advice, lr, updates, 50, 50, loss, torch.zeros(8)))
+        tried.trials.append(TargetTrial(advice, lr, updates, 50, 50, loss, torch.zeros(8)))
         return tried.trials[-1]
 
     monkeypatch.setattr(tried, "_trial", trial)

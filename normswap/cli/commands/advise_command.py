@@ -89,10 +89,10 @@ def run(
 
 def _print(body: Body) -> None:
     targets, measured = [body["choose"], *body["others"]], body["measured"]
-    target, why = targets[0]["scheme"], targets[0]["why"]
+    why = targets[0]["why"]
     if measured is not None:
-        target, why = measured["ended"][0]["target"], f"lowest loss on {measured['held_out']} images held out"
-    facts(("choose", target), ("because", why))
+        why = f"lowest loss on {measured['held_out']} images held out"
+    facts(("choose", targets[0]["target"]), ("because", why))
     # What is kept as it is needs no command.
     label = "run" if targets[0]["command"] else "or"
     listing(label, (target["command"] for target in targets if target["command"]))
