@@ -1,5 +1,6 @@
 """Small networks with LayerNorms that look as if they had been trained."""
 
+import re
 from typing import Any
 
 import timm
@@ -19,6 +20,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "deit": ("deit_tiny_patch16_224", TINY),
     "deit, distilled": ("deit_tiny_distilled_patch16_224", TINY),
     "deit3, LayerScale": ("deit3_small_patch16_224", TINY),
+    "cait, scales in forward": ("cait_xxs24_224", {**TINY, "depth_token_only": 2}),
+    "beit, scales in forward, averaged": ("beit_base_patch16_224", TINY),
     "vit, norm of queries and keys": ("vit_tiny_patch16_224", {**TINY, "qk_norm": True}),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swin v2": ("swinv2_tiny_window8_256", SWIN),
@@ -59,7 +62,7 @@ def inhabit(model: nn.Module, seed: int = 0) -> nn.Module:
                 value.copy_(1 + 0.3 * noise(value))
                 value[::7].neg_()
                 value[::11] = 0
-            elif path.endswith("gamma"):  # LayerScale
+            elif re.search(r"gamma(_\d)?$", path):  # LayerScale
                 value.copy_(0.5 + 0.2 * noise(value))
             elif value.ndim == 1 or "token" in path or "pos_embed" in path:
                 value.copy_(0.3 * noise(value))

@@ -7,6 +7,8 @@ the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block'
 is no module, and stays.
 """
 
+from collections.abc import Sequence
+
 from torch import fx, nn
 
 from normswap.folding.plan_builder import PlanBuilder, folded_back, stays
@@ -119,18 +121,54 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     read = traced.read_directly(module)
     if read:
         raise NotFoldable(f"{read} is read elsewhere in forward")
-    producers = [_made(builder, call) for call in traced.calls[id(module)]]
-    linear, path = traced.module(producers[0]), str(producers[0].target)
-    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == (scaled_dim(module) == 1):
+    values = [value for call in traced.calls[id(module)] for value in inputs(call)]
+    return _producer(builder, values, (nn.Linear,) if scaled_dim(module) == -1 else (nn.modules.conv._ConvNd,))
+
+
+def scale_parameter_producer(builder: PlanBuilder, parameter: str, channels: int) -> tuple[str, list[fx.Node]]:
+    """The path of the linear layer whose output this parameter alone multiplies, channel by channel, and the products.
+
+    The channels of the products must be known (`channel_axes`). Raises NotFoldable as `layer_scale_producer`.
+    """
+    traced = builder.traced
+    tensor = traced.fetch(parameter)
+    if not isinstance(tensor, nn.Parameter) or tensor.numel() != channels:
+        raise NotFoldable(f"it is no parameter of one number for each of {channels} channels")
+    ahead = [n for n in (*traced.nodes, *traced.alternative_nodes) if n.op == "get_attr" and n.target == parameter]
+    products: dict[fx.Node, fx.Node] = {}
+    while ahead:
+        for user in traced.users[ahead.pop()]:
+            if product := channel_axes.scaled(traced, user):
+                products[user] = product[0]
+            elif channel_axes.is_step(traced, user) and len(inputs(user)) == 1:
+                ahead.append(user)
+            else:
+                raise NotFoldable(f"{name(user)} reads it too")
+    if traced.owners[id(tensor)] > 1:
+        raise NotFoldable("another module has it too")
+    return _producer(builder, [*products.values()], LINEAR, after_steps=True), [*products]
+
+
+def _producer(
+    builder: PlanBuilder, values: Sequence[fx.Node], kinds: tuple[type[nn.Module], ...], *, after_steps: bool = False
+) -> str:
+    """The path of the linear layer of these kinds that makes the values, each read once, and no other value."""
+    producers = [_made(builder, value, after_steps=after_steps) for value in values]
+    linear, path = builder.traced.module(producers[0]), str(producers[0].target)
+    if not isinstance(linear, kinds):
         raise NotFoldable(f"{name(producers[0])} makes its input, not a linear layer")
-    if any(len(traced.users[node]) > 1 for node in producers) or set(traced.calls[id(linear)]) != set(producers):
+    elsewhere = any(len(builder.traced.users[node]) > 1 for node in producers)
+    if elsewhere or set(builder.traced.calls[id(linear)]) != set(producers):
         raise NotFoldable(f"{path} is read elsewhere too")
     check_linear(builder, path, linear)
     return path
 
 
-def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
-    (node,) = inputs(scale)
-    while builder.is_identity(node) and len(builder.traced.users[node]) == 1:
+def _made(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
+    """The value of which `node` is a copy or, with `after_steps`, which it rearranges; others may read it, too."""
+    while len(builder.traced.users[node]) == 1:
+        step = after_steps and channel_axes.is_step(builder.traced, node) and len(inputs(node)) == 1
+        if not step and not builder.is_identity(node):
+            break
         (node,) = inputs(node)
     return node

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from normswap.folding.norm_affine import layer_scale_producer
+from normswap.folding.norm_affine import layer_scale_producer, scale_parameter_producer
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
@@ -29,13 +29,15 @@ class Stream:
         values: their nodes.
         linears: paths of the linear layers that write to it.
         tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
-        scales: paths of LayerScales between a linear layer and the stream, with the linear layer's.
+        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, with its path.
+        scaled: their outputs.
     """
 
     values: set[fx.Node] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     tensors: dict[str, int] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
+    scaled: dict[fx.Node, str] = field(default_factory=dict)
 
 
 def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
@@ -45,31 +47,48 @@ def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Strea
     """
     for start in starts:
         if axes.get(start) is None:
-            raise NotFoldable(f"where the channels are is not known after {called(start)}")
+            raise NotFoldable(f"where the channels are is not known after {called(_loses_channels(axes, start))}")
     stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
         if node in stream.values:
             continue
         stream.values.add(node)
-        ahead += _above(builder, stream, node)
+        ahead += _above(builder, axes, stream, node)
         for user in builder.traced.users[node]:
             if _passes(builder, user) and axes.get(user) is not None:
                 ahead.append(user)
             elif not _ignores_the_mean(builder, axes, node, user):
                 raise NotFoldable(_complaint(user))
+    _check_writers(builder, axes, stream)
+    return stream
+
+
+def _check_writers(builder: PlanBuilder, axes: Axes, stream: Stream) -> None:
+    for node, path in stream.scaled.items():
+        if node not in stream.values:
+            raise NotFoldable(f"{path} writes to it, and elsewhere too")
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
         _check_tensor(builder, axes, stream, path)
-    return stream
+
+
+def _loses_channels(axes: Axes, node: fx.Node) -> fx.Node:
+    """The first step after which the channels of `node` are not known any more."""
+    while above := [source for source in inputs(node) if inputs(source) and axes.get(source) is None]:
+        node = above[0]
+    return node
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
     """Plan that the stream's mean over channels is zero."""
     for scale, linear in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
-        builder.remove(scale)
+        if scale in builder.traced.modules:
+            builder.remove(scale)
+        else:
+            builder.replace(scale, "Ones")
     for path in stream.linears:
         builder.linear(path).extra["centred"] = True
     for path, dim in stream.tensors.items():
@@ -106,7 +125,7 @@ def called(node: fx.Node) -> str:
     return f"{name(node)} in {node.meta['inside'][-1]}"
 
 
-def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
+def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> list[fx.Node]:
     """The stream's values from which `node` is computed; none where `node` writes to the stream."""
     module = builder.traced.module(node)
     path = str(node.target)
@@ -114,17 +133,30 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
         stream.linears.add(path)
     elif node.op == "get_attr":
         stream.tensors[path] = -1
+    elif product := channel_axes.scaled(builder.traced, node):
+        _scale(builder, stream, str(product[1].target), axes[node].size)
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        try:
-            stream.scales[path] = layer_scale_producer(builder, module)
-        except NotFoldable as why:
-            raise NotFoldable(f"{path} writes to it, and {why}") from None
-        stream.linears.add(stream.scales[path])
+        _scale(builder, stream, path)
     elif _passes(builder, node):
         return inputs(node)
     else:
         raise NotFoldable(f"{name(node)} writes to it, whose output has a mean")
     return []
+
+
+def _scale(builder: PlanBuilder, stream: Stream, path: str, channels: int | None = None) -> None:
+    """A LayerScale writes to the stream: a module, or a parameter for this many channels."""
+    try:
+        if channels is None:
+            module = builder.traced.modules[path]
+            linear, products = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
+        else:
+            linear, products = scale_parameter_producer(builder, path, channels)
+    except NotFoldable as why:
+        raise NotFoldable(f"{path} writes to it, and {why}") from None
+    stream.scales[path] = linear
+    stream.scaled |= dict.fromkeys(products, path)
+    stream.linears.add(linear)
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:

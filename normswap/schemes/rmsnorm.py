@@ -51,7 +51,8 @@ def _replace(
         except NotFoldable as why:
             raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
-    if role == "head" and channel_axes.is_step(builder.traced, values[0]):
+    # A class token that is joined with its tokens just before the last norm is no feature.
+    if role == "head" and channel_axes.is_step(builder.traced, values[0]) and len(inputs(values[0])) == 1:
         features = f"the features after {residual_stream.called(values[0])}"
         builder.notes.append(f"{path} reads {features}: these lose their mean, too")
     builder.replace(path, "RMSNorm")

@@ -24,7 +24,7 @@ from normswap.surgery.conversion import plan_step
 from normswap.surgery.network import Network
 
 EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
-         "deit3, LayerScale")  # fmt: skip
+         "deit3, LayerScale", "cait, scales in forward", "beit, scales in forward, averaged")  # fmt: skip
 TOLERANCE = 1e-12
 
 
@@ -138,6 +138,8 @@ class Net(nn.Module):
         self.one, self.two, self.head = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 3)
         self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
         self.place = nn.Parameter(torch.randn(1, 1, 6))
+        self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
+        self.scale, self.drop = timm.layers.LayerScale(6), nn.Dropout(0.5)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
@@ -160,12 +162,31 @@ def twice(m: Any, x: Tensor) -> Tensor:
     return m.head((m.two(x) + m.outer(m.two(x))).mean(1))
 
 
+def scaled_twice(m: Any, x: Tensor) -> Tensor:
+    """The same linear layer and parameter make the stream and a value that needs its mean."""
+    y = m.tokens(x)
+    return m.head((m.two(m.gamma * m.inner(y)) + (m.gamma * m.inner(y.roll(1, 1))).relu()).mean(1))
+
+
+def layer_scaled_twice(m: Any, x: Tensor) -> Tensor:
+    y = m.tokens(x)
+    return m.head((m.two(m.scale(m.inner(y))) + m.scale(m.inner(y.roll(1, 1))).relu()).mean(1))
+
+
 FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
     "a constant factor": lambda m, x: m.head(m.two(0.5 * (m.tokens(x) + 2 * m.place)).mean(1)),
     "rolled, padded, cut, averaged": lambda m, x: m.head(
         m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))
     ),
+    "a parameter scales a writer": (
+        lambda m, x: m.head(m.two((y := m.tokens(x)) + m.drop(m.gamma * m.drop(m.outer(m.two(y))))).mean(1))
+    ),
+    "a parameter scales maps": (
+        lambda m, x: m.head(m.two(m.patch(x).mul(m.gamma.reshape(1, -1, 1, 1)).flatten(2).transpose(1, 2)).mean(1))
+    ),
+    "a parameter scales rearranged values": lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)),
+    "a vector is added": lambda m, x: m.head(m.two(m.tokens(x) + m.gamma).mean(1)),
     "one norm called twice": lambda m, x: m.head(m.two(y := m.tokens(x)).mean(1) + m.two(y[:, :2]).mean(1)),
 }
 OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
@@ -177,9 +198,20 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: m.head((m.two(m.tokens(x) + m.place) * m.place.sigmoid()).mean(1)), "sigmoid"),
     "a constant is added": (lambda m, x: m.head(m.two(m.tokens(x) + m.fixed).mean(1)), "fixed.*no parameter"),
     "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
-    "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
+    "a scale is read elsewhere": (
+        lambda m, x: m.head(m.two(m.gamma * m.tokens(x)).mean(1)) * m.gamma.sum(), "gamma.*sum reads it too"),
+    "a scale of two writers": (
+        lambda m, x: m.head(m.two((y := m.gamma * m.tokens(x)) + m.gamma * m.outer(m.two(y))).mean(1)), "elsewhere"),
+    "a scaled value is read elsewhere": (
+        lambda m, x: m.two(m.gamma * (y := m.tokens(x))).mean(1) + m.inner(y).mean(1), "transpose makes"),
+    "a scale for each token": (
+        lambda m, x: m.head(m.two(m.tokens(x) * m.places).mean(1)), "places.*for each of 6 channels"),
+    "a constant scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.fixed).mean(1)), "fixed.*no parameter"),
+    "a sum is scaled": (lambda m, x: m.head(m.two(m.gamma * (m.tokens(x) + m.place)).mean(1)), "add makes its input"),
+    "a product is read elsewhere": (scaled_twice, "gamma writes to it, and elsewhere too"),
+    "a LayerScale writes elsewhere": (layer_scaled_twice, "scale writes to it, and elsewhere too"),
     "a square is added": (
-        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after add"),
+        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after mul"),
     "grouped filters": (
         lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
     "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
