@@ -125,15 +125,15 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     return _producer(builder, values, (nn.Linear,) if scaled_dim(module) == -1 else (nn.modules.conv._ConvNd,))
 
 
-def scale_parameter_producer(builder: PlanBuilder, parameter: str, channels: int) -> tuple[str, list[fx.Node]]:
+def scale_parameter_producer(builder: PlanBuilder, parameter: str, axis: Axis | None) -> tuple[str, list[fx.Node]]:
     """The path of the linear layer whose output this parameter alone multiplies, channel by channel, and the products.
 
-    The channels of the products must be known (`channel_axes`). Raises NotFoldable as `layer_scale_producer`.
+    `axis`: the products' channels. Raises NotFoldable as `layer_scale_producer`.
     """
     traced = builder.traced
     tensor = traced.fetch(parameter)
-    if not isinstance(tensor, nn.Parameter) or tensor.numel() != channels:
-        raise NotFoldable(f"it is no parameter of one number for each of {channels} channels")
+    if not isinstance(tensor, nn.Parameter) or axis is None or tensor.numel() != axis.size:
+        raise NotFoldable("it is no parameter of one number per channel")
     ahead = [n for n in (*traced.nodes, *traced.alternative_nodes) if n.op == "get_attr" and n.target == parameter]
     products: dict[fx.Node, fx.Node] = {}
     while ahead:

@@ -14,7 +14,7 @@ from normswap.folding.norm_affine import layer_scale_producer, scale_parameter_p
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
-from normswap.graph.channel_axes import Axes
+from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
 from normswap.layers.channel_norm import scaled_dim
@@ -30,14 +30,14 @@ class Stream:
         linears: paths of the linear layers that write to it.
         tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
         scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, with its path.
-        scaled: their outputs.
+        scaled: their outputs, by path of the linear layer.
     """
 
     values: set[fx.Node] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     tensors: dict[str, int] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
-    scaled: dict[fx.Node, str] = field(default_factory=dict)
+    scaled: dict[str, list[fx.Node]] = field(default_factory=dict)
 
 
 def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
@@ -60,18 +60,11 @@ def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Strea
                 ahead.append(user)
             elif not _ignores_the_mean(builder, axes, node, user):
                 raise NotFoldable(_complaint(user))
-    _check_writers(builder, axes, stream)
-    return stream
-
-
-def _check_writers(builder: PlanBuilder, axes: Axes, stream: Stream) -> None:
-    for node, path in stream.scaled.items():
-        if node not in stream.values:
-            raise NotFoldable(f"{path} writes to it, and elsewhere too")
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
         _check_tensor(builder, axes, stream, path)
+    return stream
 
 
 def _loses_channels(axes: Axes, node: fx.Node) -> fx.Node:
@@ -134,9 +127,9 @@ def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> l
     elif node.op == "get_attr":
         stream.tensors[path] = -1
     elif product := channel_axes.scaled(builder.traced, node):
-        _scale(builder, stream, str(product[1].target), axes[node].size)
+        _scale(builder, stream, str(product[1].target), axes.get(node))
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        _scale(builder, stream, path)
+        _scale(builder, stream, path, axes.get(node))
     elif _passes(builder, node):
         return inputs(node)
     else:
@@ -144,19 +137,18 @@ def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> l
     return []
 
 
-def _scale(builder: PlanBuilder, stream: Stream, path: str, channels: int | None = None) -> None:
-    """A LayerScale writes to the stream: a module, or a parameter for this many channels."""
+def _scale(builder: PlanBuilder, stream: Stream, path: str, axis: Axis | None) -> None:
+    """Note that a LayerScale writes to the stream: a module, or a parameter."""
+    module = builder.traced.modules.get(path)
     try:
-        if channels is None:
-            module = builder.traced.modules[path]
-            linear, products = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
+        if module is None:
+            linear, outputs = scale_parameter_producer(builder, path, axis)
         else:
-            linear, products = scale_parameter_producer(builder, path, channels)
+            linear, outputs = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
     except NotFoldable as why:
         raise NotFoldable(f"{path} writes to it, and {why}") from None
-    stream.scales[path] = linear
-    stream.scaled |= dict.fromkeys(products, path)
     stream.linears.add(linear)
+    stream.scales[path], stream.scaled[linear] = linear, outputs
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
@@ -164,8 +156,8 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
-    scaled = path in stream.scales.values()
-    if not scaled and any(call not in stream.values for call in builder.traced.calls[id(linear)]):
+    outputs = stream.scaled.get(path) or builder.traced.calls[id(linear)]
+    if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 

@@ -42,6 +42,18 @@ def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int
     return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
+def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Few patterns that name all of `paths` and none of `others`."""
+    found: list[str] = []
+    for path in paths:
+        if not any(matches(pattern, path) for pattern in found):
+            above = [path[:end] for end in range(len(path)) if path[end] == "."]
+            same_name = [f"*.{path.rpartition('.')[2]}"] if above else []
+            candidates = (*above, *same_name, path)
+            found.append(next(pattern for pattern in candidates if not any(matches(pattern, o) for o in others)))
+    return found
+
+
 def patterns(options: Body) -> dict[str, list[str]]:
     """The patterns among a scheme's options as lists; raises OptionError: one is no string."""
     by_option: dict[str, list[str]] = {}
