@@ -2,23 +2,21 @@
 
     python tests/lab/benchmarks/centring.py -o tests/lab/benchmarks/centring.md
 
-Every network with a LayerNorm is planned, the smallest first, without weights (on the meta device) and, as `--skip`
-does, without the norms that are refused. Those of at most `PROVEN` parameters are also converted, with random weights,
-and measured in float64. Of networks alike (module for module, tensor for tensor, setting for setting) one is planned.
-What was counted is kept, a line each, in runs/centring.jsonl; a second call goes on.
+Every network with a LayerNorm is planned, the smallest first, without weights (on the meta device), and what is refused
+left out, as by `--skip`. Those of at most `PROVEN` parameters are also converted, with random weights, and measured in
+float64. What was counted is kept, a line each, in runs/centring.jsonl; a second call goes on.
 """
 
-import hashlib
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import kept
 import timm
 import torch
+from kept import Kept, Row, arguments, markdown_head, markdown_row
 from torch import nn
 
 import normswap
@@ -30,8 +28,7 @@ sys.path.append(str(ROOT / "tests"))
 from small_transformers import inhabit  # noqa: E402
 
 PROVEN = 8_000_000
-COLUMNS = ("family", "networks", "LayerNorms", "become RMSNorms", "whole networks", "proven", "largest error",
-           "of those that stay: why most do")  # fmt: skip
+COLUMNS = ("family", "networks", "whole", "LayerNorms", "become RMSNorms", "of them proven", "largest error", "why not")
 
 
 def create(name: str, device: str) -> Any:
@@ -39,71 +36,59 @@ def create(name: str, device: str) -> Any:
         return timm.create_model(name).eval()
 
 
-def seen(name: str) -> kept.Row:
-    """Its family, size, number of LayerNorms, and a digest of all that decides its plan."""
+def seen(name: str) -> Row:
     model = create(name, "meta")
-    settings = [(path, type(m), {k: v for k, v in vars(m).items() if isinstance(v, int | float | str | tuple)})
-                for path, m in model.named_modules()]  # fmt: skip
-    shapes = [(path, value.shape) for path, value in model.state_dict().items()]
-    digest = hashlib.sha256(repr((model, settings, shapes, model.pretrained_cfg["input_size"])).encode()).hexdigest()
-    norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
-    size = sum(p.numel() for p in model.parameters())
-    return {"family": type(model).__module__.rpartition(".")[2], "params": size, "norms": norms, "digest": digest}
+    norms, size = sum(isinstance(m, nn.LayerNorm) for m in model.modules()), sum(p.numel() for p in model.parameters())
+    return {"family": type(model).__module__.rpartition(".")[2], "norms": norms, "size": size}
 
 
-def counted(name: str, params: int) -> kept.Row:
-    """How many become RMSNorms, why the others stay, and of small networks how many did and the largest error."""
-    start, row = time.monotonic(), {"become": 0, "reasons": {}}
+def counted(name: str, size: int) -> Row:
+    """How many become RMSNorms, how many stay for which reason, and of a small network the largest error."""
+    model = create(name, "meta")
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
     try:
-        model = create(name, "meta")
         builder = rmsnorm.plan(inspect(model))
-        kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        plain = [re.sub(r"[\w.]+", lambda m: kinds.get(m[0], m[0]), why) for why in builder.refusals.values()]
+        plain = [re.sub(r"[\w.]+", lambda word: kinds.get(word[0], word[0]), why) for why in builder.refusals.values()]
         plain = [re.sub(r"^its input must keep its mean: | in [\w.]+(?= adds|$)", "", why) for why in plain]
-        row = {"become": len(builder.outcomes), "reasons": dict(Counter(plain))}
-        if params <= PROVEN and builder.outcomes:
-            result = normswap.convert(inhabit(create(name, "cpu")), "rmsnorm", skip=[*builder.refusals])
-            now = [result.model.get_submodule(path) for path in builder.outcomes]
-            row["proven"] = sum(isinstance(module, nn.RMSNorm) for module in now)
-            row["error"] = max(error.relative_l2 for error in result.report.logits if error.precision == "float64")
+        row: Row = {"become": len(builder.outcomes), "reasons": Counter(plain), "proven": 0, "error": 0.0}
+        if size <= PROVEN and builder.outcomes:
+            done = normswap.convert(inhabit(create(name, "cpu")), "rmsnorm", skip=[*builder.refusals])
+            row["proven"] = sum(isinstance(done.model.get_submodule(path), nn.RMSNorm) for path in builder.outcomes)
+            row["error"] = max(error.relative_l2 for error in done.report.logits if error.precision == "float64")
     except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return {**row, "seconds": round(time.monotonic() - start, 1)}
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    return row
 
 
-def line(family: str, rows: list[kept.Row]) -> str:
-    norms, become = (sum(row[key] for row in rows) for key in ("norms", "become"))
-    whole = sum(row["norms"] == row["become"] for row in rows)
-    reasons = sum((Counter(row["reasons"]) for row in rows), Counter())
-    why = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(2))
-    proven, error = sum(row.get("proven", 0) for row in rows), max(row.get("error", 0) for row in rows)
-    return kept.markdown_row(family, len(rows), norms, become, whole, proven, f"{error:.0e}" if proven else "", why)
+def line(family: str, rows: list[Row]) -> str:
+    """A row of the table."""
+    whole = sum(row["become"] > 0 and not row["reasons"] for row in rows)
+    norms, become, proven = (sum(row[key] for row in rows) for key in ("norms", "become", "proven"))
+    reasons = Counter({why: sum(row["reasons"].get(why, 0) for row in rows) for row in rows for why in row["reasons"]})
+    why = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(2))
+    return markdown_row(family, len(rows), whole, norms, become, proven, f"{max(r['error'] for r in rows):.0e}", why)
 
 
 def main() -> None:
-    parser = kept.arguments(__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=600, help="begin no network after this time")
     args = parser.parse_args()
-    end, rows = time.monotonic() + 60 * args.minutes, kept.Kept(ROOT / "runs" / "centring.jsonl", fresh=args.fresh)
-    networks = [(name, rows.get((name,), lambda name=name: seen(name))) for name in timm.list_models()]
-    families, left = defaultdict(list), []
-    for name, net in sorted((pair for pair in networks if pair[1]["norms"]), key=lambda pair: pair[1]["params"]):
-        key = ("plan", net["digest"])
-        if key not in rows.rows and time.monotonic() > end:
-            left.append(f"{name} ({net['norms']})")
-            continue
-        row = {**net, **rows.get(key, lambda name=name, net=net: counted(name, net["params"]))}
-        (left.append(f"{name} ({row['failed']})") if "failed" in row else families[net["family"]].append(row))
-        print(name, row, flush=True)
-    lines = [
-        "",
-        f"Not counted, with their LayerNorms or why: {', '.join(left) or 'none'}.",
-        "",
-        kept.markdown_head(*COLUMNS),
-    ]
-    lines.append(line("**all**", [row for family in families.values() for row in family]))
-    lines += [line(family, families[family]) for family in sorted(families)]
-    rows.write(args.output, "LayerNorms of timm that are RMSNorms once their streams are centred", lines)
+    end, kept = time.monotonic() + 60 * args.minutes, Kept(ROOT / "runs" / "centring.jsonl", fresh=args.fresh)
+    sizes = {name: kept.get((name,), lambda name=name: seen(name)) for name in timm.list_models()}
+    rows, left = [], []
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]["size"]):
+        row: Row = {"failed": "no time"}
+        if size["norms"] and (("plan", name) in kept.rows or time.monotonic() < end):
+            row = kept.get(("plan", name), lambda name=name, size=size: counted(name, size["size"]))
+            print(name, row, flush=True)
+        if "failed" not in row:
+            rows.append({**size, **row})
+        elif size["norms"]:
+            left.append(f"{name} ({row['failed']})")
+    lines = ["", f"Not counted: {', '.join(left) or 'none'}.", "", markdown_head(*COLUMNS), line("**all**", rows)]
+    for family in sorted({row["family"] for row in rows}):
+        lines.append(line(family, [row for row in rows if row["family"] == family]))
+    kept.write(args.output, "LayerNorms of timm that are RMSNorms once their streams are centred", lines)
 
 
 if __name__ == "__main__":
