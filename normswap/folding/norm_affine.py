@@ -133,7 +133,7 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str, axis: Axis | 
     traced = builder.traced
     tensor = traced.fetch(parameter)
     if not isinstance(tensor, nn.Parameter) or axis is None or tensor.numel() != axis.size:
-        raise NotFoldable("it is no parameter of one number per channel")
+        raise NotFoldable("is no parameter of one number per channel")
     ahead = [n for n in (*traced.nodes, *traced.alternative_nodes) if n.op == "get_attr" and n.target == parameter]
     products: dict[fx.Node, fx.Node] = {}
     while ahead:
@@ -143,10 +143,17 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str, axis: Axis | 
             elif channel_axes.is_step(traced, user) and len(inputs(user)) == 1:
                 ahead.append(user)
             else:
-                raise NotFoldable(f"{name(user)} reads it too")
-    if traced.owners[id(tensor)] > 1:
-        raise NotFoldable("another module has it too")
+                raise NotFoldable("is read elsewhere too")
+    if has_other_modules(builder, parameter):
+        raise NotFoldable("is read elsewhere too")
     return _producer(builder, [*products.values()], LINEAR, after_steps=True), [*products]
+
+
+def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
+    """Whether a parameter that a forward reads also belongs to another module, or to a layer that is called."""
+    traced = builder.traced
+    owner = traced.modules[parameter.rpartition(".")[0]]
+    return traced.owners[id(traced.fetch(parameter))] > 1 or id(owner) in traced.calls
 
 
 def _producer(

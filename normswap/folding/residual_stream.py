@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from normswap.folding.norm_affine import layer_scale_producer, scale_parameter_producer
+from normswap.folding.norm_affine import has_other_modules, layer_scale_producer, scale_parameter_producer
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
@@ -164,6 +164,8 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
 def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
     if not isinstance(builder.traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
+    if has_other_modules(builder, path):
+        raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
     for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:
             continue

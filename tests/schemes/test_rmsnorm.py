@@ -149,6 +149,8 @@ class Net(nn.Module):
         self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
         self.place = nn.Parameter(torch.randn(1, 1, 6))
         self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
+        self.shared = nn.Parameter(torch.randn(6))
+        self.holder = nn.ParameterList([self.shared])
         self.scale, self.drop = timm.layers.LayerScale(6), nn.Dropout(0.5)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
@@ -209,14 +211,21 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a constant is added": (lambda m, x: m.head(m.two(m.tokens(x) + m.fixed).mean(1)), "fixed.*no parameter"),
     "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
     "a scale is read elsewhere": (
-        lambda m, x: m.head(m.two(m.gamma * m.tokens(x)).mean(1)) * m.gamma.sum(), "gamma.*sum reads it too"),
+        lambda m, x: m.head(m.two(m.gamma * m.tokens(x)).mean(1)) * m.gamma.sum(), "gamma.*is read elsewhere"),
     "a scale of two writers": (
         lambda m, x: m.head(m.two((y := m.gamma * m.tokens(x)) + m.gamma * m.outer(m.two(y))).mean(1)), "elsewhere"),
     "a scaled value is read elsewhere": (
         lambda m, x: m.two(m.gamma * (y := m.tokens(x))).mean(1) + m.inner(y).mean(1), "transpose makes"),
     "a scale for each token": (
-        lambda m, x: m.head(m.two(m.tokens(x) * m.places).mean(1)), "places.*for each of 6 channels"),
+        lambda m, x: m.head(m.two(m.tokens(x) * m.places).mean(1)), "places.*no parameter of one number per channel"),
     "a constant scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.fixed).mean(1)), "fixed.*no parameter"),
+    "a scale of two modules": (lambda m, x: m.head(m.two(m.shared * m.tokens(x)).mean(1)), "shared.*elsewhere"),
+    "a scale of a layer that is called": (
+        lambda m, x: m.head(m.two(m.inner.bias * m.tokens(x)).mean(1)) * m.inner(x.mean()[None].expand(6)).sum(),
+        "inner.bias.*elsewhere"),
+    "a bias of a layer that is called": (
+        lambda m, x: m.head(m.two(m.inner.bias + m.tokens(x)).mean(1)) * m.inner(x.mean()[None].expand(6)).sum(),
+        "inner.bias.*elsewhere"),
     "a sum is scaled": (lambda m, x: m.head(m.two(m.gamma * (m.tokens(x) + m.place)).mean(1)), "add makes its input"),
     "a product is read elsewhere": (scaled_twice, "inner writes to it, and elsewhere too"),
     "a LayerScale writes elsewhere": (layer_scaled_twice, "inner writes to it, and elsewhere too"),
