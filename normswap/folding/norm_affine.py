@@ -125,27 +125,24 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     return _producer(builder, values, (nn.Linear,) if scaled_dim(module) == -1 else (nn.modules.conv._ConvNd,))
 
 
-def scale_parameter_producer(builder: PlanBuilder, parameter: str, axis: Axis | None) -> tuple[str, list[fx.Node]]:
+def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str, list[fx.Node]]:
     """The path of the linear layer whose output this parameter alone multiplies, channel by channel, and the products.
 
-    `axis`: the products' channels. Raises NotFoldable as `layer_scale_producer`.
+    Raises NotFoldable as `layer_scale_producer`.
     """
     traced = builder.traced
     tensor = traced.fetch(parameter)
-    if not isinstance(tensor, nn.Parameter) or axis is None or tensor.numel() != axis.size:
-        raise NotFoldable("is no parameter of one number per channel")
-    ahead = [n for n in (*traced.nodes, *traced.alternative_nodes) if n.op == "get_attr" and n.target == parameter]
     products: dict[fx.Node, fx.Node] = {}
-    while ahead:
-        for user in traced.users[ahead.pop()]:
-            if product := channel_axes.scaled(traced, user):
-                products[user] = product[0]
-            elif channel_axes.is_step(traced, user) and len(inputs(user)) == 1:
-                ahead.append(user)
-            else:
+    for start in (*traced.nodes, *traced.alternative_nodes):
+        if start.op != "get_attr" or start.target != parameter:
+            continue
+        for _, reader in readers(builder, start, lambda node: channel_axes.is_step(traced, node)):
+            product, axis = channel_axes.scaled(traced, reader), builder.axes.get(reader)
+            if product is None or has_other_modules(builder, parameter):
                 raise NotFoldable("is read elsewhere too")
-    if has_other_modules(builder, parameter):
-        raise NotFoldable("is read elsewhere too")
+            if axis is None or axis.size != tensor.numel() or not isinstance(tensor, nn.Parameter):
+                raise NotFoldable("is no parameter of one number per channel")
+            products[reader] = product[0]
     return _producer(builder, [*products.values()], LINEAR, after_steps=True), [*products]
 
 

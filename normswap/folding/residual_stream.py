@@ -14,7 +14,6 @@ from normswap.folding.norm_affine import has_other_modules, layer_scale_producer
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
-from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
 from normswap.layers.channel_norm import scaled_dim
@@ -40,36 +39,36 @@ class Stream:
     scaled: dict[str, list[fx.Node]] = field(default_factory=dict)
 
 
-def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
+def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
     """The stream of the values of `starts`, one for each way through the network, if it can be centred.
 
     Raises NotFoldable: something reads its mean, or writes to it and cannot leave the mean out.
     """
     for start in starts:
-        if axes.get(start) is None:
-            raise NotFoldable(f"where the channels are is not known after {called(_loses_channels(axes, start))}")
+        if builder.axes.get(start) is None:
+            raise NotFoldable(f"where the channels are is not known after {called(_loses_channels(builder, start))}")
     stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
         if node in stream.values:
             continue
         stream.values.add(node)
-        ahead += _above(builder, axes, stream, node)
+        ahead += _above(builder, stream, node)
         for user in builder.traced.users[node]:
-            if _passes(builder, user) and axes.get(user) is not None:
+            if _passes(builder, user) and builder.axes.get(user) is not None:
                 ahead.append(user)
-            elif not _ignores_the_mean(builder, axes, node, user):
+            elif not _ignores_the_mean(builder, node, user):
                 raise NotFoldable(_complaint(user))
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
-        _check_tensor(builder, axes, stream, path)
+        _check_tensor(builder, stream, path)
     return stream
 
 
-def _loses_channels(axes: Axes, node: fx.Node) -> fx.Node:
+def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
     """The first step after which the channels of `node` are not known any more."""
-    while above := [source for source in inputs(node) if inputs(source) and axes.get(source) is None]:
+    while above := [source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None]:
         node = above[0]
     return node
 
@@ -94,10 +93,10 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     return alike or is_add(node) or is_constant_mul(node)
 
 
-def _ignores_the_mean(builder: PlanBuilder, axes: Axes, node: fx.Node, user: fx.Node) -> bool:
+def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.traced.module(user)
-    axis = axes.get(node)
+    axis = builder.axes.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
@@ -118,7 +117,7 @@ def called(node: fx.Node) -> str:
     return f"{name(node)} in {node.meta['inside'][-1]}"
 
 
-def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> list[fx.Node]:
+def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
     """The stream's values from which `node` is computed; none where `node` writes to the stream."""
     module = builder.traced.module(node)
     path = str(node.target)
@@ -127,9 +126,9 @@ def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> l
     elif node.op == "get_attr":
         stream.tensors[path] = -1
     elif product := channel_axes.scaled(builder.traced, node):
-        _scale(builder, stream, str(product[1].target), axes.get(node))
+        _scale(builder, stream, str(product[1].target))
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        _scale(builder, stream, path, axes.get(node))
+        _scale(builder, stream, path)
     elif _passes(builder, node):
         return inputs(node)
     else:
@@ -137,12 +136,12 @@ def _above(builder: PlanBuilder, axes: Axes, stream: Stream, node: fx.Node) -> l
     return []
 
 
-def _scale(builder: PlanBuilder, stream: Stream, path: str, axis: Axis | None) -> None:
+def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
     """Note that a LayerScale writes to the stream: a module, or a parameter."""
     module = builder.traced.modules.get(path)
     try:
         if module is None:
-            linear, outputs = scale_parameter_producer(builder, path, axis)
+            linear, outputs = scale_parameter_producer(builder, path)
         else:
             linear, outputs = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
     except NotFoldable as why:
@@ -161,7 +160,7 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
-def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
+def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
     if not isinstance(builder.traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
     if has_other_modules(builder, path):
@@ -169,7 +168,7 @@ def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -
     for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:
             continue
-        axis = axes.get(node)
+        axis = builder.axes.get(node)
         if node not in stream.values or axis is None or axis.dim is None:
             raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
         stream.tensors[path] = axis.dim

@@ -251,6 +251,13 @@ for square in (True, False):
         "place writes to it, and is read elsewhere too")  # fmt: skip
 
 
+for joins in (torch.add, torch.mul):
+    OPEN[f"a constant enters off squares by {joins.__name__}"] = (
+        lambda m, x, joins=joins: m.head(
+            m.two(joins(m.tokens(x), torch.ones(6)) if x.shape[-1] != x.shape[-2] else m.tokens(x)).mean(1)),
+        "no parameter")  # fmt: skip
+
+
 def turned(m: Any, x: Tensor) -> Tensor:
     """As many tokens as channels, so that both may be added to their transpose."""
     y = m.inner(torch.cat([x := m.tokens(x), x[:, :2]], 1))
