@@ -1,6 +1,5 @@
 """Small networks with LayerNorms that look as if they had been trained."""
 
-import re
 from typing import Any
 
 import timm
@@ -62,7 +61,7 @@ def inhabit(model: nn.Module, seed: int = 0) -> nn.Module:
                 value.copy_(1 + 0.3 * noise(value))
                 value[::7].neg_()
                 value[::11] = 0
-            elif re.search(r"gamma(_\d)?$", path):  # LayerScale
+            elif path.endswith("gamma"):  # LayerScale
                 value.copy_(0.5 + 0.2 * noise(value))
             elif value.ndim == 1 or "token" in path or "pos_embed" in path:
                 value.copy_(0.3 * noise(value))

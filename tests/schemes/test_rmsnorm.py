@@ -174,17 +174,6 @@ def twice(m: Any, x: Tensor) -> Tensor:
     return m.head((m.two(x) + m.outer(m.two(x))).mean(1))
 
 
-def scaled_twice(m: Any, x: Tensor) -> Tensor:
-    """The same linear layer and parameter make the stream and a value that needs its mean."""
-    y = m.tokens(x)
-    return m.head((m.two(m.gamma * m.inner(y)) + (m.gamma * m.inner(y.roll(1, 1))).relu()).mean(1))
-
-
-def layer_scaled_twice(m: Any, x: Tensor) -> Tensor:
-    y = m.tokens(x)
-    return m.head((m.two(m.scale(m.inner(y))) + m.scale(m.inner(y.roll(1, 1))).relu()).mean(1))
-
-
 FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
     "a constant factor": lambda m, x: m.head(m.two(0.5 * (m.tokens(x) + 2 * m.place)).mean(1)),
@@ -221,14 +210,16 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a constant scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.fixed).mean(1)), "fixed.*no parameter"),
     "a scale of two modules": (lambda m, x: m.head(m.two(m.shared * m.tokens(x)).mean(1)), "shared.*elsewhere"),
     "a scale of a layer that is called": (
-        lambda m, x: m.head(m.two(m.inner.bias * m.tokens(x)).mean(1)) * m.inner(x.mean()[None].expand(6)).sum(),
-        "inner.bias.*elsewhere"),
+        lambda m, x: m.head(m.two(m.inner.bias * m.outer(m.inner(m.tokens(x)))).mean(1)), "inner.bias.*elsewhere"),
     "a bias of a layer that is called": (
-        lambda m, x: m.head(m.two(m.inner.bias + m.tokens(x)).mean(1)) * m.inner(x.mean()[None].expand(6)).sum(),
-        "inner.bias.*elsewhere"),
+        lambda m, x: m.head(m.two(m.inner.bias + m.outer(m.inner(m.tokens(x)))).mean(1)), "inner.bias.*elsewhere"),
     "a sum is scaled": (lambda m, x: m.head(m.two(m.gamma * (m.tokens(x) + m.place)).mean(1)), "add makes its input"),
-    "a product is read elsewhere": (scaled_twice, "inner writes to it, and elsewhere too"),
-    "a LayerScale writes elsewhere": (layer_scaled_twice, "inner writes to it, and elsewhere too"),
+    "a product is read elsewhere": (
+        lambda m, x: (m.two(m.gamma * m.inner(y := m.tokens(x))) + (m.gamma * m.inner(y[:, :1])).relu()).mean(1),
+        "inner writes to it, and elsewhere too"),
+    "a LayerScale writes elsewhere": (
+        lambda m, x: (m.two(m.scale(m.inner(y := m.tokens(x)))) + m.scale(m.inner(y[:, :1])).relu()).mean(1),
+        "inner writes to it, and elsewhere too"),
     "a square is added": (
         lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after mul"),
     "grouped filters": (
