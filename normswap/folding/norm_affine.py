@@ -4,7 +4,7 @@ W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear
 all channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; padding with zeros stops the
 beta. LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section 2), goes into
 the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own parameter (ConvNeXt, CaiT, BEiT)
-is no module, and stays.
+is no module, and `folded` leaves it.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers and embeddings that
 write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and each LayerNorm becomes an RMSNorm.
+A LayerScale on the way, a module or a parameter gamma, is taken in first: W' = (I - 11'/C) diag(gamma) W.
 (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
 """
 
