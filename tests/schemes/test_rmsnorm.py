@@ -55,6 +55,7 @@ def test_exact(name: str) -> None:
     assert type(result) is type(model)
     assert kinds(result, nn.LayerNorm) == []
     assert kinds(result, nn.RMSNorm) == kinds(model, nn.LayerNorm)
+    assert {parameter.dtype for parameter in result.parameters()} == {torch.float64}
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     expected = features(model, x)
@@ -138,6 +139,13 @@ def test_refused_with_path_and_reason(name: str) -> None:
             assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= TOLERANCE
 
 
+def test_no_skip_is_named_that_leaves_nothing_to_do() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
+    with pytest.raises(RefusedError, match="1: it has no running statistics") as error:
+        plan_step(inspect(model, torch.randn(2, 3, 8, 8)), "folded")
+    assert error.value.remedy == ""
+
+
 class Net(nn.Module):
     """Patches, then a residual stream of two branches; `body` may do more with it."""
 
@@ -149,7 +157,7 @@ class Net(nn.Module):
         self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
         self.place = nn.Parameter(torch.randn(1, 1, 6))
         self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
-        self.shared = nn.Parameter(torch.randn(6))
+        self.shared, self.norm = nn.Parameter(torch.randn(6)), nn.BatchNorm2d(6)
         self.holder = nn.ParameterList([self.shared])
         self.scale, self.drop = timm.layers.LayerScale(6), nn.Dropout(0.5)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
@@ -213,6 +221,11 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: m.head(m.two(m.inner.bias * m.outer(m.inner(m.tokens(x)))).mean(1)), "inner.bias.*elsewhere"),
     "a bias of a layer that is called": (
         lambda m, x: m.head(m.two(m.inner.bias + m.outer(m.inner(m.tokens(x)))).mean(1)), "inner.bias.*elsewhere"),
+    "a scale of as many tokens": (
+        lambda m, x: m.two(m.gamma[:, None] * m.inner(torch.cat([y := m.tokens(x), y[:, :2]], 1))).mean(1),
+        "is not known after mul"),
+    "a BatchNorm writes": (
+        lambda m, x: m.two(m.norm(m.patch(x)).flatten(2).transpose(1, 2)).mean(1), "norm writes to it, whose output"),
     "a sum is scaled": (lambda m, x: m.head(m.two(m.gamma * (m.tokens(x) + m.place)).mean(1)), "add makes its input"),
     "a product is read elsewhere": (
         lambda m, x: (m.two(m.gamma * m.inner(y := m.tokens(x))) + (m.gamma * m.inner(y[:, :1])).relu()).mean(1),
