@@ -26,11 +26,10 @@ from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
-from normswap.training.assembly import Task, from_first, stop_on_request
+from normswap.training.assembly import Task, begin, converted, from_first, stop_on_request
 from normswap.training.optimizing import clip_gradients
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
-from normswap.training.subject import begin, converted
 from normswap.training.training_images import TrainingImages, image_notes, key
 
 if TYPE_CHECKING:
