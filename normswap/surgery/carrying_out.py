@@ -9,7 +9,7 @@ from torch import nn
 from normswap import provenance, schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, RefusedError, first_line, spelled
-from normswap.graph import selection
+from normswap.graph.anatomy import patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
@@ -124,7 +124,7 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         batches=batches,
         example=network.examples[0],
         after=partial(applying.apply_step, network.module),
-        takes_part=selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part,
+        takes_part=restrict(network.anatomy, **patterns(step.options)).takes_part,
         seed=network.seed,
         progress=network.progress,
     )

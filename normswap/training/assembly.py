@@ -106,14 +106,9 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
         say(f"converting to {how.to}")
         images = None
         if how.calibrate:
+            place, seed = places(recipe.data)[0], recipe.train.seed
             images = datasets.make_loader(
-                model,
-                places(recipe.data)[0],
-                split="train",
-                samples=how.samples,
-                seed=recipe.train.seed,
-                workers=0,
-                labelled=False,
+                model, place, split="train", samples=how.samples, seed=seed, workers=0, labelled=False
             )
         result = conversion.convert(network, how.to, calibrate=images, **how.options)
         for note in result.notes:

@@ -57,6 +57,10 @@ class TrainingProgress:
     top1: float | None
 
 
+Show = Callable[[TrainingProgress], None]
+Say = Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run.
@@ -90,8 +94,8 @@ def finetune(
     resume: str | None = None,
     device: str = "auto",
     track: str = "auto",
-    progress: Callable[[TrainingProgress], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: Show | None = None,
+    say: Say | None = None,
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
 
@@ -153,14 +157,7 @@ def finetune(
 class TrainingRun:
     """The loop and its files; `blank` is the network as training begins, for its structure."""
 
-    def __init__(
-        self,
-        task: Task,
-        folder: Folder,
-        blank: nn.Module,
-        progress: Callable[[TrainingProgress], None] | None,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, task: Task, folder: Folder, blank: nn.Module, progress: Show | None, log: Say) -> None:
         self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
         self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
         device = task.engine.device
