@@ -179,9 +179,8 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:
         remedy = f"Give larger inputs, or leave a norm of one element out by '{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError(
-            f"{scheme} does not run on {tuple(example.images.shape[1:])}", first_line(error), remedy
-        ) from None
+        size = tuple(example.images.shape[1:])
+        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"
