@@ -82,8 +82,10 @@ class Drift:
         return mean < _DETAIL and log_var > max(_DETAIL, _BEYOND_CHANCE * self.log_error)
 
     def __str__(self) -> str:
-        means = f"means off by {self.mean:.2f} +- {self.error:.2f} deviations"
-        return f"{self.site.path}: {means}, variances {torch.tensor(self.log_var).exp():.1f} x"
+        factor = torch.tensor(self.log_var).exp()
+        return (
+            f"{self.site.path}: means off by {self.mean:.2f} +- {self.error:.2f} deviations, variances {factor:.1f} x"
+        )
 
 
 def measured(case: Case) -> list[Drift]:
