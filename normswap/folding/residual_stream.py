@@ -29,15 +29,14 @@ class Stream:
         values: their nodes.
         linears: paths of the linear layers that write to it.
         tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
-        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, with its path.
-        scaled: their outputs, by path of the linear layer.
+        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, and their outputs,
+            by its path.
     """
 
     values: set[fx.Node] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     tensors: dict[str, int] = field(default_factory=dict)
-    scales: dict[str, str] = field(default_factory=dict)
-    scaled: dict[str, list[fx.Node]] = field(default_factory=dict)
+    scales: dict[str, tuple[str, list[fx.Node]]] = field(default_factory=dict)
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
@@ -76,7 +75,7 @@ def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
     """Plan that the stream's mean over channels is zero."""
-    for scale, linear in stream.scales.items():
+    for linear, (scale, _) in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
         if scale in builder.traced.modules:
             builder.remove(scale)
@@ -148,7 +147,7 @@ def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
     except NotFoldable as why:
         raise NotFoldable(f"{path} writes to it, and {why}") from None
     stream.linears.add(linear)
-    stream.scales[path], stream.scaled[linear] = linear, outputs
+    stream.scales[linear] = path, outputs
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
@@ -156,7 +155,7 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
-    outputs = stream.scaled.get(path) or builder.traced.calls[id(linear)]
+    _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
     if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 

@@ -150,14 +150,13 @@ class _Reading:
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
         for arm, other in (arms, arms[::-1]):
             label = self.labels.get(other)
-            if arm.op != "get_attr" or not label:
-                continue
-            count = math.prod(arm.meta["shape"])
-            if count == label.size:
-                self.labels[arm] = _Label(count, 1)
-            elif not count % (label.size * label.stride):
-                # An embedding of maps has its channels where the maps have them.
-                self.labels[arm] = label
+            if arm.op == "get_attr" and label:
+                count = math.prod(arm.meta["shape"])
+                if count == label.size:
+                    self.labels[arm] = _Label(count, 1)
+                elif not count % (label.size * label.stride):
+                    # An embedding of maps has its channels where the maps have them.
+                    self.labels[arm] = label
         first, second = (self.labels.get(arm) for arm in arms)
         if first == second and all(arm.meta["shape"] == node.meta["shape"] for arm in arms):
             return first

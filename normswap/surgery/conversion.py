@@ -14,9 +14,7 @@ from normswap import schemes
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
-from normswap.graph import selection
-from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.selection import patterns, restrict
+from normswap.graph.anatomy import Anatomy, Block, naming, patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -76,8 +74,8 @@ def plan_steps(
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
-    scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
-    restricted = selection.restrict(anatomy, **patterns)
+    scheme, limits = chosen.scheme, patterns(chosen.options)
+    restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
@@ -87,18 +85,17 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
         raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed), _leaving(restricted, chosen, builder))
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
-    return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
+    return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
 
 
 def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
     """How to leave out what is refused, if the rest can then be converted."""
     norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
-    skip = selection.naming(builder.refusals, [path for path in norms if path not in builder.refusals])
-    asked = patterns(chosen.options)
+    skip = naming(builder.refusals, [path for path in norms if path not in builder.refusals])
     with suppress(NormswapError):
-        rest = restrict(anatomy, asked.get("only", ()), [*asked.get("skip", ()), *skip])
-        remaining: PlanBuilder = chosen.scheme.plan(rest, **chosen.own)
-        if not remaining.refusals and (remaining.replacements or remaining.linears):
+        outside = anatomy.outside | restrict(anatomy, skip=skip).outside
+        rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
+        if not rest.refusals and (rest.replacements or rest.linears):
             return f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
     return ""
 
@@ -142,7 +139,7 @@ def convert(
             What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
             statistics that the network's BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
-        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
+        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`restrict`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
 
     Returns:

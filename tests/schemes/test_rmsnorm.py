@@ -159,7 +159,7 @@ class Net(nn.Module):
         self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
         self.shared, self.norm = nn.Parameter(torch.randn(6)), nn.BatchNorm2d(6)
         self.holder = nn.ParameterList([self.shared])
-        self.scale, self.drop = timm.layers.LayerScale(6), nn.Dropout(0.5)
+        self.scale = timm.layers.LayerScale(6)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
@@ -188,9 +188,6 @@ FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "rolled, padded, cut, averaged": lambda m, x: m.head(
         m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))
     ),
-    "a parameter scales a writer": (
-        lambda m, x: m.head(m.two((y := m.tokens(x)) + m.drop(m.gamma * m.drop(m.outer(m.two(y))))).mean(1))
-    ),
     "a parameter scales maps": (
         lambda m, x: m.head(m.two(m.patch(x).mul(m.gamma.reshape(1, -1, 1, 1)).flatten(2).transpose(1, 2)).mean(1))
     ),
@@ -215,7 +212,6 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: m.two(m.gamma * (y := m.tokens(x))).mean(1) + m.inner(y).mean(1), "transpose makes"),
     "a scale for each token": (
         lambda m, x: m.head(m.two(m.tokens(x) * m.places).mean(1)), "places.*no parameter of one number per channel"),
-    "a constant scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.fixed).mean(1)), "fixed.*no parameter"),
     "a scale of two modules": (lambda m, x: m.head(m.two(m.shared * m.tokens(x)).mean(1)), "shared.*elsewhere"),
     "a scale of a layer that is called": (
         lambda m, x: m.head(m.two(m.inner.bias * m.outer(m.inner(m.tokens(x)))).mean(1)), "inner.bias.*elsewhere"),

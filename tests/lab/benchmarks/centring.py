@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "tests"))
 from small_transformers import inhabit  # noqa: E402
 
 PROVEN = 8_000_000
-COLUMNS = ("family", "networks", "whole", "LayerNorms", "become RMSNorms", "of them proven", "largest error", "why not")
+COLUMNS = ("family", "networks", "whole", "LayerNorms", "become RMSNorms", "proven", "largest error", "why not")
 
 
 def create(name: str, device: str) -> Any:
@@ -61,33 +61,33 @@ def counted(name: str, size: int) -> Row:
 
 
 def line(family: str, rows: list[Row]) -> str:
-    """A row of the table."""
     whole = sum(row["become"] > 0 and not row["reasons"] for row in rows)
     norms, become, proven = (sum(row[key] for row in rows) for key in ("norms", "become", "proven"))
-    reasons = Counter({why: sum(row["reasons"].get(why, 0) for row in rows) for row in rows for why in row["reasons"]})
+    reasons = Counter(why for row in rows for why, count in row["reasons"].items() for _ in range(count))
     why = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(2))
     return markdown_row(family, len(rows), whole, norms, become, proven, f"{max(r['error'] for r in rows):.0e}", why)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--minutes", type=float, default=600, help="begin no network after this time")
+    (parser := arguments(__doc__)).add_argument("--minutes", type=float, default=600, help="begin none after this time")
     args = parser.parse_args()
     end, kept = time.monotonic() + 60 * args.minutes, Kept(ROOT / "runs" / "centring.jsonl", fresh=args.fresh)
     sizes = {name: kept.get((name,), lambda name=name: seen(name)) for name in timm.list_models()}
-    rows, left = [], []
+    rows: list[Row] = []
     for name, size in sorted(sizes.items(), key=lambda item: item[1]["size"]):
-        row: Row = {"failed": "no time"}
         if size["norms"] and (("plan", name) in kept.rows or time.monotonic() < end):
             row = kept.get(("plan", name), lambda name=name, size=size: counted(name, size["size"]))
-            print(name, row, flush=True)
-        if "failed" not in row:
             rows.append({**size, **row})
-        elif size["norms"]:
-            left.append(f"{name} ({row['failed']})")
-    lines = ["", f"Not counted: {', '.join(left) or 'none'}.", "", markdown_head(*COLUMNS), line("**all**", rows)]
-    for family in sorted({row["family"] for row in rows}):
-        lines.append(line(family, [row for row in rows if row["family"] == family]))
+    failed, done = ([row for row in rows if ("failed" in row) is fails] for fails in (True, False))
+    networks = sum(size["norms"] > 0 for size in sizes.values())
+    lines = [
+        "",
+        f"The {len(rows)} smallest networks of {networks}, with up to {rows[-1]['size'] / 1e6:.0f} M parameters.",
+    ]
+    lines += [f"- not counted: {row['key'][1]}, {row['norms']} LayerNorms: {row['failed']}" for row in failed]
+    lines += ["", markdown_head(*COLUMNS), line("**all**", done)]
+    for family in sorted({row["family"] for row in done}):
+        lines.append(line(family, [row for row in done if row["family"] == family]))
     kept.write(args.output, "LayerNorms of timm that are RMSNorms once their streams are centred", lines)
 
 
