@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -31,7 +30,7 @@ PROVEN = 8_000_000
 COLUMNS = ("family", "networks", "whole", "LayerNorms", "become RMSNorms", "proven", "largest error", "why not")
 
 
-def create(name: str, device: str) -> Any:
+def create(name: str, device: str) -> nn.Module:
     with torch.device(device):
         return timm.create_model(name).eval()
 
@@ -42,22 +41,22 @@ def seen(name: str) -> Row:
     return {"family": type(model).__module__.rpartition(".")[2], "norms": norms, "size": size}
 
 
-def counted(name: str, size: int) -> Row:
+def counted(name: str, network: Row) -> Row:
     """How many become RMSNorms, how many stay for which reason, and of a small network the largest error."""
     model = create(name, "meta")
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    row: Row = {"become": 0, "proven": 0, "error": 0.0}
     try:
         builder = rmsnorm.plan(inspect(model))
         plain = [re.sub(r"[\w.]+", lambda word: kinds.get(word[0], word[0]), why) for why in builder.refusals.values()]
         plain = [re.sub(r"^its input must keep its mean: | in [\w.]+(?= adds|$)", "", why) for why in plain]
-        row: Row = {"become": len(builder.outcomes), "reasons": Counter(plain), "proven": 0, "error": 0.0}
-        if size <= PROVEN and builder.outcomes:
+        if network["size"] <= PROVEN and builder.outcomes:
             done = normswap.convert(inhabit(create(name, "cpu")), "rmsnorm", skip=[*builder.refusals])
             row["proven"] = sum(isinstance(done.model.get_submodule(path), nn.RMSNorm) for path in builder.outcomes)
             row["error"] = max(error.relative_l2 for error in done.report.logits if error.precision == "float64")
+        return {**row, "become": len(builder.outcomes), "reasons": Counter(plain)}
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
-    return row
+        return {**row, "reasons": {f"{type(error).__name__}: {error}"[:200]: network["norms"]}}
 
 
 def line(family: str, rows: list[Row]) -> str:
@@ -72,22 +71,20 @@ def main() -> None:
     (parser := arguments(__doc__)).add_argument("--minutes", type=float, default=600, help="begin none after this time")
     args = parser.parse_args()
     end, kept = time.monotonic() + 60 * args.minutes, Kept(ROOT / "runs" / "centring.jsonl", fresh=args.fresh)
-    sizes = {name: kept.get((name,), lambda name=name: seen(name)) for name in timm.list_models()}
+    networks = {name: kept.get((name,), lambda name=name: seen(name)) for name in timm.list_models()}
+    networks = {name: network for name, network in networks.items() if network["norms"]}
     rows: list[Row] = []
-    for name, size in sorted(sizes.items(), key=lambda item: item[1]["size"]):
-        if size["norms"] and (("plan", name) in kept.rows or time.monotonic() < end):
-            row = kept.get(("plan", name), lambda name=name, size=size: counted(name, size["size"]))
-            rows.append({**size, **row})
-    failed, done = ([row for row in rows if ("failed" in row) is fails] for fails in (True, False))
-    networks = sum(size["norms"] > 0 for size in sizes.values())
+    for name, network in sorted(networks.items(), key=lambda item: item[1]["size"]):
+        if ("plan", name) in kept.rows or time.monotonic() < end:
+            row = kept.get(("plan", name), lambda name=name, network=network: counted(name, network))
+            rows.append({**network, **row})
     lines = [
         "",
-        f"The {len(rows)} smallest networks of {networks}, with up to {rows[-1]['size'] / 1e6:.0f} M parameters.",
+        f"The {len(rows)} smallest of {len(networks)} networks: up to {rows[-1]['size'] / 1e6:.0f} M parameters.",
     ]
-    lines += [f"- not counted: {row['key'][1]}, {row['norms']} LayerNorms: {row['failed']}" for row in failed]
-    lines += ["", markdown_head(*COLUMNS), line("**all**", done)]
-    for family in sorted({row["family"] for row in done}):
-        lines.append(line(family, [row for row in done if row["family"] == family]))
+    lines += ["", markdown_head(*COLUMNS), line("**all**", rows)]
+    for family in sorted({row["family"] for row in rows}):
+        lines.append(line(family, [row for row in rows if row["family"] == family]))
     kept.write(args.output, "LayerNorms of timm that are RMSNorms once their streams are centred", lines)
 
 
