@@ -98,7 +98,8 @@ def _made(name: str, side: int) -> tuple[nn.Module, Tensor, float]:
     x = torch.randn(8, 3, side, side)
     source = calm(timm.create_model(name), x)
     x = x[:4]
-    return source, x, distance(run(source, x.double()), run(source.float(), x).double())
+    precise = run(source, x.double())
+    return source, x, distance(precise, run(source.float(), x).double())
 
 
 def _said(nodes: dict[str, int] | None) -> str:
