@@ -92,7 +92,8 @@ def compute(layer: Linearity, weight: Tensor) -> None:
 @torch.no_grad()
 def scale_filters(layer: Any, factor: Tensor) -> None:
     """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
-    tensors: list[Tensor] = [layer.gain if isinstance(layer, STANDARDIZED) else layer.weight]
+    standardized = isinstance(layer, STANDARDIZED)
+    tensors: list[Tensor] = [layer.gain if standardized else layer.weight]
     if keeps_mean(layer):
         tensors.append(layer.mean)
     for tensor in tensors:
