@@ -2,9 +2,9 @@
 
     python tests/lab/benchmarks/centring.py -o tests/lab/benchmarks/centring.md
 
-Every network with a LayerNorm is planned, the smallest first, without weights (on the meta device), and what is refused
-left out, as by `--skip`. Those of at most `PROVEN` parameters are also converted, with random weights, and measured in
-float64. What was counted is kept, a line each, in runs/centring.jsonl; a second call goes on.
+Every network with a LayerNorm is planned, the smallest first, without weights (on the meta device), what is refused
+left out as by `--skip`. Those of at most `PROVEN` parameters are also converted, with random weights, and measured in
+float64. runs/centring.jsonl keeps what was counted; a second call goes on.
 """
 
 import re
@@ -64,7 +64,8 @@ def line(family: str, rows: list[Row]) -> str:
     norms, become, proven = (sum(row[key] for row in rows) for key in ("norms", "become", "proven"))
     reasons = Counter(why for row in rows for why, count in row["reasons"].items() for _ in range(count))
     why = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(2))
-    return markdown_row(family, len(rows), whole, norms, become, proven, f"{max(r['error'] for r in rows):.0e}", why)
+    error = f"{max(row['error'] for row in rows):.0e}" if proven else ""
+    return markdown_row(family, len(rows), whole, norms, become, proven, error, why)
 
 
 def main() -> None:
@@ -76,8 +77,7 @@ def main() -> None:
     rows: list[Row] = []
     for name, network in sorted(networks.items(), key=lambda item: item[1]["size"]):
         if ("plan", name) in kept.rows or time.monotonic() < end:
-            row = kept.get(("plan", name), lambda name=name, network=network: counted(name, network))
-            rows.append({**network, **row})
+            rows.append(network | kept.get(("plan", name), lambda name=name, network=network: counted(name, network)))
     lines = [
         "",
         f"The {len(rows)} smallest of {len(networks)} networks: up to {rows[-1]['size'] / 1e6:.0f} M parameters.",
