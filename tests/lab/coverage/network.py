@@ -123,19 +123,12 @@ def check(name: str) -> dict[str, Any]:
         used = total - found.get("unused", 0)
         row["error"] = distance(reference, outputs(result, x))
         row["left"] = len(batchnorms(result)) - (total - used)
-        row["status"] = verdict(row["error"], row["left"])
+        row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
         if checksum(model) != before:
             row |= {"status": "wrong", "why": "the source was changed"}
     del result
     row["fuse"] = fuse(model, x, reference)
     return row
-
-
-def verdict(error: float, left: int) -> str:
-    """What a folded network is, given its distance from the source and the number of norms left."""
-    if not error <= EXACT:
-        return "wrong"
-    return "incomplete" if left else "exact"
 
 
 def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
@@ -149,8 +142,8 @@ def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
         return {"status": "raised", "left": total, "why": f"{type(problem).__name__}: {problem}"[:120]}
     if not error <= EXACT:
         return {"status": "wrong", "left": left, "error": error}
-    some = "no-op" if left >= total else "partial"
-    return {"status": some if left else "complete", "left": left, "error": error}
+    status = "complete" if left == 0 else "no-op" if left >= total else "partial"
+    return {"status": status, "left": left, "error": error}
 
 
 def _normalizes(fused: fx.GraphModule, node: fx.Node) -> bool:
