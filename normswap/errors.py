@@ -86,8 +86,7 @@ def first_line(error: BaseException) -> str:
     # torch adds lines of its own, and a KeyError spells them out.
     if isinstance(error, KeyError) and "\\n" in text:
         text = str(error.args[0])
-    lines = text.strip().splitlines()
-    return next(iter(lines), type(error).__name__)
+    return next(iter(text.strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from normswap.plan import AbsorbMode, Absorption
 
 def offsets(conv: _ConvNd) -> list[range]:
     """By dimension, each tap's offset from the position that the convolution writes (with stride 1)."""
-    padding = cast("tuple[int, ...]", conv.padding)
-    sides = zip(conv.kernel_size, conv.dilation, padding, strict=True)
+    sides = zip(conv.kernel_size, conv.dilation, cast("tuple[int, ...]", conv.padding), strict=True)
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
 
 

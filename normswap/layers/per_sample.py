@@ -79,8 +79,7 @@ class Recentred(PlannedLayer):
         cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
     ) -> nn.Module:
         # Of a norm that somebody registered, the BatchNorm that computes what it does.
-        is_registered = affine.is_registered(old)
-        new: Any = site_norm.SiteNorm.replacing(old, like=like) if is_registered else copy.deepcopy(old)
+        new: Any = site_norm.SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
         if eps is None:
             return cast(nn.Module, new)
         scale, offset = leveled(old, groups)
