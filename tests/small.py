@@ -1,12 +1,14 @@
 """A small network, written in every way a model source can be."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from normswap import provenance
@@ -43,3 +45,16 @@ def write_folder(folder: Path, state: State, **config: Any) -> None:
     cfg = {"input_size": [3, 48, 48], "mean": [0.5, 0.4, 0.3], "crop_pct": 1.0, "label_names": names}
     layout = {"architecture": "resnet18", "num_classes": 10, "model_args": ARGS, "pretrained_cfg": cfg}
     (folder / "config.json").write_text(json.dumps({**layout, **config}))
+
+
+def record_of(folder: Path) -> Any:
+    """The record in the weights that normswap wrote."""
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        return json.loads(opened.metadata()["normswap"])
+
+
+def rewrite(folder: Path, *, header: Mapping = {}, tensors: Mapping[str, torch.Tensor | None] = {}) -> None:
+    """Write the weights again with other keys in the record, or other tensors; without those that are None."""
+    file, record = folder / "model.safetensors", record_of(folder)
+    state = {name: tensor for name, tensor in {**load_file(file), **tensors}.items() if tensor is not None}
+    save_file(state, file, {"normswap": json.dumps({**record, **header})})

@@ -43,7 +43,11 @@ VERSION = 1
 
 
 class Header(BaseModel):
-    """The record as it is read: hashes are those of the tensors, by file; the report is that of the conversion."""
+    """The record as it is read; the report is that of the conversion.
+
+    Args:
+        hashes: of all tensors of a file, by file; tensors: of each by itself, by file and name (none in older ones).
+    """
 
     model_config = ConfigDict(strict=True)
     version: int
@@ -54,6 +58,7 @@ class Header(BaseModel):
     pretrained_cfg: dict[str, Any]
     report: Report | None
     hashes: dict[str, str]
+    tensors: dict[str, dict[str, str]] = {}
     versions: dict[str, str]
 
 
@@ -158,7 +163,7 @@ def load(
     model = applying.apply(bare, plan.steps)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _check_the_same(header.hashes, states, file)
+        _check_the_same(header, states, file)
     model.eval()
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
@@ -192,12 +197,20 @@ def read_header(place: Path) -> Header:
         raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
 
 
-def _check_the_same(hashes: Mapping[str, str], states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
+def _check_the_same(header: Header, states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
     for name, state in states.items():
-        if name in hashes and weight_files.hash_tensors(state) != hashes[name]:
+        if name in header.hashes and weight_files.hash_tensors(state) != header.hashes[name]:
             what = f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those that were saved"
-            why = "the file is missing or damaged, or was changed by another program, and its proof is about others"
-            raise SourceError(what, why, "Get it again; `normswap.load(..., changed=True)` takes it as it is")
+            saved, now = header.tensors.get(name, {}), _hashes(state)
+            others = [tensor for tensor in saved | now if saved and saved.get(tensor) != now.get(tensor)]
+            why = "missing, damaged, or changed by another program, and the proof is about others"
+            remedy = "Get it again; `normswap.load(..., changed=True)` takes it as it is"
+            raise SourceError(what, f"{weight_files.some(others or [name])}: {why}", remedy)
+
+
+def _hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The beginning of each tensor's own SHA-256."""
+    return {name: weight_files.hash_tensors({name: tensor})[:16] for name, tensor in state.items()}
 
 
 def is_checkpoint(place: Path) -> bool:
@@ -242,6 +255,7 @@ def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report
         "plan": json.loads(record.plan.to_json()),
         "report": report and asdict(report),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
+        "tensors": {name: _hashes(tensors) for name, tensors in files.items()},
         "versions": {**versions, "python": platform.python_version()},
     }
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})

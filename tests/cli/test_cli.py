@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
+from small import rewrite
 from torch import Tensor, nn
 
 from normswap import demo_files
@@ -227,6 +228,14 @@ def test_verify_names_the_layer_that_was_changed(path: str, capfd: Capture, conv
     checkpoint.save(model, here / "tuned")
     assert main(["verify", "tuned"]) == 1
     assert f"FAILED: they differ, first at {path} (" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("changed", ["layer2.0.conv1.weight", "layer3.0.bn2.bias"])
+def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Path) -> None:
+    """Also of a network whose values were fitted, which no plan tells."""
+    assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
+    rewrite(here / "out", tensors={changed: -1.5 * load_file(here / "out" / "model.safetensors")[changed]})
+    refused(("verify", "out"), ("are not those that were saved", f": {changed}: ", "changed=True"), here, capfd)
 
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is named."""
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -12,8 +11,8 @@ import pytest
 import timm
 import torch
 from lived import batchnorms, distance, lived_in, run
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small import rewrite
 from torch import nn
 
 import normswap
@@ -167,25 +166,10 @@ def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: p
         checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
 
 
-def rewrite(folder: Path, *, header: dict | None = None, drop: str = "", add: str = "", nan: str = "") -> None:
-    """Write the weights again with another header or other tensors."""
-    file = folder / "model.safetensors"
-    with safe_open(file, "pt") as opened:
-        body = json.loads(opened.metadata()["normswap"])
-    tensors = load_file(file)
-    if drop:
-        del tensors[drop]
-    if add:
-        tensors[add] = torch.zeros(1)
-    if nan:
-        tensors[nan].fill_(float("nan"))
-    save_file(tensors, file, {"normswap": json.dumps({**body, **(header or {})})})
-
-
 DAMAGE = {
-    "a tensor is missing": ({"drop": "fc.bias"}, SourceError, "fc.bias"),
-    "a tensor is too many": ({"add": "extra"}, SourceError, "extra"),
-    "NaN": ({"nan": "fc.weight"}, SourceError, "fc.weight"),
+    "a tensor is missing": ({"tensors": {"fc.bias": None}}, SourceError, "fc.bias"),
+    "a tensor is too many": ({"tensors": {"extra": torch.zeros(1)}}, SourceError, "extra"),
+    "NaN": ({"tensors": {"fc.weight": torch.full((5, 32), torch.nan)}}, SourceError, "fc.weight"),
     "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
     "an edited plan": ({"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}}, PlanError, "digest"),
     "another architecture": ({"header": {"arch": asdict(Arch("resnet18"))}}, PlanError, "layer1.0.downsample.0"),
@@ -227,26 +211,41 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "norms.safetensors"])
 def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) -> None:
-    whole = (written / name).read_bytes()
+    """In the tensor that it is in, unless that has NaN or inf then."""
+    whole, tensors = (written / name).read_bytes(), load_file(written / name)
     begin = 8 + int.from_bytes(whole[:8], "little")
     for place in torch.randint(begin, len(whole), (12,), generator=torch.Generator().manual_seed(0)).tolist():
         shutil.copytree(written, tmp_path / f"{place}")
         harmed = bytearray(whole)
         harmed[place] ^= 1 << place % 8
         (tmp_path / f"{place}" / name).write_bytes(harmed)
-        with pytest.raises(SourceError, match=rf"{name}.* (are not those that were saved|has NaN or inf)"):
+        harmed_tensors = load_file(tmp_path / f"{place}" / name)
+        (other,) = (key for key, t in tensors.items() if t.numpy().tobytes() != harmed_tensors[key].numpy().tobytes())
+        with pytest.raises(SourceError, match=rf"{name}.* (are not those that were saved: {other}: |has NaN or inf)"):
             normswap.load(tmp_path / f"{place}")
 
 
 def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) -> None:
-    shutil.copytree(written, tmp_path / "net")
-    file = tmp_path / "net" / "model.safetensors"
-    with safe_open(file, "pt") as opened:
-        header = opened.metadata()
-    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, header)
+    file = shutil.copytree(written, tmp_path / "net") / "model.safetensors"
+    rewrite(file.parent, tensors={name: tensor + 1 for name, tensor in load_file(file).items()})
     with pytest.raises(SourceError, match=r"changed=True"):
-        normswap.load(tmp_path / "net")
-    assert normswap.load(tmp_path / "net", changed=True).fc.bias.mean() > 0.5
+        normswap.load(file.parent)
+    model = normswap.load(file.parent, changed=True)
+    assert model.fc.bias.mean() > 0.5
+    assert torch.equal(normswap.load(normswap.save(model, tmp_path / "again")).fc.bias, model.fc.bias)
+    for name, tensor in load_file(file).items():
+        rewrite(file.parent, tensors={name: None, f"module.{name}": tensor})
+    with pytest.raises(SourceError, match=r"are not those that were saved: conv1"):
+        normswap.load(file.parent)
+
+
+def test_a_record_without_a_hash_of_each_tensor_is_read(written: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(written, tmp_path / "net")
+    rewrite(folder, header={"tensors": {}})
+    normswap.load(folder)
+    rewrite(folder, tensors={"fc.bias": torch.zeros(3)})
+    with pytest.raises(SourceError, match=r"are not those that were saved: model.safetensors: missing, damaged"):
+        normswap.load(folder)
 
 
 def test_a_weights_file_opens_alone(tmp_path: Path) -> None:
