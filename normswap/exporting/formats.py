@@ -68,6 +68,7 @@ class Format:
         any_count: it takes any number of images at a time; any_input: other tensors than float32.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
+        rms_norm: RMSNorm is one operator in it.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
 
@@ -87,6 +88,7 @@ class Format:
     quantizer_extra: str = "quantize"
     weight_bits: tuple[int, ...] = (SAFE_BITS, WHOLE_BITS)
     halves: bool = False
+    rms_norm: bool = True
     system: str = ""
 
     @property
@@ -169,6 +171,7 @@ _FORMATS = {
             notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")},
             quantizer="NNCF",
             halves=True,
+            rms_norm=False,
             quantizer_needs=("nncf", "openvino"),
         ),
         Format(
@@ -206,6 +209,7 @@ _FORMATS = {
             quantizer_needs=("executorch", "torchao"),
             quantizer_extra="executorch",
             weight_bits=(WHOLE_BITS,),
+            rms_norm=False,
         ),
         Format(
             "litert",
@@ -232,6 +236,7 @@ _FORMATS = {
             extra="coreml",
             any_count=False,
             any_input=False,
+            rms_norm=False,
             system="darwin",
         ),
     )
