@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, explained
-from normswap.exporting.formats import Runs
+from normswap.exporting import stored_weights
+from normswap.exporting.formats import Format, Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
 from normswap.images.accuracy import unit
@@ -36,8 +38,20 @@ _INT8 = 1.0
 _INT8_LIMITS = (0.1, 5.0)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
-# The network that a file holds, a copy; and from the file's inputs to all that it computes.
-Inside = Callable[[], tuple[nn.Module, Runs]]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A file to look into, and what makes a copy of the network that it holds."""
+
+    network: Callable[[], nn.Module]
+    form: Format
+    file: Path
+
+    def missing(self, example: Example, dtype: str) -> str:
+        """As `stored_weights.first_missing`."""
+        content = b"".join(each.read_bytes() for each in self.form.contents(self.file))
+        return stored_weights.first_missing(self.network(), example, content, dtype)
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,8 @@ class Figures:
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
-        apart: the first layer that is off, or in int8 whose error jumps.
+        apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's runtime gives no
+            values from inside, the first weight or bias that is nowhere in the file, and empty where all are there.
     """
 
     relative_l2: float
@@ -65,6 +80,14 @@ class Figures:
     top1: float | None = None
     output: str = ""
     apart: Departure | None = None
+    missing: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the file is off, as far as that is known."""
+        if self.apart:
+            return f"first at {self.apart}"
+        return "" if self.missing is None else stored_weights.said(self.missing)
 
     @property
     def passed(self) -> bool:
@@ -171,28 +194,31 @@ def check(
         shown.hits("file"),
         name if len(every) > 1 else "",
     )
-    figures = replace(figures, apart=_apart(reference, inside, first, dtype, figures))
+    figures = _looked_into(figures, reference, inside, first, dtype)
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
-            f"first at {figures.apart}" if figures.apart else "",
+            figures.place,
             remedy="Nothing was written",
         )
     return figures
 
 
-def _apart(
-    reference: Reference, inside: Inside | None, example: Example, dtype: str, figures: Figures
-) -> Departure | None:
+def _looked_into(
+    figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
+) -> Figures:
     # That a file is off is said, too, where nobody can look into it.
     with suppress(Exception):
+        if inside and not inside.form.inside and not figures.passed:
+            return replace(figures, missing=inside.missing(example, dtype))
         if inside and (dtype == "int8" or not figures.passed):
-            network, runs = inside()
+            runs = inside.form.open(inside.file, inside=True)
+            values = reference.answers(runs, tuple(example.tensors()))
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
-            return first_apart(network, example, reference.answers(runs, tuple(example.tensors())), *limits)
-    return None
+            return replace(figures, apart=first_apart(inside.network(), example, values, *limits))
+    return figures
 
 
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:

@@ -172,8 +172,8 @@ def export(
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """The folded network, rounded as the file is, and all that the file computes."""
-    return lambda: ((rounded or folded(request)).network, request.form.open(file, inside=True))
+    """What a look into the file needs: the folded network, rounded as the file is."""
+    return checks.Inside(lambda: (rounded or folded(request)).network, request.form, file)
 
 
 def _cast(model: object, dtype: str) -> str:
