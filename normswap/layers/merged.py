@@ -57,9 +57,7 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
         scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
         _add_scale(weight, main, scale)
         return shift
-    places = [
-        [side.index(offset) for offset in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)
-    ]
+    places = [[side.index(tap) for tap in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)]
     kernel = other.weight.detach().double()
     for here, there in zip(product(*places), product(*map(range, other.kernel_size)), strict=True):
         _tap(weight, here).add_(_tap(kernel, there))

@@ -13,9 +13,7 @@ from normswap import schemes
 from normswap.errors import OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
-from normswap.graph import selection
-from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.selection import patterns, restrict
+from normswap.graph.anatomy import Anatomy, Block, patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -75,8 +73,8 @@ def plan_steps(
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
-    scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
-    restricted = selection.restrict(anatomy, **patterns)
+    scheme, limits = chosen.scheme, patterns(chosen.options)
+    restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
@@ -86,7 +84,7 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
         raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed))
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
-    return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
+    return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
 
 
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
@@ -128,7 +126,7 @@ def convert(
             What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
             statistics that the network's BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
-        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
+        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`restrict`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
 
     Returns:

@@ -25,9 +25,10 @@ from typing import Any
 
 import circumstances
 import torch
-from after_training_tasks import BLOCKS, ROOT, TASKS, Split, Task
+from after_training_tasks import BLOCKS, TASKS, Split, Task
 from kept import Kept, Row, arguments
 from robot_policy import replaced
+from schemes_table import ROOT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -5,41 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import robot_task
 import torch
 import torch.nn.functional as F
 from canvases import CLASSES, canvases
+from kinds_images import score
 from recalibrate import shifts
-from schemes_table import NETWORKS, ROOT, SHARED, unpacked
+from schemes_table import NETWORKS, cached, logits, shuffled
 from torch import Tensor, nn
 from zoo_networks import trained
 
-from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
-CACHE = ROOT / "runs" / "after_training"
 Split = tuple[Tensor, Tensor]  # inputs and targets
-
-
-def cached(name: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, computed once on this machine."""
-    file = CACHE / f"{name}.pt"
-    if not file.is_file():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        torch.save(make(), new)
-        new.rename(file)
-    return torch.load(file, weights_only=False)
 
 
 @dataclass(frozen=True)
@@ -91,8 +73,9 @@ class Task:
     def data(self) -> dict[str, Split]:
         """`train`, `held-out` and `test`, on the CPU."""
         held_out, name = self.held_out, f"{self.network}-{self.images}"
-        train, labels = cached(f"{name}-train", functools.partial(self._read, "train", self.images + held_out))
-        images, answers = cached(f"{name}-test", functools.partial(self._read, "test", self.tested))
+        count = self.images + held_out
+        train, labels = cached(f"{name}-train", lambda: shuffled(self.source(), "train", count))
+        images, answers = cached(f"{name}-test", lambda: shuffled(self.source(), "test", self.tested))
         change = shifts(self.source())[self.shift] if self.shift != "none" else torch.nn.Identity()
         train, images = change(train), change(images)
         return {
@@ -100,13 +83,6 @@ class Task:
             "held-out": (train[:held_out], labels[:held_out]),
             "test": (images, answers),
         }
-
-    def _read(self, split: str, count: int) -> Split:
-        data = str(unpacked(SHARED / "data" / "cifar10" / f"{split}.tar.xz"))
-        pairs = list(make_loader(self.source(), data, batch_size=500, workers=0, samples=count, seed=0))
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        images, labels = (torch.cat(part)[order] for part in zip(*pairs, strict=True))
-        return images, labels
 
     def loss(self, learner: nn.Module, inputs: Tensor, targets: Tensor, source: nn.Module) -> Tensor:
         """Of one update."""
@@ -118,12 +94,10 @@ class Task:
             answers = F.softmax(source(inputs) / 2, 1)
         return 0.5 * loss + 0.5 * 4 * F.kl_div(F.log_softmax(outputs / 2, 1), answers, reduction="batchmean")
 
-    @torch.inference_mode()
     def score(self, learner: nn.Module, split: Split) -> float:
-        """Percent of right answers."""
-        images, labels = split
-        answers = torch.cat([learner(batch).argmax(1) for batch in images.split(500)])
-        return 100 * float((answers == labels).double().mean())
+        """Percent of right answers, or, per pixel, the mean over classes of intersection over union."""
+        images, targets = split
+        return score(logits(learner, images.split(500)), targets)
 
 
 class Segmentation(Task):
@@ -165,17 +139,6 @@ class Segmentation(Task):
     def _draw(self, split: str, count: int) -> Split:
         drawn = canvases(split, count, seed=int(split == "test"))
         return drawn.pictures, drawn.masks
-
-    @torch.inference_mode()
-    def score(self, learner: nn.Module, split: Split) -> float:
-        """Percent: the mean over classes of intersection over union, of all pictures together."""
-        pictures, masks = split
-        answers = torch.cat([learner(batch).argmax(1) for batch in pictures.split(100)])
-        shares = [
-            float(((answers == c) & (masks == c)).sum() / ((answers == c) | (masks == c)).sum())
-            for c in range(len(CLASSES))
-        ]
-        return 100 * sum(shares) / len(shares)
 
 
 class Frames(nn.Module):

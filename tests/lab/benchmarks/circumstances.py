@@ -1,9 +1,12 @@
 """What a measurement was made with, for the head of its table."""
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import timm
@@ -30,6 +33,15 @@ def commit() -> str:
 def _git(*words: str) -> str:
     here = Path(normswap.__file__).parent
     return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def versions(packages: Iterable[str]) -> str:
+    """Of those that are installed."""
+    found = []
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package).partition('-')[0]}")
+    return ", ".join(found)
 
 
 def processor() -> str:

@@ -25,8 +25,6 @@ from normswap import schemes
 from normswap.surgery import compiling
 from normswap.surgery.network import Network
 
-COLUMNS = ("scheme", "forward", "relative L2", "allowed", "one step", "relative L2", "allowed")
-
 
 def measured(name: str) -> Row:
     """The distances of the scheme's result from itself in eager mode; "source": of the network before."""
@@ -52,7 +50,7 @@ def line(name: str, row: Row) -> str:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "compiled.jsonl", fresh=args.fresh)
-    lines = ["", markdown_head(*COLUMNS)]
+    lines = ["", markdown_head("scheme", "forward", "relative L2", "allowed", "one step", "relative L2", "allowed")]
     for name in ("source", *schemes.names()):
         lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
         print(lines[-1], flush=True)

@@ -60,44 +60,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", default=["resnet50"])
     parser.add_argument("--to", nargs="+", default=["skipinit"])
-    parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
+    parser.add_argument("-o", "--output", type=Path, default=Path("convert.md"), help="the table's file")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--child", nargs=2, metavar=("WHICH", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return child(args.child[0], args.arch[0], Path(args.child[1]), args.to[0])
+        child(args.child[0], args.arch[0], Path(args.child[1]), args.to[0])
+        return
 
-    import circumstances
+    from kept import markdown_head, write_table
 
     asked = f"--arch {' '.join(args.arch)} --to {' '.join(args.to)} --runs {args.runs}"
-    command = f"python tests/lab/benchmarks/convert.py {asked}"
+    columns = ("network", "to", "create + load + save", "convert", "time", "CPU time", "peak", "CPU time with imports")
     lines = [
-        "# What a conversion costs",
-        "",
         "`normswap convert` against creating, loading and saving the network, the least that any tool must do; pairs",
         "of processes in turns, medians (smallest to largest). Peak memory: above the baseline's, in checkpoints.",
         "Times are without imports, but for the last column: the command as it is typed, over the baseline's process.",
         "",
-        *circumstances.lines(command, "cpu"),
-        "| network | to | create + load + save | convert | time | CPU time | peak | CPU time, imports and all |",
-        "|---|---|---|---|---|---|---|---|",
+        markdown_head(*columns),
         *(row(arch, to, args.runs) for arch in args.arch for to in args.to),
     ]
-    print("\n".join(lines))
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
-    return None
+    write_table(args.output, "What a conversion costs", f"benchmarks/convert.py {asked}", lines)
 
 
 def run(command: list[str]) -> tuple[str, float]:
     """What a process prints, and its CPU time in seconds."""
-
-    def spent() -> float:
-        return os.times().children_user + os.times().children_system
-
-    before = spent()
+    before = os.times()
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return printed, spent() - before
+    after = os.times()
+    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    return printed, spent
 
 
 def row(arch: str, to: str, runs: int) -> str:

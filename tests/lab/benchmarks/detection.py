@@ -7,6 +7,7 @@ What is measured is kept, a line each, in runs/detection.jsonl; test pictures ch
 
 import functools
 from collections.abc import Callable
+from statistics import mean
 
 import torch
 import torchvision
@@ -37,7 +38,6 @@ after {TRIAL} updates, on {HELD_OUT} held-out training pictures (seed {SEEDS[0]}
 test pictures the share that has the right class and an overlap of 0.5 among the two best detections of its picture, in
 percent, mean of {len(SEEDS)} seeds (each in brackets). Loss: mean of the first and of the last 100 updates.
 """
-Detections = tuple[Tensor, Tensor, Tensor]
 
 
 def detector(said: str, seed: int) -> nn.Module:
@@ -113,11 +113,10 @@ def trained_table(kept: Kept) -> list[str]:
     lines = ["| norms | lr | training loss | found |", "|---|---|---|---|"]
     for said in WAYS:
         if runs := TUNING.runs(kept, said):
-            first, last, share = (TUNING.mean(runs, what) for what in ("first", "last", "found"))
+            first, last, share = (mean(row[what] for row in runs) for what in ("first", "last", "found"))
             lr, each = runs[0]["lr"], TUNING.each(runs)
             lines.append(f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |")
-    said = "Held-out share of each learning rate, from which it was chosen:"
-    return [*lines, "", said, "", *TUNING.tried(kept, WAYS)]
+    return [*lines, *TUNING.tried(kept, WAYS)]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 import zoo_networks
 from kept import markdown_head, markdown_row
 from kinds_images import score
-from schemes_table import NETWORKS, archive, logits, read
+from schemes_table import NETWORKS, logits, shuffled
 from torch import Tensor, nn
 
 import normswap
@@ -74,9 +74,7 @@ def mean_and_std(model: nn.Module) -> list[Tensor]:
 
 
 def images_for(model: nn.Module, count: int = TESTED) -> Images:
-    x, y = read(model, archive("test"), LOOKED_AT + count, seed=3)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = x[order], y[order]
+    x, y = shuffled(model, "test", LOOKED_AT + count, seed=3)
     return Images(list(x[:LOOKED_AT].split(BATCH)), list(x[LOOKED_AT:].split(BATCH)), y[LOOKED_AT:])
 
 

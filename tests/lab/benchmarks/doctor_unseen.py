@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
 
+LITE = "efficientnet_lite0"
 STATISTICS = ("wrong-statistics", "stale-statistics", "swapped-statistics")
 TRAINED_HERE = ("resnet10t", "mobilenetv2_050")
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
@@ -92,9 +93,7 @@ def load(name: str) -> tuple[nn.Module, doctor.Images]:
         return model, doctor.Images([*x[:256].split(32)], [*x[256:768].split(32)], y[256:768])
     if name not in imagenet.AT_HAND:
         return model, doctor.images_for(model)
-    config = {**data_config(model), "num_classes": 1000, **imagenet.SIDE}
-    photographs, _ = read(config, str(imagenet.PHOTOGRAPHS / "calibration.tar"), 32, labelled=False)
-    x, y = read(config, str(imagenet.PHOTOGRAPHS / "test.tar"), 64)
+    photographs, (x, y) = imagenet.photographs(model, 32, 64)
     return model, doctor.Images([*photographs.split(8)], [*x.split(8)], y)
 
 
@@ -187,24 +186,18 @@ FAULTS = (
     Fault("gammas and betas of two norms exchanged", "resnet18_narrow", on_norms(exchanged_affine), ()),
     Fault("betas are 0", "plain", on_each(lambda norm: norm.bias.zero_()), ("zero-betas",)),
     Fault(
-        "deviations for variances",
-        "efficientnet_lite0",
-        on_each(lambda norm: norm.running_var.sqrt_()),
-        ("deviations-for-variances",),
+        "deviations for variances", LITE, on_each(lambda norm: norm.running_var.sqrt_()), ("deviations-for-variances",)
     ),
     Fault("one norm's statistics in another order", "regnet", on_norms(permuted), STATISTICS),
     Fault("half of all channels never updated", "preact", on_each(half_updated), ("never-updated",)),
     Fault("momentum of 1", "dense", on_each(lambda norm: setattr(norm, "momentum", 1.0)), ("momentum",)),
     Fault(
-        "eps of 0.1 in one norm",
-        "efficientnet_lite0",
-        on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)),
-        ("eps",),
+        "eps of 0.1 in one norm", LITE, on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)), ("eps",)
     ),
     Fault("variances in 8 bits", "depthwise", on_each(eight_bits), ("zero-variance",)),
     Fault("statistics of batches of two", "resnetv2_18_narrow", batches_of_two, STATISTICS),
     Fault("three layers not loaded", "resnet18_narrow", three_fresh_layers, ("not-loaded",)),
-    Fault("normalized twice", "efficientnet_lite0", on_images(again), ("preprocessing",)),
+    Fault("normalized twice", LITE, on_images(again), ("preprocessing",)),
     Fault("0..1 for 0..255", "efficient", of_bytes, ("preprocessing",)),
     Fault("grey images", "demo", on_images(grey), ("grey-images",)),
     Fault("grey images, another network", "resnet18_narrow", on_images(grey), ("grey-images",)),

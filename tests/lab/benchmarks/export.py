@@ -35,7 +35,7 @@ from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.storage.checkpoint import open_model
 
-ENDINGS = {"onnx": "onnx", "pt2": "pt2"}
+FORMATS = ("onnx", "pt2")
 DTYPES = ("fp32", "fp16", "bf16")
 DEEP = ("resnet18", "resnet50", "resnetv2_50", "seresnet50", "nf_resnet50", "resnext50_32x4d")
 NFNETS = ("nf_resnet50", "eca_nfnet_l0", "dm_nfnet_f0")
@@ -45,19 +45,19 @@ def images(kept: Kept, name: str) -> Iterator[str]:
     """One trained network on all test images: a row per format and dtype."""
     source = open_model(str(NETWORKS[name]))
     for dtype in DTYPES:
-        if all(("images", name, form, dtype) in kept.rows for form in ENDINGS):
+        if all(("images", name, form, dtype) in kept.rows for form in FORMATS):
             continue
         with tempfile.TemporaryDirectory() as folder:
             batches = read(source, archive("test"))[0].split(250)
             expected = logits(source, batches)
-            for form, ending in ENDINGS.items():
-                file = Path(folder) / f"net.{ending}"
+            for form in FORMATS:
+                file = Path(folder) / f"net.{form}"
                 normswap.export(source, file, dtype=dtype, dynamic_batch=True)
                 answers = logits(formats.get(form).open(file), batches)
                 same = int((expected.argmax(1) == answers.argmax(1)).sum())
                 error = distance(expected.double(), answers.double())
                 kept.add(("images", name, form, dtype), same=same, count=len(expected), error=error)
-    for form in ENDINGS:
+    for form in FORMATS:
         for dtype in DTYPES:
             row = kept.rows["images", name, form, dtype]
             share = f"{row['same']} of {row['count']} ({100 * row['same'] / row['count']:.2f} %)"
@@ -67,7 +67,7 @@ def images(kept: Kept, name: str) -> Iterator[str]:
 def deep(kept: Kept, name: str) -> Iterator[str]:
     """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
     row = kept.get(("deep", name), lambda: _deep(name))
-    for form in ENDINGS:
+    for form in FORMATS:
         error, nodes, plain = row["forms"][form]
         yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
     for dtype, error in row["half"].items():
@@ -79,10 +79,10 @@ def _deep(name: str) -> Row:
     found: dict[str, Any] = {}
     half: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for form, ending in ENDINGS.items():
-            file = Path(folder) / f"net.{ending}"
+        for form in FORMATS:
+            file = Path(folder) / f"net.{form}"
             done = normswap.export(source, file, input_size=x.shape[1:], images=x)
-            plain = Path(folder) / f"plain.{ending}"
+            plain = Path(folder) / f"plain.{form}"
             formats.get(form).write(FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain)
             plain_nodes = formats.get(form).functions.nodes(plain)
             found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, plain_nodes

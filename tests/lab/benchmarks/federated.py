@@ -10,11 +10,11 @@ kept, a line each, in runs/federated.jsonl, and a second call measures what is m
 """
 
 import functools
-import importlib.metadata
 from collections.abc import Iterable
 from statistics import mean
 from typing import Any
 
+import circumstances
 import federated_clients as clients
 from federated_clients import BATCHNORM, CLIENTS, SHIFTS, WAYS, network
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -101,12 +101,12 @@ def table(kept: Kept) -> list[str]:
         if runs:
             shift, said = CASES[case]
             top1 = " | ".join(f"{mean(row['rounds'][str(number)] for row in runs):.1f}" for number in SHOWN)
-            each, own = TUNING.each(runs), TUNING.mean(runs, "own")
+            each, own = TUNING.each(runs), mean(row["own"] for row in runs)
             lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")
     if not all(all_runs.values()):
         lines += ["", f"Not run: {'; '.join(case for case, runs in all_runs.items() if not runs)}."]
     tuned = TUNING.tried(kept, [case for case, runs in all_runs.items() if runs])
-    return [*lines, "", "Held-out top-1 of each learning rate, from which it was chosen:", "", *tuned]
+    return [*lines, *tuned]
 
 
 def main() -> None:
@@ -115,10 +115,10 @@ def main() -> None:
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "federated.jsonl", fresh=given.fresh)
     for shift in SHIFTS:
-        clients.prepare(shift)
+        clients.images(shift)  # before the clients' processes, which read them, too
 
     def write() -> None:
-        made = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray"))
+        made = circumstances.versions(("flwr", "ray"))
         kept.write(given.output, "Federated training with Flower", [HOW, *table(kept)], made)
 
     server = ServerApp()

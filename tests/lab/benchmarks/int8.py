@@ -21,7 +21,6 @@ images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import io
 import logging
@@ -29,27 +28,28 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import circumstances
 import imagenet
 import nncf
 import onnx
 import openvino as ov
 import torch
-from kept import Kept, Row, arguments
+from kept import Kept, Row, arguments, markdown_head, markdown_row
 from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from schemes_table import NETWORKS, ROOT, archive, logits, read
-from torch import Tensor, nn
+from torch import Tensor
 from zoo_networks import trained
 
 import normswap
 from normswap.errors import quiet
 from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.models import zoo
 from normswap.storage.checkpoint import open_model
 
 LITE0 = "lite0"
@@ -60,11 +60,11 @@ ROUNDS, SECONDS = 5, 0.3  # of timing
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite"}
 BITS = {"onnx": (7, 8), "openvino": (7, 8), "litert": (8,)}
 PACKAGES = ("onnxruntime", "openvino", "nncf", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
-HEAD = (
-    "| network | format | top-1 of fp32, % | of tool | of ours | ours, 8 bits | same answer, tool, % | "
-    "ours | ours, 8 bits | KB fp32 | KB tool | KB ours | eager, ms | fp32, ms | tool, ms | ours, ms | fp32 / ours | "
-    "tool / ours |"
-)
+COLUMNS = (
+    "network", "format", "top-1 of fp32, %", "of tool", "of ours", "ours, 8 bits", "same answer, tool, %", "ours",
+    "ours, 8 bits", "KB fp32", "KB tool", "KB ours", "eager, ms", "fp32, ms", "tool, ms", "ours, ms", "fp32 / ours",
+    "tool / ours",
+)  # fmt: skip
 
 
 def vnni() -> str:
@@ -77,7 +77,10 @@ class Case:
 
     def __init__(self, name: str) -> None:
         if name == LITE0:
-            self.model, calibrate, (test, self.labels) = lite0()
+            packaged = imagenet.packaged("efficientnet_lite0")
+            assert packaged is not None
+            self.model = packaged
+            calibrate, (test, self.labels) = imagenet.photographs(packaged, PHOTOGRAPHS)
         else:
             self.model = trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
             calibrate, _ = read(self.model, archive("train"), CALIBRATED)
@@ -92,15 +95,6 @@ class Case:
         answers = torch.cat([runs(part).argmax(1) for batch in self.test for part in batch.split(size)])
         found = {"top1": share(answers == self.labels), "same": share(answers == self.answers)}
         return {**found, "kilobytes": formats.get(form).size(file) / 1e3}
-
-
-def lite0() -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]]:
-    """The network with the weights of its authors, in timm's layout; photographs without labels, others with."""
-    model = imagenet.packaged("efficientnet_lite0")
-    assert model is not None
-    config = {**zoo.data_config(model), **imagenet.SIDE, "num_classes": 1000}
-    calibrate, _ = read(config, str(imagenet.PHOTOGRAPHS / "calibration.tar"), PHOTOGRAPHS, labelled=False)
-    return model, calibrate, read(config, str(imagenet.PHOTOGRAPHS / "test.tar"))
 
 
 def share(right: Tensor) -> float:
@@ -123,21 +117,12 @@ def plain(case: Case, folder: Path) -> Path:
     return file
 
 
-class Reader:
-    """Images, as onnxruntime asks for them."""
-
-    def __init__(self, images: Iterable[Tensor]) -> None:
-        self.left: Iterator[Any] = ({"images": x.numpy()} for x in images)
-
-    def get_next(self) -> Any:
-        return next(self.left, None)
-
-
 def tool_onnx(case: Case, file: Path) -> None:
     ready = file.with_name("ready.onnx")
     quant_pre_process(plain(case, file.parent), ready)
-    quantize_static(onnx.load(ready), file, Reader(case.images), per_channel=True,
-                    calibrate_method=CalibrationMethod.MinMax)  # fmt: skip
+    batches = ({"images": x.numpy()} for x in case.images)
+    reader = SimpleNamespace(get_next=lambda: next(batches, None))
+    quantize_static(onnx.load(ready), file, reader, per_channel=True, calibrate_method=CalibrationMethod.MinMax)
 
 
 def tool_openvino(case: Case, file: Path) -> None:
@@ -176,9 +161,7 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
     return best
 
 
-TOOLS: dict[str, Callable[[Case, Path], None]] = {
-    "onnx": tool_onnx, "openvino": tool_openvino, "litert": tool_litert,
-}  # fmt: skip
+TOOLS: dict[str, Callable[[Case, Path], None]] = {"onnx": tool_onnx, "openvino": tool_openvino, "litert": tool_litert}
 
 
 @functools.cache
@@ -219,21 +202,12 @@ def line(name: str, form: str, fp32: Row, found: Row) -> str:
     took = found["ms"]
     times = [f"{took[who]:.2f}" for who in ("eager", "fp32", "tool", usual)]
     ratios = [f"{took[who] / took[usual]:.2f}" for who in ("fp32", "tool")]
-    cells = [f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios]
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios)
 
 
 def at_hand() -> list[str]:
     there = [LITE0] if importlib.util.find_spec(imagenet.AT_HAND["efficientnet_lite0"]) else []
     return [*there, *ZOO, *(name for name, folder in FOLDERS.items() if folder.is_dir())]
-
-
-def versions() -> str:
-    found = []
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package).partition('-')[0]}")
-    return ", ".join(found)
 
 
 def main() -> None:
@@ -256,9 +230,8 @@ def main() -> None:
             lines.append(line(name, form, fp32, found))
             print(lines[-1], flush=True)
     about = " ".join((__doc__ or "").split("\n\n")[3].split())
-    how = f"{versions()}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
-    table = ["", about, "", HEAD, "|---" * (HEAD.count(" | ") + 1) + "|", *lines]
-    kept.write(args.output, "int8: ours beside each tool's own", table, how)
+    how = f"{circumstances.versions(PACKAGES)}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
+    kept.write(args.output, "int8: ours beside each tool's own", ["", about, "", markdown_head(*COLUMNS), *lines], how)
 
 
 if __name__ == "__main__":

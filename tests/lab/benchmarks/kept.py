@@ -34,10 +34,15 @@ class Kept:
 
     def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
         """A table's file: what was measured where, with what (`made`: libraries and their versions), then `lines`."""
-        command = f"python tests/lab/benchmarks/{self.file.stem}.py -o {output}"
         commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
         at = f"Measured at commit {commits}{made and '; '}{made}."
-        output.write_text("\n".join([f"# {title}", "", *circumstances.lines(command, "cpu"), at, *lines]) + "\n")
+        write_table(output, title, f"benchmarks/{self.file.stem}.py -o {output}", [at, *lines])
+
+
+def write_table(output: Path, title: str, command: str, lines: Iterable[str]) -> None:
+    """A table's file: its title, what it was made with, by which script of tests/lab, then `lines`."""
+    made_with = circumstances.lines(f"python tests/lab/{command}", "cpu")
+    output.write_text("\n".join([f"# {title}", "", *made_with, *lines]) + "\n", encoding="utf-8")
 
 
 def markdown_row(*cells: object) -> str:

@@ -1,24 +1,21 @@
 """What conversions keep of every kind of network, before any training.
 
-    python tests/lab/benchmarks/kinds.py [KIND ...] [--samples none 100]
+    python tests/lab/benchmarks/kinds.py -o tests/lab/benchmarks/kinds.md [KIND ...] [--samples none 100]
 
 The trained networks of tests/data/zoo (by kinds_zoo.py). Kept: the result's accuracy on the test images as a share of
 the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, of which a quarter is held out.
 "Held out" is how often those get the source's answer (of the U-Net: its pixels); of conversions without images 100
 training images say it. Groups of 4 channels are what 32 groups are of 128 channels. How the rescaling is
 chosen was settled on the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with
-their commit; a second run measures what is missing, and every run writes kinds.md from all that there is.
+their commit; a second run measures what is missing, and every run writes the table of all that there is.
 """
 
-import argparse
 import functools
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import circumstances
-from kept import Kept, Row
+from kept import Kept, Row, arguments, markdown_head, markdown_row
 from kinds_images import of_kind, score
 from schemes_table import ROOT, logits
 from torch import Tensor
@@ -57,7 +54,6 @@ WAYS = (
     Way("weightnorm", {}, ("none",)),
 )
 HELD = 100  # unlabelled images that tell what a conversion without images keeps
-TABLE = Path(__file__).with_name("kinds.md")
 OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
 
 
@@ -90,25 +86,22 @@ def measure(kind: str, way: Way, samples: str) -> Row:
     }  # fmt: skip
 
 
-def table(kept: Kept) -> str:
+def table(kept: Kept) -> list[str]:
     """All rows that there are, in Markdown."""
     head = ("kind", "to", "images", "before", "after", "kept", "same answer", "relative L2", "held out", "seconds",
             "test images", "commit")  # fmt: skip
-    lines = ["# What conversions keep, by kind of network", "",
-             *circumstances.lines("python tests/lab/benchmarks/kinds.py", "cpu"),
-             (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(), "",
-             f"| {' | '.join(head)} |", "|---" * len(head) + "|"]  # fmt: skip
+    lines = ["", (__doc__ or "").split("\n\n", 2)[2], markdown_head(*head)]
     for kind in KINDS:
         rows = [row for row in kept.rows.values() if row["key"][0] == kind]
         rows.sort(key=lambda row: SAMPLES.index(row["key"][2]))
         lines += [f"| {kind} | `{row['key'][1]}` | {row['key'][2]} | {cells(row)} |" for row in rows]
-    lines += ["", "| network | what | accuracy | parameters |", "|---|---|---|---|"]
+    lines += ["", markdown_head("network", "what", "accuracy", "parameters")]
     for name in KINDS:
         if (DATA / f"{name}.json").is_file():
             note, what = known(name), (KINDS[name].__doc__ or "").strip().rstrip(".")
             accuracy = f"{note['accuracy']} ({note['measure']})"
-            lines.append(f"| {name} | {what} | {accuracy} | {note['parameters']:,} |")
-    return "\n".join(lines) + "\n"
+            lines.append(markdown_row(name, what, accuracy, f"{note['parameters']:,}"))
+    return lines
 
 
 def cells(row: Row) -> str:
@@ -122,10 +115,9 @@ def cells(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--samples", nargs="*", default=list(SAMPLES), help="images to calibrate on")
-    parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
     todo = [
@@ -141,7 +133,7 @@ def main() -> None:
         key = (kind, str(way), samples)
         row = kept.get(key, functools.partial(measure, kind, way, samples))
         print(key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True)
-    TABLE.write_text(table(kept))
+    kept.write(given.output, "What conversions keep, by kind of network", table(kept))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The CIFAR-10 images as the networks of the zoo take them, in memory: `zoo_networks.FRONTS`, pasted pictures."""
 
 import torch
-from schemes_table import ROOT, archive, read
+from schemes_table import cached, shuffled
 from torch import Tensor
 from zoo_networks import FRONTS, PREPROCESSING
 
@@ -12,14 +12,8 @@ Pair = tuple[Tensor, Tensor]
 def images(split: str) -> Pair:
     """Normalized images (N, 3, 32, 32) and labels: `test`, or `train`, drawn once and kept."""
     count = TEST if split == "test" else CALIBRATION
-    kept = ROOT / "runs" / "zoo" / f"{split}-{count}.pt"
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        pair = read(PREPROCESSING, archive(split), count)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        torch.save(tuple(tensor[order] for tensor in pair), kept)
-    found: Pair = torch.load(kept)
-    return found
+    pair: Pair = cached(f"zoo-{split}-{count}", lambda: shuffled(PREPROCESSING, split, count))
+    return pair
 
 
 def of_kind(kind: str, split: str) -> Pair:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import circumstances
 import torch
-from kept import markdown_head, markdown_row
+from kept import markdown_head, markdown_row, write_table
 from schemes_table import NETWORKS, archive, logits, read, swapped
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
@@ -127,15 +126,14 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000, help="test images that it is measured on")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    command = f"python tests/lab/benchmarks/robot_policy.py --images {given.images} -o {given.output}"
-    lines = ["# A robot policy's encoder, BatchNorm to GroupNorm", "", *circumstances.lines(command, "cpu")]
-    lines += [f"{given.images} test images.", "", *HOW]
-    lines.append(markdown_head("network", "to", "relative L2", "cosine", "top-1", "loads", "seconds"))
+    columns = ("network", "to", "relative L2", "cosine", "top-1", "loads", "seconds")
+    lines = [f"{given.images} test images.", "", *HOW, markdown_head(*columns)]
     for name in given.networks:
         for line in rows(name, given.images):
             print(line, flush=True)
             lines.append(line)
-    given.output.write_text("\n".join(lines) + "\n")
+    command = f"benchmarks/robot_policy.py --images {given.images} -o {given.output}"
+    write_table(given.output, "A robot policy's encoder, BatchNorm to GroupNorm", command, lines)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ fresh GroupNorms. What is measured is kept, a line each, in runs/schemes_table.j
 import argparse
 import copy
 import functools
+import os
 import sys
 import time
 import warnings
@@ -71,6 +72,24 @@ def read(
     loader = make_loader(source, data, batch_size=250, workers=0, samples=count, **options)
     images, labels = zip(*loader, strict=True)
     return torch.cat(images), torch.cat(labels)
+
+
+def shuffled(source: nn.Module | Mapping[str, object], split: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """So many CIFAR-10 images of a split, drawn by `seed`, and their labels, in an order that mixes the classes."""
+    images, labels = read(source, archive(split), count, seed=seed)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return images[order], labels[order]
+
+
+def cached(name: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, computed once on this machine."""
+    file = ROOT / "runs" / "cached" / f"{name}.pt"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        torch.save(make(), new)
+        new.rename(file)
+    return torch.load(file, weights_only=False)
 
 
 class Network:

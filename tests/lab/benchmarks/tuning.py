@@ -38,16 +38,13 @@ class Tuning(NamedTuple):
         rows = [row for seed in self.seeds if (row := kept.rows.get((said, "test", str(seed))))]
         return rows if len(rows) == len(self.seeds) else []
 
-    def mean(self, runs: list[Row], figure: str) -> float:
-        return float(sum(row[figure] for row in runs) / len(runs))
-
     def each(self, runs: list[Row]) -> str:
         """The score with every seed."""
         return ", ".join(f"{row[self.score]:.1f}" for row in runs)
 
     def tried(self, kept: Kept, ways: Iterable[str]) -> list[str]:
         """What every rate was worth on held-out data, a line for each way."""
-        lines = []
+        lines = ["", f"Held-out {self.score} of each learning rate, from which it was chosen:", ""]
         for said in ways:
             rows = [row for lr in self.rates if (row := kept.rows.get((said, "trial", str(lr))))]
             lines.append(f"- {said}: " + ", ".join(f"{row[self.score]:.1f} (lr {row['lr']:g})" for row in rows))

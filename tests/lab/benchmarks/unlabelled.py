@@ -44,8 +44,6 @@ pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvi
 `{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet, and
 its classes the source's classifier tells; two heads give the class, and whether it is an animal (least squares).
 """
-
-
 GROUPS: dict[str, tuple[str, ...]] = {"one group": (), "groups of 4 channels": ("convert.options.group_size=4",)}
 COUNTS, RUNTIMES, MOSAIC, LARGE = (100, 1000), ("onnx", "openvino"), 128, 256
 HOW_FOLDED = f"""

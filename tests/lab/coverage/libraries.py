@@ -105,8 +105,6 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "SENet": ({"spatial_dims": 2, "in_channels": 1, "block": "se_resnetxt_bottleneck", "layers": (1, 1, 1, 1),
                "groups": 4, "reduction": 4}, (1, 64, 64)),
 }  # fmt: skip
-
-
 CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")  # whole, with the text's tower
 MODULES = {"smp": "segmentation_models_pytorch"}  # of libraries that are called otherwise here
 
@@ -136,11 +134,7 @@ def names() -> Iterator[str]:
 
 
 def build(name: str) -> Built:
-    """The network, and its input.
-
-    Raises:
-        TooLargeError: it has BatchNorms, and too many parameters.
-    """
+    """The network, and its input; raises TooLargeError: it has BatchNorms, and too many parameters."""
     library, _, rest = name.partition(":")
     makers: dict[str, Callable[[str], Built]] = {
         "torchvision": _torchvision, "smp": _smp, "ultralytics": _ultralytics, "transformers": _transformers,

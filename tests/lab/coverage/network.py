@@ -19,13 +19,8 @@ from normswap.plan import Step
 from normswap.surgery import applying
 
 EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
-WAYS = {
-    FOLDED_BACK: "back",
-    FOLDED_FORWARD: "forward",
-    LEFT_SHIFT: "moved",
-    LEFT_AFFINE: "affine",
-    NEVER_CALLED.counted: "unused",
-}
+WAYS = {FOLDED_BACK: "back", FOLDED_FORWARD: "forward", LEFT_SHIFT: "moved", LEFT_AFFINE: "affine"}
+WAYS[NEVER_CALLED.counted] = "unused"
 IMAGES, MORE = 2, 8  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
 NOISY = 1e-11  # how far a network may stray when its input changes by 1e-15, before more images are used
 FOLDED = schemes.get("folded")  # imported before the walk forks: one state of the code for all networks
@@ -120,12 +115,8 @@ def check(name: str) -> dict[str, Any]:
     model, x, noise = living(name)
     reference = outputs(model, x)
     total, before = len(batchnorms(model)), checksum(model)
-    row: dict[str, Any] = {
-        "norms": total,
-        "size": x.shape[-1],
-        "noise": noise,
-        "sensitivity": float((reference[0] - reference[1]).norm() / reference.norm()),
-    }
+    sensitivity = float((reference[0] - reference[1]).norm() / reference.norm())
+    row: dict[str, Any] = {"norms": total, "size": x.shape[-1], "noise": noise, "sensitivity": sensitivity}
     result, found = fold(model)
     row |= found
     if result is not None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import timm
 import torch
+from kept import Row, markdown_head, markdown_row
 
-Row = dict[str, Any]
 HEAD = (
     "family", "networks", "exact", "refused", "wrong", "raised", "norms", "folded back", "forward", "scale moved",
     "affine left", "worst error", "seconds", "fx.fuse: complete", "partial", "no-op", "wrong", "raised", "norms left",
@@ -28,7 +28,7 @@ def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
         "statistics-bearing norm left. Beside it `torch.fx.experimental.optimization.fuse` in the same run.",
         _totals(rows, mine),
         *_mutants(list(mutants)),
-        "\n".join([cells(HEAD), cells(["---"] * len(HEAD)), *lines, _line("**all**", mine)]),
+        "\n".join([markdown_head(*HEAD), *lines, _line("**all**", mine)]),
         *_problems(mine),
     ]
     return "\n\n".join(parts) + "\n"
@@ -80,11 +80,7 @@ def _line(name: str, rows: list[Row]) -> str:
     figures += [f"{max(errors):.0e}" if errors else "", f"{sum(row.get('seconds', 0) for row in rows):.0f}"]
     figures += [fuse[state] for state in ("complete", "partial", "no-op", "wrong", "raised")]
     figures += [sum(row["fuse"]["left"] for row in rows if "fuse" in row)]
-    return cells(figures)
-
-
-def cells(values: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(str, values))} |"
+    return markdown_row(*figures)
 
 
 def _problems(rows: list[Row]) -> list[str]:

@@ -16,13 +16,14 @@ import multiprocessing as mp
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(HERE.parents[1])]
 
 import mutants  # noqa: E402
 import network  # noqa: E402
@@ -68,11 +69,11 @@ def chosen(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> list[s
 def sample(known: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
     """Networks from all families in turn, the quickest of each first."""
     able = sorted((n for n in names if known.get(n, {}).get("status") == "exact"), key=lambda n: known[n]["seconds"])
-    turn: dict[str, int] = {}
+    turn: Counter[str] = Counter()
     order = []
     for name in able:
         kind = network.family(name)
-        turn[kind] = turn.get(kind, 0) + 1
+        turn[kind] += 1
         order.append((turn[kind], name))
     return [name for _, name in sorted(order)[:SAMPLE]]
 
@@ -93,14 +94,22 @@ def work(args: argparse.Namespace, name: str) -> dict[str, Any]:
         else:
             row |= (mutants if args.mutants else network).check(name)
     except Exception as error:
-        row |= {"status": "raised", "why": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+        row |= {"status": "raised", "why": described(error)}
     row["seconds"] = round(time.perf_counter() - start, 1)
     return row | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
 def send(check: Check, name: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    pipe.send(check(name))
+    try:
+        pipe.send(check(name))
+    except Exception as problem:
+        pipe.send({"status": "raised", "why": described(problem)})
+
+
+def described(problem: Exception) -> str:
+    """Its class and the first line of its message, cut to 200 characters."""
+    return f"{type(problem).__name__}: {problem}".split("\n")[0][:200]
 
 
 def results(names: list[str], check: Check, workers: int, timeout: float) -> Iterator[tuple[str, dict[str, Any]]]:

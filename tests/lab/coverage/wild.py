@@ -26,10 +26,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks"), str(ROOT / "tests")]
 
 import libraries  # noqa: E402
 import torch  # noqa: E402
-from kept import Kept, Row  # noqa: E402
+from kept import Kept, Row, write_table  # noqa: E402
 from libraries import TooLargeError, norms  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from walk import results  # noqa: E402
+from walk import described, results  # noqa: E402
 from wild_table import table  # noqa: E402
 
 from normswap.errors import NormswapError  # noqa: E402
@@ -102,7 +102,7 @@ def check(name: str) -> Row:
     except TooLargeError as problem:
         return {"status": "too large", "why": str(problem)}
     except Exception as problem:  # our recipe, or the library's
-        return {"status": "not built", "why": _line(problem)}
+        return {"status": "not built", "why": described(problem)}
     row: Row = {"norms": len(norms(model))}
     if not row["norms"]:
         return row | {"status": "none"}
@@ -140,24 +140,13 @@ def approximate(model: nn.Module, seen: Anatomy, unused: int, fresh: Example, re
     except NormswapError as refusal:
         return {"status": "refused", "why": str(refusal)[:200]}
     except Exception as problem:
-        return {"status": "raised", "why": _line(problem)}
+        return {"status": "raised", "why": described(problem)}
     same = found.keys() == reference.keys() and all(found[at].shape == reference[at].shape for at in found)
     row["error"] = error(reference, found) if same else None
     finite = all(bool(t.isfinite().all()) for t in found.values())
     row["left"] = len(norms(result)) - unused
     row["status"] = "incomplete" if row["left"] else "runs" if finite else "not finite"
     return row
-
-
-def _line(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".split("\n")[0][:200]
-
-
-def work(name: str) -> Row:
-    try:
-        return check(name)
-    except Exception as problem:
-        return {"status": "raised", "why": _line(problem)}
 
 
 def main() -> int:
@@ -173,12 +162,13 @@ def main() -> int:
     chosen = [name for name in listed if any(fnmatch.fnmatchcase(name, glob) for glob in args.names)]
     todo = [] if args.table else [name for name in chosen if args.redo or (name,) not in kept.rows]
     libraries.preload(todo)
-    for name, figures in results(todo, work, workers=1, timeout=args.timeout):
+    for name, figures in results(todo, check, workers=1, timeout=args.timeout):
         row = kept.add((name,), **figures)
         print({key: value for key, value in row.items() if key not in ("remarks", "commit")}, flush=True)
     rows = [row for (name,), row in kept.rows.items() if name in listed]
     about = (__doc__ or "").partition("In float64")
-    (HERE / "wild.md").write_text(table(rows, listed, "".join(about[1:]).strip(), "python tests/lab/coverage/wild.py"))
+    lines = table(rows, listed, "".join(about[1:]).strip())
+    write_table(HERE / "wild.md", "Other libraries' networks, folded", "coverage/wild.py", lines)
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows)
 
 

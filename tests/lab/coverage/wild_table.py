@@ -2,38 +2,31 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
-from typing import Any
 
 import circumstances
-from summary import cells
+from kept import Row, markdown_head, markdown_row
 
-Row = dict[str, Any]
 DISTRIBUTIONS = {"open_clip": "open_clip_torch", "smp": "segmentation_models_pytorch"}  # called otherwise here
 UNTRIED = ("not built", "too large", "none")
 
 
-def table(rows: Sequence[Row], listed: Sequence[str], about: str, command: str) -> str:
+def table(rows: Sequence[Row], listed: Sequence[str], about: str) -> list[str]:
     """All rows that there are, in Markdown."""
     owners = {name: [one for one in listed if library(one) == name] for name in sorted(map(library, listed))}
     commits = Counter(row["commit"] for row in rows)
-    distributions = [DISTRIBUTIONS.get(name, name) for name in owners]
-    versions = ", ".join(f"{name} {version(name)}" for name in distributions)
+    versions = circumstances.versions(DISTRIBUTIONS.get(name, name) for name in owners)
     walked = "; ".join(f"{count} networks at {commit}" for commit, count in commits.items())
     head = ("library", "listed", "walked", "not built", "too large", "no BatchNorm", "exact", "largest error",
             "affines left in", "refused", "other", "groupnorm runs",
             "groupnorm refused", "groupnorm other")  # fmt: skip
-    lines = ["# Other libraries' networks, folded", "", *circumstances.lines(command, "cpu"), about, "",
-             f"Walked: {walked}. {versions}.", "",
-             cells(head), "|" + len(head) * "---|"]  # fmt: skip
+    lines = [about, "", f"Walked: {walked}. {versions}.", "", markdown_head(*head)]
     lines += [
         _library(name, names, [row for row in rows if library(_name(row)) == name]) for name, names in owners.items()
     ]
     head = ("network", "norms", "status", "error", "strays", "affines left", "seconds", "groupnorm", "its relative L2",
             "its seconds", "why", "commit")  # fmt: skip
-    lines += ["", cells(head), "|" + len(head) * "---|"]
-    lines += [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
-    return "\n".join(lines) + "\n"
+    lines += ["", markdown_head(*head)]
+    return lines + [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
 
 
 def library(name: str) -> str:
@@ -50,23 +43,23 @@ def _library(name: str, listed: Sequence[str], rows: Sequence[Row]) -> str:
     tried = sum(status not in UNTRIED for status in found.elements())
     approximate = Counter(row["approximate"]["status"] for row in rows if "approximate" in row)
     worst = f"{max(row['error'] for row in exact):.0e}" if exact else ""
-    return cells((
+    return markdown_row(
         name, len(listed), len(rows), *(found[status] for status in UNTRIED), len(exact), worst,
         sum(bool(row["affines"]) for row in exact), found["refused"], tried - len(exact) - found["refused"],
         approximate["runs"], approximate["refused"],
         approximate.total() - approximate["runs"] - approximate["refused"],
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def _network(row: Row) -> str:
     other: Row = row.get("approximate", {})
     strays = f"{row['straying']:.0e}" if "straying" in row else ""
     why = "; ".join(part["why"] for part in (row, other) if part.get("why"))
-    return cells((
+    return markdown_row(
         _name(row), row.get("norms", ""), row["status"], _size(row), strays, row.get("affines", ""),
         row.get("seconds", ""),
         other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"), row["commit"],
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def _size(row: Row) -> str:

@@ -4,7 +4,6 @@ import argparse
 import copy
 import itertools
 import json
-import platform
 import subprocess
 import tempfile
 import time
@@ -14,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import circumstances
 import timm
 import torch
 import trained
+from kept import markdown_head
 from lived import distance
 from safetensors.torch import load_file
 from timm.utils.agc import adaptive_clip_grad
@@ -71,11 +72,8 @@ class Machine:
 
     def heading(self, title: str, about: str, *columns: str) -> str:
         """What comes before the rows of a part's table, which it begins."""
-        name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU (dry run)"
-        versions = f"PyTorch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}"
-        made_with = f"{name}; {versions}; normswap {normswap.__version__}."
-        table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        return "\n".join([f"# {title}", "", made_with, about, "", *table])
+        made_with = circumstances.lines("tests/lab/gpu/run.sh OUT", self.device)
+        return "\n".join([f"# {title}", "", *made_with, about, "", markdown_head(*columns)])
 
 
 GPU = Machine("cuda", "resnet50", side=224, batch=128, passes=15)

@@ -9,7 +9,7 @@
 set -u
 out=$1 dry=${2:-}
 root=$(cd "$(dirname "$0")/../../.." && pwd)
-export PYTHONPATH=$root:$root/tests:${PYTHONPATH:-} PYTHONUNBUFFERED=1
+export PYTHONPATH=$root:$root/tests:$root/tests/lab/benchmarks:${PYTHONPATH:-} PYTHONUNBUFFERED=1
 mkdir -p "$out"
 : > "$out/seconds.md"
 failures=0

@@ -36,11 +36,6 @@ def answers(value: object) -> Callable[[Function], Function]:
     return lambda function: lambda *args, **options: value
 
 
-def first_argument(function: Function) -> Function:
-    """The function is not run, and answers its first argument."""
-    return lambda first, *args, **options: first
-
-
 NOTHING = answers(None)
 FOLDING = ("tests/folding/test_canonical_form.py", "tests/folding/test_propagation.py")
 PROGRAMS = ("tests/folding/test_random_programs.py",)
@@ -141,7 +136,7 @@ STORAGE = (
     Planted("a hash is of names alone", "models.weight_files:_own_hash", answers(b""), STORED + WEIGHTS),
     Planted("weights that are not finite are taken", "models.weight_files:check_finite", NOTHING, WEIGHTS + STORED),
     Planted("any weights fit", "models.weight_files:_fits", answers(True), WEIGHTS),
-    Planted("a head of another size is not remade", "models.weight_files:_rehead", first_argument, (*WEIGHTS, "tests/models/test_zoo.py")),
+    Planted("a head of another size is not remade", "models.weight_files:_rehead", lambda f: lambda old, *rest: old, (*WEIGHTS, "tests/models/test_zoo.py")),
 )  # fmt: skip
 ERRORS = (*ALGEBRA, *PROOF, *STORAGE)
 
@@ -211,13 +206,11 @@ def main() -> None:
         print(rows[-1], flush=True)
     if args.output:
         sys.path.insert(0, str(ROOT / "tests" / "lab" / "benchmarks"))
-        import circumstances
+        from kept import markdown_head, write_table
 
-        command = "python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md"
         count = f"{len(rows) - survived} of {len(rows)} were noticed by the tests that must notice them."
-        head = ["# Planted errors", "", count, "", *circumstances.lines(command, "cpu")]
-        table = ["| error | function | first test to fail |", "|---|---|---|", *rows]
-        args.output.write_text("\n".join([*head, *table]) + "\n", encoding="utf-8")
+        lines = [count, "", markdown_head("error", "function", "first test to fail"), *rows]
+        write_table(args.output, "Planted errors", f"mutation/planted.py -o {args.output}", lines)
 
 
 if __name__ == "__main__":
