@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, explained
-from normswap.exporting import stored_weights
-from normswap.exporting.formats import Format, Runs
+from normswap.exporting.exported_module import first_missing
+from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
 from normswap.images.accuracy import unit
@@ -38,20 +38,8 @@ _INT8 = 1.0
 _INT8_LIMITS = (0.1, 5.0)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
-
-
-@dataclass(frozen=True)
-class Inside:
-    """A file to look into, and what makes a copy of the network that it holds."""
-
-    network: Callable[[], nn.Module]
-    form: Format
-    file: Path
-
-    def missing(self, example: Example, dtype: str) -> str:
-        """As `stored_weights.first_missing`."""
-        content = b"".join(each.read_bytes() for each in self.form.contents(self.file))
-        return stored_weights.first_missing(self.network(), example, content, dtype)
+# The network that a file holds, a copy; and from the file's inputs to all that it computes, or its bytes.
+Inside = Callable[[], tuple[nn.Module, Any]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,8 @@ class Figures:
         """Where the file is off, as far as that is known."""
         if self.apart:
             return f"first at {self.apart}"
-        return "" if self.missing is None else stored_weights.said(self.missing)
+        # In int8 all are looked for in any file.
+        return "" if self.missing is None or (self.passed and not self.missing) else said(self.missing)
 
     @property
     def passed(self) -> bool:
@@ -126,6 +115,13 @@ class Reference:
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
         return together(runs(self.raw(x[0]), *x[1:]))
+
+
+def said(missing: str) -> str:
+    """What `first_missing` found, as a clause."""
+    if missing:
+        return f"{missing} is nowhere in the file"
+    return "the file holds the weights of all convolutions and linear layers"
 
 
 def check(
@@ -211,13 +207,13 @@ def _looked_into(
 ) -> Figures:
     # That a file is off is said, too, where nobody can look into it.
     with suppress(Exception):
-        if inside and not inside.form.inside and not figures.passed:
-            return replace(figures, missing=inside.missing(example, dtype))
         if inside and (dtype == "int8" or not figures.passed):
-            runs = inside.form.open(inside.file, inside=True)
+            network, runs = inside()
+            if isinstance(runs, bytes):
+                return replace(figures, missing=first_missing(network, runs, example, dtype))
             values = reference.answers(runs, tuple(example.tensors()))
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
-            return replace(figures, apart=first_apart(inside.network(), example, values, *limits))
+            return replace(figures, apart=first_apart(network, example, values, *limits))
     return figures
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError, first_line
-from normswap.exporting import checks, exporter, formats, sidecar, stored_weights
+from normswap.exporting import checks, exporter, formats, sidecar
 from normswap.exporting.checks import Figures
+from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Format, Runs
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
@@ -145,7 +146,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     reference, inside = request.reference(rounded), exporter.inside(request, exported.file, rounded)
-    runs = exported.opened(lambda: stored_weights.said(inside.missing(request.example, dtype)))
+    runs = exported.opened(lambda: checks.said(first_missing(*inside(), request.example, dtype)))
     batches, described = request.batches(images)
     return checks.check(reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside)
 

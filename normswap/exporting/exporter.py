@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -172,8 +172,15 @@ def export(
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """What a look into the file needs: the folded network, rounded as the file is."""
-    return checks.Inside(lambda: (rounded or folded(request)).network, request.form, file)
+    """The folded network, rounded as the file is, and all that the file computes, or its bytes where nobody sees it."""
+
+    def look() -> tuple[nn.Module, Any]:
+        network, form = (rounded or folded(request)).network, request.form
+        if form.inside and form.runs_here:
+            return network, form.open(file, inside=True)
+        return network, b"".join(each.read_bytes() for each in form.contents(file))
+
+    return look
 
 
 def _cast(model: object, dtype: str) -> str:

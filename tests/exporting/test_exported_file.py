@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.exporting import exported_file, exporter, formats, stored_weights
+from normswap.exporting import checks, exported_file, exporter, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
@@ -142,7 +142,7 @@ def test_where_a_runtime_gives_no_inner_values_verify_looks_for_the_weights(
     runs = form.open(exported.file)
     monkeypatch.setattr(form.functions, "open", lambda file: lambda x: 1.01 * runs(x))
     figures = exported_file.verify(exported, demo())
-    assert (figures.passed, figures.missing, figures.place) == (False, "", stored_weights.said(""))
+    assert (figures.passed, figures.missing, figures.place) == (False, "", checks.said(""))
 
 
 def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
