@@ -157,7 +157,8 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
                 continue
             stored = tensor.half() if dtype == "fp16" else tensor.data
             if dtype == "int8":
-                stored = (tensor / _step(layer, 127)).round().char()
+                # PT2E multiplies, where a division would round some ties another way.
+                stored = (tensor * (1 / _step(layer, 127))).round().char()
             orders = (stored, *(stored.movedim(dim, -1) for dim in range(min(tensor.ndim, 2))))
             if not any(order.numpy().tobytes() in content for order in orders):
                 return f"{layers[layer]}.{name}"
