@@ -173,9 +173,8 @@ def _place(figures: Body | None, apart: Body | None) -> str:
 
     if apart:
         return f", first at {Departure(**apart)}"
-    if figures and figures["missing"] is not None:
-        return f", {Figures(**figures).place}"
-    return ""
+    place = Figures(**figures).place if figures else ""
+    return f", {place}" if place else ""
 
 
 def _departed(body: Body) -> str:
