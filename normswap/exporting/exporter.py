@@ -205,13 +205,15 @@ def fold_for_export(network: Network) -> nn.Module:
     """A folded copy of its module, verified as every conversion is; a plain copy where there is nothing to fold.
 
     Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the last norm's scale
-    moves into the classifier.
+    and shift move into the classifier.
 
     Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes something else.
     """
     model = network.module
     try:
-        anatomy = replace(network.anatomy, classifier=None)
+        seen = network.anatomy
+        norms = tuple(replace(norm, role="other") if norm.role == "head" else norm for norm in seen.norms)
+        anatomy = replace(seen, classifier=None, norms=norms)
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
             raise

@@ -61,8 +61,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
     read = builder.traced.read_directly(norm)
     if why or read:
         raise NotFoldable(why or f"{read} is read in forward, not only by the norm itself")
-    # An export, which knows no classifier, need not keep the features that it reads.
-    if builder.anatomy.classifier and any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
+    if any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
         raise NotFoldable("its output is the network's features")
 
     def passes(node: fx.Node) -> bool:
