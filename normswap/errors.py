@@ -66,6 +66,8 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is the metavar)."""
     if not _TYPED.get():
         return f"{name}={metavar or _python(value)}"
+    if isinstance(value, list):
+        return " ".join(spelled(name, item) for item in value)
     shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
     return f"{flag(name)} {shown}".rstrip()
 

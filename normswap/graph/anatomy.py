@@ -181,6 +181,17 @@ def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int
     return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
+def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Few patterns that name all of `paths` and, where that can be, none of `others`."""
+    found: list[str] = []
+    for path in paths:
+        ends = [end for end, letter in enumerate(path) if letter == "."]
+        candidates = [*(path[:end] for end in ends), *(f"*{path[end:]}" for end in ends[-1:])]
+        if not any(matches(pattern, path) for pattern in found):
+            found.append(next((c for c in candidates if not any(matches(c, other) for other in others)), path))
+    return found
+
+
 def patterns(options: Body) -> dict[str, list[str]]:
     """The patterns among a scheme's options as lists; raises OptionError: one is no string."""
     by_option: dict[str, list[str]] = {}
