@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, explained
+from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
@@ -36,8 +38,8 @@ _INT8 = 1.0
 _INT8_LIMITS = (0.1, 5.0)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
-# The network that a file holds, a copy; and from the file's inputs to all that it computes.
-Inside = Callable[[], tuple[nn.Module, Runs]]
+# The network that a file holds, a copy; and from the file's inputs to all that it computes, or its bytes.
+Inside = Callable[[], tuple[nn.Module, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Figures:
         answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
-        apart: the first layer that is off, or in int8 whose error jumps.
+        apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's runtime gives no
+            values from inside, the first weight or bias that is nowhere in the file, and empty where all are there.
     """
 
     relative_l2: float
@@ -65,6 +68,15 @@ class Figures:
     top1: float | None = None
     output: str = ""
     apart: Departure | None = None
+    missing: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the file is off, as far as that is known."""
+        if self.apart:
+            return f"first at {self.apart}"
+        # In int8 all are looked for in any file.
+        return "" if self.missing is None or (self.passed and not self.missing) else said(self.missing)
 
     @property
     def passed(self) -> bool:
@@ -103,6 +115,13 @@ class Reference:
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
         return together(runs(self.raw(x[0]), *x[1:]))
+
+
+def said(missing: str) -> str:
+    """What `first_missing` found, as a clause."""
+    if missing:
+        return f"{missing} is nowhere in the file"
+    return "the file holds the weights of all convolutions and linear layers"
 
 
 def check(
@@ -171,28 +190,31 @@ def check(
         shown.hits("file"),
         name if len(every) > 1 else "",
     )
-    figures = replace(figures, apart=_apart(reference, inside, first, dtype, figures))
+    figures = _looked_into(figures, reference, inside, first, dtype)
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise VerificationError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
-            f"first at {figures.apart}" if figures.apart else "",
+            figures.place,
             remedy="Nothing was written",
         )
     return figures
 
 
-def _apart(
-    reference: Reference, inside: Inside | None, example: Example, dtype: str, figures: Figures
-) -> Departure | None:
+def _looked_into(
+    figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
+) -> Figures:
     # That a file is off is said, too, where nobody can look into it.
     with suppress(Exception):
         if inside and (dtype == "int8" or not figures.passed):
             network, runs = inside()
+            if isinstance(runs, bytes):
+                return replace(figures, missing=first_missing(network, runs, example, dtype))
+            values = reference.answers(runs, tuple(example.tensors()))
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
-            return first_apart(network, example, reference.answers(runs, tuple(example.tensors())), *limits)
-    return None
+            return replace(figures, apart=first_apart(network, example, values, *limits))
+    return figures
 
 
 def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:

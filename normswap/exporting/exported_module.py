@@ -17,6 +17,7 @@ from normswap.exporting.settings import Quantization
 from normswap.exporting.signature import Signature
 from normswap.graph.tracing import LINEAR
 from normswap.layers import own_forwards
+from normswap.models.calling import Example
 from normswap.models.modes import hooked
 
 
@@ -130,10 +131,38 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
     """The weight as a quantizer rounds it: to multiples of a step for each output channel."""
+    step = _step(layer, levels)
+    return (layer.get_parameter("weight") / step).round() * step
+
+
+def _step(layer: nn.Module, levels: float) -> Tensor:
     weight = layer.get_parameter("weight")
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
-    step = (weight.abs().amax(others, keepdim=True) / levels).clamp_min(torch.finfo(weight.dtype).tiny)
-    return (weight / step).round() * step
+    return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+@torch.no_grad()
+def first_missing(network: nn.Module, content: bytes, example: Example, dtype: str) -> str:
+    """The first weight or bias, in the order in which layers run, whose bytes are nowhere in a file; empty: none.
+
+    A file may have output or input channels last. In int8, whose biases have steps that images set, the weights alone.
+    """
+    layers: dict[nn.Module, str] = {m: path for path, m in network.named_modules() if isinstance(m, LINEAR)}
+    run: list[nn.Module] = []
+    with hooked([layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]):
+        example.call(network)
+    for layer in dict.fromkeys(run):
+        for name, tensor in layer.named_parameters(recurse=False):
+            if dtype == "int8" and name == "bias":
+                continue
+            stored = tensor.half() if dtype == "fp16" else tensor.data
+            if dtype == "int8":
+                # PT2E multiplies, where a division would round some ties another way.
+                stored = (tensor * (1 / _step(layer, 127))).round().char()
+            orders = (stored, *(stored.movedim(dim, -1) for dim in range(min(tensor.ndim, 2))))
+            if not any(order.numpy().tobytes() in content for order in orders):
+                return f"{layers[layer]}.{name}"
+    return ""
 
 
 def _halved(output: object) -> object:

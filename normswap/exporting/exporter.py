@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.errors import OptionError, TraceError
-from normswap.exporting import checks, formats, sidecar
+from normswap.exporting import checks, formats, sidecar, simpler_graph
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped, correct_biases
 from normswap.exporting.request import Batches, ExportRequest
@@ -172,8 +172,15 @@ def export(
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """The folded network, rounded as the file is, and all that the file computes."""
-    return lambda: ((rounded or folded(request)).network, request.form.open(file, inside=True))
+    """The folded network, rounded as the file is, and all that the file computes, or its bytes where nobody sees it."""
+
+    def look() -> tuple[nn.Module, Any]:
+        network, form = (rounded or folded(request)).network, request.form
+        if form.inside and form.runs_here:
+            return network, form.open(file, inside=True)
+        return network, b"".join(each.read_bytes() for each in form.contents(file))
+
+    return look
 
 
 def _cast(model: object, dtype: str) -> str:
@@ -188,6 +195,8 @@ def folded(request: ExportRequest) -> Shipped:
     """Fold the network, with normalization and softmax as requested, in float32."""
     settings = request.settings
     network = fold_for_export(request.network)
+    if not request.form.rms_norm:
+        simpler_graph.to_layer_norms(network, request.example)
     normalization = request.normalization if settings.normalize else None
     return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax)
 
@@ -196,13 +205,15 @@ def fold_for_export(network: Network) -> nn.Module:
     """A folded copy of its module, verified as every conversion is; a plain copy where there is nothing to fold.
 
     Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the last norm's scale
-    moves into the classifier.
+    and shift move into the classifier.
 
     Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes something else.
     """
     model = network.module
     try:
-        anatomy = replace(network.anatomy, classifier=None)
+        seen = network.anatomy
+        norms = tuple(replace(norm, role="other") if norm.role == "head" else norm for norm in seen.norms)
+        anatomy = replace(seen, classifier=None, norms=norms)
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
             raise

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError
-from normswap.exporting import exported_file, exporter, formats
+from normswap.exporting import checks, exported_file, exporter, formats
 from normswap.exporting.exported_file import ExportedFile
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import make_loader
@@ -98,6 +99,7 @@ def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(("ending", "dtype", "fault"), [
     ("onnx", "fp32", "weight"), ("onnx", "fp32", "bias"), ("onnx", "int8", "weight"), ("xml", "fp32", "weight"),
     ("param", "fp32", "weight"), ("param", "fp32", "bias"), ("tflite", "fp32", "weight"), ("tflite", "int8", "weight"),
+    ("pte", "fp32", "weight"), ("pte", "fp32", "bias"),
 ])  # fmt: skip
 def test_verify_names_the_layer_of_a_file_that_is_off(
     ending: str, dtype: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,7 +112,7 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
     before = exporter.fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach()
     if dtype == "int8":
         before = before.flatten(1).abs().amax(1) / {"onnx": 64, "tflite": 127}[ending]
-    elif (ending, fault) == ("tflite", "weight"):
+    elif ending in ("tflite", "pte") and fault == "weight":
         before = before.permute(0, 2, 3, 1).contiguous()
     after = before * (0 if fault == "bias" else 1.5)
     stored = file.with_suffix(".bin") if ending in ("xml", "param") else file
@@ -119,8 +121,28 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
     stored.write_bytes(content.replace(old, new))
     command = ["verify", str(file), "--against", "demo", "--data", "demo", "--samples", "32", "--workers", "0"]
     assert main(command) == int(dtype == "fp32")
-    # Where ncnn and LiteRT fuse it with its ReLU, the numbers are those behind that.
-    assert f", first at {layer} (Conv2d): relative L2 " in capsys.readouterr().out
+    # Where ncnn and LiteRT fuse it with its ReLU, the numbers are those behind that. ExecuTorch's runtime gives none.
+    named = f"{layer}.{fault} is nowhere in the file" if ending == "pte" else f"first at {layer} (Conv2d): relative L2 "
+    assert f", {named}" in capsys.readouterr().out
+
+
+def test_where_a_runtime_gives_no_inner_values_verify_looks_for_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = replace(formats.get("pt2"), inside=False)
+    monkeypatch.setitem(formats._FORMATS, "pt2", form)
+    exported = ExportedFile.find(str(normswap.export(demo(), tmp_path / "a.pt2").file))
+    assert exported is not None
+    assert exported_file.verify(exported, demo()).missing is None
+    for path in ("layer2.1.bn1.weight", "layer2.1.bn1.bias"):
+        other = copy.deepcopy(demo())
+        other.get_parameter(path).data[3] += 0.1
+        missing = exported_file.verify(exported, other).missing
+        assert missing == path.replace("bn1", "conv1")
+    runs = form.open(exported.file)
+    monkeypatch.setattr(form.functions, "open", lambda file: lambda x: 1.01 * runs(x))
+    figures = exported_file.verify(exported, demo())
+    assert (figures.passed, figures.missing, figures.place) == (False, "", checks.said(""))
 
 
 def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -129,11 +129,8 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
 
 
 def _print(body: Body) -> None:
-    from normswap.surgery.departure import Departure
-
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    apart = (figures or body)["apart"]
-    place = f", first at {Departure(**apart)}" if apart else ""
+    place = _place(figures, (figures or body)["apart"])
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
@@ -167,6 +164,17 @@ def _print(body: Body) -> None:
         print("measured: it is not exact, and what it keeps stands above")
     else:
         print("passed")
+
+
+def _place(figures: Body | None, apart: Body | None) -> str:
+    """Where it differs, as far as that is known."""
+    from normswap.exporting.checks import Figures
+    from normswap.surgery.departure import Departure
+
+    if apart:
+        return f", first at {Departure(**apart)}"
+    place = Figures(**figures).place if figures else ""
+    return f", {place}" if place else ""
 
 
 def _departed(body: Body) -> str:
