@@ -54,7 +54,7 @@ class Figures:
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
         apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's runtime gives no
-            values from inside, the first weight or bias that is nowhere in the file, and empty where all are there.
+            values from inside, the first weight or bias that is nowhere in the file.
     """
 
     relative_l2: float
@@ -68,15 +68,14 @@ class Figures:
     top1: float | None = None
     output: str = ""
     apart: Departure | None = None
-    missing: str | None = None
+    missing: str = ""
 
     @property
     def place(self) -> str:
         """Where the file is off, as far as that is known."""
         if self.apart:
             return f"first at {self.apart}"
-        # In int8 all are looked for in any file.
-        return "" if self.missing is None or (self.passed and not self.missing) else said(self.missing)
+        return f"{self.missing} is nowhere in the file" if self.missing else ""
 
     @property
     def passed(self) -> bool:
@@ -115,13 +114,6 @@ class Reference:
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
         return together(runs(self.raw(x[0]), *x[1:]))
-
-
-def said(missing: str) -> str:
-    """What `first_missing` found, as a clause."""
-    if missing:
-        return f"{missing} is nowhere in the file"
-    return "the file holds the weights of all convolutions and linear layers"
 
 
 def check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from normswap import provenance
 from normswap.errors import OptionError, SourceError, first_line
 from normswap.exporting import checks, exporter, formats, sidecar
 from normswap.exporting.checks import Figures
-from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Format, Runs
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileSettings
@@ -83,14 +82,10 @@ class ExportedFile:
         network = FileNetwork(self.opened(), image_input["batch"], probabilities=probabilities).eval()
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
-    def opened(self, otherwise: Callable[[], str] = str) -> Runs:
-        """The file in its runtime.
-
-        Raises OptionError: not on this system, with what is known `otherwise`; VerificationError: it rejects the file.
-        """
+    def opened(self) -> Runs:
+        """The file in its runtime; raises OptionError: not on this system; VerificationError: it rejects the file."""
         if not self.form.runs_here:
-            why = f"{self.form.name} has no runtime on {sys.platform}"
-            raise OptionError(f"{self.file} does not run here", "; ".join(filter(None, (why, otherwise()))))
+            raise OptionError(f"{self.file} does not run here", f"{self.form.name} has no runtime on {sys.platform}")
         return self.form.open(self.file)
 
     @property
@@ -140,20 +135,14 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     Raises SourceError: the file does not say how it was made; OptionError, VerificationError: the network or the file
     does not run on the images, or the file not on this system.
     """
+    runs = exported.opened()
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
     rounded = None
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
-    reference, inside = request.reference(rounded), exporter.inside(request, exported.file, rounded)
-
-    def known() -> str:
-        missing = first_missing(*inside(), request.example, dtype)
-        # coremltools does that to ConvNeXt's.
-        return checks.said(missing) + ", unless a scale was merged into it" * bool(missing)
-
-    runs = exported.opened(known)
     batches, described = request.batches(images)
+    reference, inside = request.reference(rounded), exporter.inside(request, exported.file, rounded)
     return checks.check(reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.errors import OptionError, TraceError
-from normswap.exporting import checks, formats, sidecar, simpler_graph
+from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped, correct_biases
 from normswap.exporting.request import Batches, ExportRequest
@@ -176,9 +176,9 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
 
     def look() -> tuple[nn.Module, Any]:
         network, form = (rounded or folded(request)).network, request.form
-        if form.inside and form.runs_here:
+        if form.inside:
             return network, form.open(file, inside=True)
-        return network, b"".join(each.read_bytes() for each in form.contents(file))
+        return network, file.read_bytes()
 
     return look
 
@@ -195,8 +195,6 @@ def folded(request: ExportRequest) -> Shipped:
     """Fold the network, with normalization and softmax as requested, in float32."""
     settings = request.settings
     network = fold_for_export(request.network)
-    if not request.form.rms_norm:
-        simpler_graph.to_layer_norms(network, request.example)
     normalization = request.normalization if settings.normalize else None
     return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax)
 

@@ -68,7 +68,7 @@ class Format:
         any_count: it takes any number of images at a time; any_input: other tensors than float32.
         quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
             weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
-        rms_norm: RMSNorm is one operator in it; inside: its runtime tells what a file computes on its way.
+        inside: its runtime tells what a file computes on its way.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
 
@@ -88,7 +88,6 @@ class Format:
     quantizer_extra: str = "quantize"
     weight_bits: tuple[int, ...] = (SAFE_BITS, WHOLE_BITS)
     halves: bool = False
-    rms_norm: bool = True
     inside: bool = True
     system: str = ""
 
@@ -107,13 +106,10 @@ class Format:
             return (file,)
         return (file, file.with_suffix(self.part))
 
-    def contents(self, file: Path) -> list[Path]:
-        """A file with its part, or all files that are in it where it is a directory."""
-        return [each for place in self.files(file) for each in (place, *place.rglob("*")) if each.is_file()]
-
     def size(self, file: Path) -> int:
-        """Bytes of all that is in a file."""
-        return sum(each.stat().st_size for each in self.contents(file))
+        """Bytes of a file with its part, or of all that is in it where it is a directory."""
+        inside = (each for place in self.files(file) for each in (place, *place.rglob("*")) if each.is_file())
+        return sum(each.stat().st_size for each in inside)
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
         """Write the file, and its part beside it, in int8 if `how` is given.
@@ -175,7 +171,6 @@ _FORMATS = {
             notes={"fp16": _HALF_WEIGHTS.format("OpenVINO")},
             quantizer="NNCF",
             halves=True,
-            rms_norm=False,
             quantizer_needs=("nncf", "openvino"),
         ),
         Format(
@@ -213,7 +208,6 @@ _FORMATS = {
             quantizer_needs=("executorch", "torchao"),
             quantizer_extra="executorch",
             weight_bits=(WHOLE_BITS,),
-            rms_norm=False,
             inside=False,
         ),
         Format(
@@ -241,7 +235,6 @@ _FORMATS = {
             extra="coreml",
             any_count=False,
             any_input=False,
-            rms_norm=False,
             inside=False,
             system="darwin",
         ),

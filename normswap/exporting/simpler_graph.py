@@ -1,12 +1,10 @@
 """The same network in operators that more tools have, for tools that refuse it, or compute constants at each run.
 
 What depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. What a
-transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the last dimension. RMSNorms of values
-with mean zero become the LayerNorms that they are. Values stay.
+transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the last dimension. Values stay.
 """
 
 import copy
-import math
 import operator
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -20,9 +18,6 @@ from normswap.errors import RefusedError
 from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents
 from normswap.graph.tracing import argument
-from normswap.layers import channel_norm
-from normswap.models.calling import Example
-from normswap.models.modes import hooked
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Argument)
@@ -32,34 +27,6 @@ _LIKE = (_ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.defa
 # Operators that read only shape and dtype of one argument, the first or the second.
 _FORM: dict[object, int] = {**dict.fromkeys((*_NEW, *_LIKE), 0), _ATEN.type_as.default: 1}
 _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
-# The largest |mean| / root mean square over the channels that is rounding, which a LayerNorm may take away.
-_CENTRED = 1e-5
-
-
-@torch.no_grad()
-def to_layer_norms(network: nn.Module, example: Example) -> None:
-    """Replace, in place, every RMSNorm whose input has mean zero over its channels: LN(x) = RMSNorm(x) there."""
-    norms = {path: module for path, module in network.named_modules() if isinstance(module, nn.RMSNorm)}
-    if not norms:
-        return
-    largest: dict[nn.Module, float] = {}
-
-    def measure(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for x in args:
-            off = x.mean(-1).abs() / x.square().mean(-1).sqrt()
-            # Zeros, whose ratio is no number, say nothing of other values.
-            largest[norm] = max(largest.get(norm, 0.0), float(off.nan_to_num(math.inf).max()))
-
-    with hooked([norm.register_forward_pre_hook(measure) for norm in norms.values()]):
-        example.call(network)
-    for path, norm in norms.items():
-        is_last = channel_norm.channel_dim(norm) == -1 and not channel_norm.refusal(norm)
-        if is_last and largest.get(norm, math.inf) <= _CENTRED:
-            eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-            new = nn.LayerNorm(norm.normalized_shape, eps, elementwise_affine=False)
-            new.register_parameter("weight", norm.weight)
-            new.register_parameter("bias", getattr(norm, "bias", None))
-            network.set_submodule(path, new)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:

@@ -1,6 +1,5 @@
 """Core ML: a package is written whole, with names and metadata; nothing runs it on Linux."""
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -62,16 +61,8 @@ def test_a_package_holds_the_folded_network_and_is_not_called_verified(dtype: st
     assert (exported.precision, exported.described()["bytes"]) == (dtype, done.bytes)
     assert set(exported.metadata) == {"source", "sha256", "architecture", "dtype", "labels", "preprocess", "versions"}
     assert json.loads(exported.metadata["preprocess"])["input"] == body["input"]
-    other = copy.deepcopy(model)
-    other[0].bias.data[2] += 0.1  # type: ignore[union-attr]
-    for run, known in (
-        (exported.network, "$"),
-        (lambda: exported_file.verify(exported, model), "; the file holds the weights of all"),
-        (lambda: exported_file.verify(exported, other), r"; 0\.bias is nowhere in the file"),
-    ):
-        with pytest.raises(
-            OptionError, match=rf"net\.mlpackage does not run here: coreml has no runtime on linux{known}"
-        ):
+    for run in (exported.network, lambda: exported_file.verify(exported, model)):
+        with pytest.raises(OptionError, match=r"net\.mlpackage does not run here: coreml has no runtime on linux"):
             run()
 
 

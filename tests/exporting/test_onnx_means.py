@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from small_transformers import small
 from torch import Tensor, nn
 
 import normswap
@@ -67,3 +68,19 @@ def test_a_scale_that_stays_has_any_dimension(sides: tuple[int, ...], tmp_path: 
     session = ort.InferenceSession(exported.file)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), network(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "norms"), [
+    ("onnx", ("LayerNormalization", "RMSNormalization")), ("pt2", ("layer_norm.default", "rms_norm.default")),
+])  # fmt: skip
+def test_an_rms_norm_is_one_operator(ending: str, norms: tuple[str, str], tmp_path: Path) -> None:
+    """With RMSNorms the file has no more operators than with LayerNorms."""
+    source, x = small("vit")
+    source, x = source.float(), x.float()
+    counts = {}
+    for name, model in zip(norms, (source, normswap.convert(source, to="rmsnorm", inputs=x).model), strict=True):
+        exported = normswap.export(model, tmp_path / f"{name}.{ending}", dynamic_batch=True)
+        assert exported.nodes[name] == 5
+        counts[name] = sum(exported.nodes.values())
+    assert counts[norms[1]] <= counts[norms[0]]

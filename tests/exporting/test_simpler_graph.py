@@ -1,21 +1,16 @@
 """What stands for operators that tools lack computes the same, in float64; what looks alike and is not, stays."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from alone import skip_without
 from lived import distance, run
-from small_transformers import small
 from torch import Tensor, nn
 
-import normswap
 from normswap.errors import RefusedError, quiet
-from normswap.exporting import formats, pt2_file
+from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents, Shipped
-from normswap.exporting.simpler_graph import or_simpler, simpler, to_layer_norms
-from normswap.models.calling import Example
+from normswap.exporting.simpler_graph import or_simpler, simpler
 
 
 class Applied(nn.Module):
@@ -166,44 +161,3 @@ def test_what_torch_cannot_export_is_refused_as_before(monkeypatch: pytest.Monke
     monkeypatch.setattr(pt2_file, "traced", refuse)
     with pytest.raises(RefusedError, match="by the tool"):
         or_simpler(contents, refuse)
-
-
-def test_an_rms_norm_becomes_a_layer_norm_only_where_its_input_has_mean_zero() -> None:
-    torch.manual_seed(0)
-    norms = [nn.RMSNorm(8, eps=1e-3), nn.RMSNorm(8), nn.RMSNorm((5, 8))]
-    network = nn.Sequential(nn.Linear(6, 8), norms[0], nn.Linear(8, 8), norms[1], nn.Linear(8, 8), norms[2]).double()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.normal_()
-        for linear in (network[0], network[4]):
-            linear.weight -= linear.weight.mean(0)
-            linear.bias -= linear.bias.mean()
-    x = torch.randn(3, 5, 6, dtype=torch.float64)
-    expected = run(network, x)
-    to_layer_norms(network, Example((x,)))
-    assert [type(network[i]) for i in (1, 3, 5)] == [nn.LayerNorm, nn.RMSNorm, nn.RMSNorm]
-    assert distance(expected, run(network, x)) < 1e-14
-
-
-def test_zeros_do_not_make_a_layer_norm() -> None:
-    network, x = nn.Sequential(nn.ReLU(), nn.RMSNorm(8)), torch.ones(1, 8)
-    to_layer_norms(network, Example((-x,)))
-    assert isinstance(network[1], nn.RMSNorm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", formats.names())
-def test_rms_norms_are_no_more_operators_than_layer_norms(form: str, tmp_path: Path) -> None:
-    skip_without(form)
-    source, x = small("vit")
-    source, x = source.float(), x.float()
-    rms = normswap.convert(source, to="rmsnorm", inputs=x).model
-    ending = formats.get(form).ending
-    exported = [normswap.export(model, tmp_path / f"{i}{ending}") for i, model in enumerate((source, rms))]
-    layer_norms, rms_norms = (sum(each.nodes.values()) for each in exported)
-    assert rms_norms <= layer_norms
-    if form == "onnx":
-        assert (exported[0].nodes["LayerNormalization"], exported[1].nodes["RMSNormalization"]) == (5, 5)
-    if formats.get(form).runs_here:
-        file = formats.get(form).open(exported[1].file)
-        assert distance(run(source, x[:1]), file(x[:1])) < 1e-5

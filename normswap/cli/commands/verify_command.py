@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 KEYS = (
     "directory, against, passed, enough (of it is kept), source_unchanged (null if not known), apart (the first layer "
-    "that is off: site, kind, relative_l2, two numbers), report, data (null, or agreement, count, top-1 of source and "
-    "result, or relative_l2), compiled (null, or of outputs and gradients what departs most: what, relative_l2, "
-    "allowed); of an exported file: directory, against, passed, enough, figures (as in `export`)"
+    "that is off: site, kind, relative_l2, two numbers), place (in words), report, data (null, or agreement, count, "
+    "top-1 of source and result, or relative_l2), compiled (null, or of outputs and gradients what departs most: what, "
+    "relative_l2, allowed); of an exported file: directory, against, passed, enough, place, figures (as in `export`)"
 )
 EXAMPLES = ("verify demo-skipinit", "verify demo.onnx --against demo --data demo")
 
@@ -111,7 +111,7 @@ def _of_directory(
             deviations = compiling.compare(network, example)
             apart = apart or compiling.first_apart(network, example, deviations)
         body["compiled"] = [asdict(deviation) for deviation in deviations]
-    body["apart"] = apart and asdict(apart)
+    body |= {"apart": apart and asdict(apart), "place": f"first at {apart}" if apart else ""}
     return {**body, "report": summary.of_report(report), "data": data}
 
 
@@ -125,12 +125,13 @@ def _of_file(file: ExportedFile, against: str | None, images: Images, opening: I
     loader = None if images.data is None else images.loader(source, labelled=None)
     with progress.working("comparing"):
         figures = exported_file.verify(file, source, loader)
-    return {"directory": file.file, "against": against, "passed": figures.passed, "figures": asdict(figures)}
+    body = {"directory": file.file, "against": against, "passed": figures.passed, "figures": asdict(figures)}
+    return {**body, "place": figures.place}
 
 
 def _print(body: Body) -> None:
     directory, against, figures = body["directory"], body["against"], body.get("figures")
-    place = _place(figures, (figures or body)["apart"])
+    place = f", {body['place']}" if body["place"] else ""
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
@@ -164,17 +165,6 @@ def _print(body: Body) -> None:
         print("measured: it is not exact, and what it keeps stands above")
     else:
         print("passed")
-
-
-def _place(figures: Body | None, apart: Body | None) -> str:
-    """Where it differs, as far as that is known."""
-    from normswap.exporting.checks import Figures
-    from normswap.surgery.departure import Departure
-
-    if apart:
-        return f", first at {Departure(**apart)}"
-    place = Figures(**figures).place if figures else ""
-    return f", {place}" if place else ""
 
 
 def _departed(body: Body) -> str:

@@ -2,10 +2,9 @@
 
     python tests/lab/benchmarks/layer_norms.py -o tests/lab/benchmarks/layer_norms.md
 
-LayerNorms: timm's network, as it is. RMSNorms: `convert --to rmsnorm`, and folded as `export` does it, with LayerNorms
-again where a format has no RMSNorm. Operators: those of the file, and in brackets those that the runtime runs, where it
-says so. Times: the fastest of 40 calls with one image, the three networks in turn, on one thread. The optional runtimes
-must be installed.
+LayerNorms: timm's network, as it is. RMSNorms: `convert --to rmsnorm`, and folded as `export` does it. Operators: those
+of the file, and in brackets those that the runtime runs, where it says so. Times: the fastest of 40 calls with one
+image, the three networks in turn, on one thread. The optional runtimes must be installed.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import NormswapError, first_line
-from normswap.exporting import formats, simpler_graph
+from normswap.exporting import formats
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.exporter import fold_for_export
-from normswap.models.calling import Example
 from normswap.surgery.network import Network
 
 NETWORKS = ("LayerNorms", "RMSNorms", "folded")
@@ -68,8 +66,6 @@ def in_format(name: str, networks: Iterable[nn.Module], x: Tensor) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         for i, network in enumerate(networks):
             file = Path(folder) / f"network{i}{form.ending}"
-            if not form.rms_norm:
-                simpler_graph.to_layer_norms(network, Example((x,)))
             form.write(FileContents(Shipped(network), (x,)), file)
             nodes = form.functions.nodes(file)
             operators.append((sum(nodes.values()), run_by(name, file)))
