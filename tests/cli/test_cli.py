@@ -17,7 +17,7 @@ from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli import commands, progress, result_tables, tables
 from normswap.cli.app import load, main
 from normswap.cli.commands import recalibrate_command, schemes_command
@@ -29,7 +29,7 @@ from normswap.training import recipe_files
 from normswap.training.engine import TrainingProgress
 
 COMMANDS = tuple(commands.SUMMARIES)
-IMAGES = str(demo_files.FOLDER / "images.tar")
+IMAGES = str(shipped.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 
 
@@ -211,7 +211,7 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
 
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
-    file, shape = demo_files.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
+    file, shape = shipped.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
     shaped = [word for name, value in {**shape, "stem_width": 16}.items() for word in ("--arch-arg", f"{name}={value}")]
     how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
     assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)["passed"]
@@ -230,7 +230,7 @@ def test_verify_names_the_layer_that_was_changed(path: str, capfd: Capture, conv
 
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
-    shutil.copytree(demo_files.FOLDER, here / "source")
+    shutil.copytree(shipped.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
     state = load_file(here / "source" / "model.safetensors")
     save_file({name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()}, "source/model.safetensors")
