@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from normswap import shipped
-from normswap.cli import commands, progress, result_tables, tables
+from normswap.cli import commands, progress, tables
 from normswap.cli.app import load, main
 from normswap.cli.commands import recalibrate_command, schemes_command
 from normswap.cli.commands.export_command import Written
@@ -436,7 +436,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "notes": [],
         "renames": [],
     }
-    result_tables.print_step("demo", step, dry=dry)
+    tables.print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 
