@@ -1,11 +1,16 @@
-"""The folder of what is shipped beside the code: recipes, and the networks that only they use.
+"""What is shipped with the code: recipes, the networks that only they use, and the demo.
 
-In a checkout it stands beside the package, installed within it.
+In a checkout the recipes' folder stands beside the package, installed within it. The demo is a small trained network
+and its 500 images; as MODEL and as images both are `demo`.
 """
 
 import importlib.util
 import sys
 from pathlib import Path
+
+NAME = "demo"
+FOLDER = Path(__file__).parent / "demo_data"
+IMAGES = FOLDER / "images.tar"
 
 
 def recipes() -> Path:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli.app import load, main
 
-MODEL = str(demo_files.FOLDER)
+MODEL = str(shipped.FOLDER)
 
 
 Capture = pytest.CaptureFixture[str]

@@ -1,7 +1,7 @@
 """The rooms of the package, from the ground up."""
 
 ORDER = (
-    ("errors", "copying", "version", "shipped", "demo_files"), ("plan", "plugins"), ("provenance",),
+    ("errors", "copying", "version", "shipped"), ("plan", "plugins"), ("provenance",),
     ("layers",), ("models",),
     ("graph",), ("images",), ("folding",), ("calibration",), ("schemes",), ("surgery",), ("storage",), ("analysis",),
     ("diagnosis",),

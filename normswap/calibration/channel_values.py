@@ -1,4 +1,4 @@
-"""Values that reach layers, on the user's images or on dead leaves (`natural_noise.leaves`)."""
+"""Values that reach layers, on the user's images or on dead leaves (`synthetic_images.leaves`)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.calibration.checked_batches import run
-from normswap.calibration.natural_noise import leaves
+from normswap.calibration.synthetic_images import leaves
 from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Example, anchor

@@ -1,7 +1,9 @@
-"""Calibration images made from a network's BatchNorm statistics, where the user has none.
+"""Images made where the user has none: from a network's BatchNorm statistics, or at random.
 
 Gradient descent changes noise with the spectrum of natural images until each BatchNorm sees its running mean and
-variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
+variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795). The noise's amplitude falls as 1/f
+(Field 1987), and its colours are correlated. Dead leaves, which have edges as well, are shapes that hide one another,
+of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration import natural_noise
 from normswap.errors import OptionError, SourceError, explained, spelled
 from normswap.layers import affine
 from normswap.models.calling import Example
@@ -22,6 +23,8 @@ from normswap.models.modes import Progress, hooked, undisturbed
 # So many images are made, and so many at a time.
 COUNT, BATCH = 128, 32
 STEPS, RATE = 30, 0.2
+# Leaves to an image, and the smallest and largest of them as shares of its side.
+LEAVES, SMALLEST, LARGEST = 40, 0.03, 0.6
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +61,13 @@ def make(
     for i in range(total):
         generator = torch.Generator().manual_seed(seed * total + i)
         white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
-        level = 1 / natural_noise.coloured(white.detach()).std()
+        level = 1 / coloured(white.detach()).std()
         optimizer = torch.optim.Adam([white], lr=RATE)
         with undisturbed(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:
             for step in range(STEPS):
                 distances.clear()
                 with explained(SourceError, "synthetic images cannot be made", remedy):
-                    form.of((natural_noise.coloured(white) * level).to(like)).call(model)
+                    form.of((coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
                 if not bool(torch.isfinite(loss)):
@@ -72,7 +75,7 @@ def make(
                 optimizer.step()
                 if progress is not None:
                     progress(i * STEPS + step + 1, total * STEPS)
-        batches.append((natural_noise.coloured(white.detach()) * level).to(like))
+        batches.append((coloured(white.detach()) * level).to(like))
     return batches
 
 
@@ -91,3 +94,50 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
     with hooked(norm.register_forward_pre_hook(compare) for norm in norms):
         yield distances
+
+
+def coloured(noise: Tensor) -> Tensor:
+    """White noise (N, C, H, W), or (N, C, ...), with the spectrum of natural images, up to a factor; differentiable."""
+    sides = noise.shape[2:]
+    places = tuple(range(2, noise.ndim))
+    along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
+    frequency = torch.stack(torch.meshgrid(*along, indexing="ij")).square().sum(0).sqrt()
+    frequency.view(-1)[0] = 1 / max(sides)
+    spectrum = torch.fft.rfftn(noise, dim=places) / frequency.to(noise.device)
+    images: Tensor = torch.fft.irfftn(spectrum, s=sides, dim=places)
+    return float(0.8**0.5) * images[:, :1] + float(0.2**0.5) * images
+
+
+def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
+    """Images of unit variance."""
+    images = coloured(torch.randn(count, *size, generator=torch.Generator().manual_seed(seed)))
+    return images / images.std()
+
+
+def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
+    """Dead leaves of unit variance; contrast, colours and a grain of noise are drawn for each image."""
+    generator = torch.Generator().manual_seed(seed)
+    channels, *sides = size
+    per = (count, *(1,) * (len(sides) + 1))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    places = torch.stack(torch.meshgrid(*(torch.linspace(0, 1, side) for side in sides), indexing="ij"))
+    images = drawn(count, channels, *per[2:]).expand(count, *size)
+    vivid = drawn(*per)
+    for i in range(LEAVES):
+        span = SMALLEST**-2 + drawn(count) * (LARGEST**-2 - SMALLEST**-2)
+        # The first leaves are large, so that no pixel stays empty.
+        radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else span**-0.5
+        turn = torch.randn(count, len(sides), len(sides), generator=generator)
+        turn = turn / turn.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides)) / radius.view(-1, 1, 1)
+        away = places - drawn(count, len(sides)).view(count, -1, *per[2:])
+        away = torch.einsum("nij,nj...->ni...", turn, away)
+        far = torch.where(drawn(*per) < 0.5, away.square().sum(1, keepdim=True), away.abs().amax(1, keepdim=True))
+        colour = drawn(*per) + vivid / 2 * (drawn(count, channels, *per[2:]) - 0.5)
+        shade = (drawn(*per) - 0.5) / 2 * away[:, :1]
+        images = torch.where(far < 1, colour + shade, images)
+    grain = pink(count, size, seed) * (0.02 + 0.13 * drawn(*per))
+    images = (images + grain - 0.5).clamp(-0.5, 0.5)
+    return images / images.std()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.natural_noise import pink
+from normswap.calibration.synthetic_images import pink
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.formats import Format

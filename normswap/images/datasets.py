@@ -29,7 +29,7 @@ from timm.utils.misc import natural_key
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.errors import OptionError, SourceError, first_line, quiet, spelled
 from normswap.images import array_files
 from normswap.models import network_input, preprocessing
@@ -172,15 +172,15 @@ def open_images(
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
     mode = modes[channels]
     path = Path(data)
-    if data == demo_files.NAME and not path.exists():
-        path = demo_files.IMAGES
+    if data == shipped.NAME and not path.exists():
+        path = shipped.IMAGES
     place = part_of(path, split) if path.exists() else None
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
     notes = [f"images of {place or f'the part {split} of {data}'}"]
-    if place in (Path(data), demo_files.IMAGES):
+    if place in (Path(data), shipped.IMAGES):
         notes = []
     names = _names(dataset)
     outputs: dict[int, int] = {}

@@ -9,7 +9,7 @@ import timm
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
-from normswap import demo_files, shipped
+from normswap import shipped
 from normswap.errors import SourceError, explained, near, quiet, spelled
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
@@ -59,8 +59,8 @@ def build(name: str, request: BuildRequest) -> Built:
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
         return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments())
-    if name == demo_files.NAME:
-        return _from_layout(functools.partial(hub.local, demo_files.FOLDER), name, request.arguments())
+    if name == shipped.NAME:
+        return _from_layout(functools.partial(hub.local, shipped.FOLDER), name, request.arguments())
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         folder = Path(name.removeprefix("local-dir:")).resolve()
         return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments())

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from normswap.analysis import summary
-from normswap.demo_files import IMAGES, NAME
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import make_loader
 from normswap.plan import Body
+from normswap.shipped import IMAGES, NAME
 from normswap.storage import checkpoint
 from normswap.surgery import comparison
 from normswap.surgery.conversion import convert

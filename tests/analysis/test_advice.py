@@ -12,7 +12,7 @@ from commands import as_documented
 from small import SMALL_IMAGES, small
 from torch import nn
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.analysis import advice
 from normswap.cli.app import main
 from normswap.errors import OptionError, RefusedError
@@ -96,7 +96,7 @@ def test_bad_questions() -> None:
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", str(demo_files.FOLDER), "--batch-size", "4", "--json"]) == 0
+    assert main(["advise", str(shipped.FOLDER), "--batch-size", "4", "--json"]) == 0
     body = as_documented(capfd.readouterr().out, "advise")
     assert body["choose"]["scheme"] == "skipinit"
     assert body.keys() == {
@@ -112,7 +112,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     }
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
     assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
-    assert main(["advise", str(demo_files.FOLDER), "--private"]) == 0
+    assert main(["advise", str(shipped.FOLDER), "--private"]) == 0
     out = capfd.readouterr().out
     assert "--to skipinit --for opacus" in out
     assert "on this one nothing was measured" in " ".join(out.split())
@@ -122,4 +122,4 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]
     assert main([*command[1:], "--dry-run"]) == 0
-    assert main(["advise", str(demo_files.FOLDER), "--batch-size", "0"]) == 2
+    assert main(["advise", str(shipped.FOLDER), "--batch-size", "0"]) == 2

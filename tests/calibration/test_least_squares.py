@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from normswap.calibration import (
     channel_values,
     least_squares,
-    natural_noise,
     per_sample_rescaling,
     sampling,
     sequential_fit,
+    synthetic_images,
 )
 from normswap.calibration.least_squares import Folds, Moments
-from normswap.calibration.natural_noise import leaves
+from normswap.calibration.synthetic_images import leaves
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
 from normswap.models.calling import Example
@@ -406,7 +406,7 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
-    found = natural_noise.pink(4000, (2, *sides), 0).double()
+    found = synthetic_images.pink(4000, (2, *sides), 0).double()
     assert float(found.std()) == pytest.approx(1, rel=1e-4)
     power = np.square(np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))).mean((0, 1))
     frequency = np.sqrt(sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij")))

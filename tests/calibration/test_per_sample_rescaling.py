@@ -9,7 +9,7 @@ import zoo_networks
 from lived import distance, run
 from torch import Tensor, nn
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.calibration import per_sample_rescaling
 from normswap.calibration.per_sample_rescaling import NormInputs
 from normswap.graph.inspection import inspect
@@ -143,7 +143,7 @@ def test_channels_that_are_dead_or_cost_nothing_get_finite_scales(dead: float) -
 
 @pytest.fixture(scope="module")
 def pictures() -> Tensor:
-    loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
+    loader = make_loader(zoo_networks.PREPROCESSING, str(shipped.FOLDER / "images.tar"), workers=0)
     return torch.cat([x for x, _ in loader])[:100]
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
@@ -213,7 +213,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(relative_eps: flo
 @pytest.mark.one_in(2)
 def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
     """Trained networks, and 300 images that were not seen."""
-    loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
+    loader = make_loader(zoo_networks.PREPROCESSING, str(shipped.FOLDER / "images.tar"), workers=0)
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
     images = torch.cat([pictures for pictures, _ in loader])[order]
     model = zoo_networks.trained(kind)

@@ -9,7 +9,7 @@ from lived import distance, lived_in, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normswap.calibration import natural_noise, synthetic_images
+from normswap.calibration import synthetic_images
 from normswap.errors import NormswapError, OptionError, SourceError
 from normswap.models.calling import form
 from normswap.surgery import conversion
@@ -21,7 +21,7 @@ SIZE = (3, 32, 32)
 def network() -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1))
-    return lived_in(model, 2 * natural_noise.pink(64, SIZE, 9).double() + 1).float()
+    return lived_in(model, 2 * synthetic_images.pink(64, SIZE, 9).double() + 1).float()
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def test_they_have_the_statistics_that_are_kept_and_the_network_stays(network: n
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(module.training and not module._forward_pre_hooks for module in network.modules())
     assert all(parameter.requires_grad and parameter.grad is None for parameter in network.parameters())
-    noise_error = statistics_error(network.eval(), natural_noise.pink(32, SIZE, 0))
+    noise_error = statistics_error(network.eval(), synthetic_images.pink(32, SIZE, 0))
     assert statistics_error(network, first) < 0.03 * noise_error
 
 
@@ -76,7 +76,7 @@ def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
     monkeypatch.setattr(synthetic_images, "COUNT", 64)
     done = conversion.convert(network, "nf", input_size=SIZE, calibrate="synthetic")
     on_noise = conversion.convert(network, "nf", input_size=SIZE, calibrate=[torch.randn(64, *SIZE)])
-    x = 2 * natural_noise.pink(64, SIZE, 9) + 1
+    x = 2 * synthetic_images.pink(64, SIZE, 9) + 1
     made, noise = (distance(run(network, x), run(each.model, x)) for each in (done, on_noise))
     assert made < 0.7 * noise
     assert done.report.kept is None

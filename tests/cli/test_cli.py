@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from small import rewrite
 from torch import Tensor, nn
 
-from normswap import demo_files
-from normswap.cli import commands, progress, result_tables, tables
+from normswap import shipped
+from normswap.cli import commands, progress, tables
 from normswap.cli.app import load, main
 from normswap.cli.commands import recalibrate_command, schemes_command
 from normswap.cli.commands.export_command import Written
@@ -30,7 +30,7 @@ from normswap.training import recipe_files
 from normswap.training.engine import TrainingProgress
 
 COMMANDS = tuple(commands.SUMMARIES)
-IMAGES = str(demo_files.FOLDER / "images.tar")
+IMAGES = str(shipped.FOLDER / "images.tar")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
 
 
@@ -212,7 +212,7 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
 
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
-    file, shape = demo_files.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
+    file, shape = shipped.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
     shaped = [word for name, value in {**shape, "stem_width": 16}.items() for word in ("--arch-arg", f"{name}={value}")]
     how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
     assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)["passed"]
@@ -239,7 +239,7 @@ def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Pat
 
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
-    shutil.copytree(demo_files.FOLDER, here / "source")
+    shutil.copytree(shipped.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
     state = load_file(here / "source" / "model.safetensors")
     save_file({name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()}, "source/model.safetensors")
@@ -445,7 +445,7 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
         "notes": [],
         "renames": [],
     }
-    result_tables.print_step("demo", step, dry=dry)
+    tables.print_step("demo", step, dry=dry)
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 

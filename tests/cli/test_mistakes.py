@@ -15,7 +15,7 @@ from commands import DEMO, MODEL, Capture, environment, refused
 from PIL import Image
 from safetensors.torch import save_file
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.plan import VERSION
 
 CONVERT = ("convert", "demo", "--to", "skipinit", "-o", "out")
@@ -65,7 +65,7 @@ def dangling(here: Path) -> None:
 
 
 def network(here: Path) -> None:
-    shutil.copytree(demo_files.FOLDER, here / "net", ignore=shutil.ignore_patterns("images*"))
+    shutil.copytree(shipped.FOLDER, here / "net", ignore=shutil.ignore_patterns("images*"))
 
 
 def weights(**changed: torch.Tensor | None) -> Callable[[Path], None]:

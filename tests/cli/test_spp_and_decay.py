@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from commands import Capture, run_json
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli.app import main
 
-MODEL = str(demo_files.FOLDER)
-IMAGES = str(demo_files.FOLDER / "images.tar")
+MODEL = str(shipped.FOLDER)
+IMAGES = str(shipped.FOLDER / "images.tar")
 SIZE = ("--input-size", "3,32,32")
 SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16")
 FIELDS = {"block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"}
@@ -20,7 +20,7 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
     body = run_json(capfd, "spp", MODEL, "after", "-o", "a.png", "--data", IMAGES, "--samples", "8", "--workers", "0")
     before, after = body["curves"].values()
-    assert list(body["curves"]) == [demo_files.FOLDER.name, "after"]
+    assert list(body["curves"]) == [shipped.FOLDER.name, "after"]
     assert set(before[0]) == FIELDS
     for one, other in zip(before, after, strict=True):
         assert other["variance"] == pytest.approx(one["variance"], rel=1e-3)

@@ -14,7 +14,7 @@ import torch
 from commands import MODEL, here, made_or_refused, options_of
 from crossed import sampled
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.exporting import formats
 
 __all__ = ["here"]  # a fixture
@@ -98,7 +98,7 @@ def test_two_options_of_export(pair: tuple[Option, Option], here: Path, capfd: p
     side, channels = 48 if "3,48,48" in words else 64, 1 if "--in-chans" in words else 3
     count, seed = 3 if "--dynamic-batch" in words else 1, torch.Generator().manual_seed(1)
     pixels = torch.rand(count, channels, side, side, generator=seed)
-    config = json.loads((demo_files.FOLDER / "config.json").read_text())["pretrained_cfg"]
+    config = json.loads((shipped.FOLDER / "config.json").read_text())["pretrained_cfg"]
     mean = torch.tensor([0.4] * 3 if "--image-mean" in words else config["mean"]).reshape(1, -1, 1, 1)
     std = torch.tensor([0.2] * 3 if "--image-std" in words else config["std"]).reshape(1, -1, 1, 1)
     images = (pixels - mean[:, :channels]) / std[:, :channels]

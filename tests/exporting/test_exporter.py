@@ -25,7 +25,7 @@ from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo_files
+from normswap import shipped
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.exporting import formats, sidecar
 from normswap.exporting.exported_module import FileContents
@@ -122,7 +122,7 @@ def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
 def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     import onnx
 
-    model = checkpoint.open_model(str(demo_files.FOLDER))
+    model = checkpoint.open_model(str(shipped.FOLDER))
     file = tmp_path / "demo.onnx"
     images = torch.randn(3, *sidecar.config(model)["input_size"])
     done = normswap.export(model, file, dynamic_batch=True, images=images)
@@ -181,8 +181,8 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
     from PIL import Image
     from timm.data import create_transform
 
-    model = checkpoint.open_model(str(demo_files.FOLDER))
-    with tarfile.open(demo_files.FOLDER / "images.tar") as tar:
+    model = checkpoint.open_model(str(shipped.FOLDER))
+    with tarfile.open(shipped.FOLDER / "images.tar") as tar:
         member = next(m for m in tar.getmembers() if m.isfile())
         file = tar.extractfile(member)
         assert file is not None
@@ -363,7 +363,7 @@ def test_a_full_disk_is_said_in_a_line(form: str, tmp_path: Path) -> None:
     file = FILES[form]
     program = "import resource, sys; from normswap.cli.app import main\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "export", str(demo_files.FOLDER), "-o", file, "--format", form]
+    command = [sys.executable, "-c", program, "export", str(shipped.FOLDER), "-o", file, "--format", form]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert f"cannot write {file}: " in done.stderr

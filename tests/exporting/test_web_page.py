@@ -24,7 +24,7 @@ from docs_pages import ROOT, blocks
 from PIL import Image
 from timm.data import create_transform
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli.app import main
 from normswap.exporting import formats, sidecar
 
@@ -78,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     (folder / "node_modules").mkdir()
     (folder / "node_modules" / "onnxruntime-web").symlink_to(package())
     (folder / "index.html").write_text(HTML)
-    with tarfile.open(demo_files.FOLDER / "images.tar") as images:
+    with tarfile.open(shipped.FOLDER / "images.tar") as images:
         members = [one for one in images.getmembers() if one.isfile()][::60]
         for i, member in enumerate(members):
             images.extract(member, folder / "unpacked", filter="data")
@@ -138,7 +138,7 @@ def shaken(file: Path, image: Path) -> float:
     return float(np.abs(np.stack(moved) - run(pixels)).max())
 
 
-INT8 = ["--precision", "int8", "--calibrate", str(demo_files.FOLDER / "images.tar")]
+INT8 = ["--precision", "int8", "--calibrate", str(shipped.FOLDER / "images.tar")]
 RESIZED = {"to": [73, 73], "crop_pct": 0.875}  # of 64: nine pixels are cropped, an odd number
 CROPPED = {**RESIZED, "crop_mode": "center", "interpolation": "bicubic"}
 SQUASHED = {**RESIZED, "crop_mode": "squash", "interpolation": "bilinear"}
@@ -158,7 +158,7 @@ def test_same_top5(
 ) -> None:
     folder, address = site
     file = folder / f"{name}.onnx"
-    assert main(["export", str(demo_files.FOLDER), "-o", str(file), *options]) == 0
+    assert main(["export", str(shipped.FOLDER), "-o", str(file), *options]) == 0
     if resize:
         body: Any = sidecar.body_of(file, {})
         sidecar.write(formats.sidecar_of(file), {**body, "resize": resize})

@@ -9,7 +9,7 @@ import torch
 from commands import as_documented
 from torch import nn
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli.app import main
 from normswap.cli.tables import plain
 from normswap.plan import Body
@@ -25,7 +25,7 @@ def result() -> Body:
 
 
 def test_ships_what_it_promises() -> None:
-    sizes = {file.name: file.stat().st_size for file in demo_files.FOLDER.iterdir()}
+    sizes = {file.name: file.stat().st_size for file in shipped.FOLDER.iterdir()}
     assert set(sizes) == {"config.json", "model.safetensors", "images.tar"}
     assert sizes["model.safetensors"] <= 3 << 20
     assert sizes["images.tar"] <= 1 << 20

@@ -13,7 +13,7 @@ import zoo_networks
 from crossed import quick
 from torch import Tensor, nn
 
-from normswap import demo_files
+from normswap import shipped
 from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
@@ -27,7 +27,7 @@ from normswap.surgery.network import Network
 @pytest.fixture(scope="module")
 def images() -> tuple[Tensor, Tensor]:
     """The demo's 500 test images at 32 px, shuffled, and their classes."""
-    loader = make_loader(zoo_networks.PREPROCESSING, str(demo_files.FOLDER / "images.tar"), workers=0)
+    loader = make_loader(zoo_networks.PREPROCESSING, str(shipped.FOLDER / "images.tar"), workers=0)
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
     pictures, labels = (torch.cat(part)[order] for part in zip(*loader, strict=True))
     return pictures, labels
@@ -131,7 +131,7 @@ def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.Captur
     assert "not known: pass --calibrate IMAGES" in out
     assert "accuracy this keeps was not measured" in card.read_text()
     assert not re.search(r"\d %", out + card.read_text())
-    data = ["--calibrate", str(demo_files.FOLDER / "images.tar"), "--samples", "40"]
+    data = ["--calibrate", str(shipped.FOLDER / "images.tar"), "--samples", "40"]
     assert main([*command, *data, "--json"]) == 0
     body = json.loads(capfd.readouterr().out)
     assert body.keys() == {"source", "output", "plan", "steps"}

@@ -16,7 +16,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo_files, provenance
+from normswap import provenance, shipped
 from normswap.errors import RefusedError
 from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
@@ -57,7 +57,7 @@ def small(arch: str) -> nn.Module:
 
 def images(count: int = 16) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
-        open_model(str(demo_files.FOLDER)), str(demo_files.FOLDER / "images.tar"), workers=0, samples=count
+        open_model(str(shipped.FOLDER)), str(shipped.FOLDER / "images.tar"), workers=0, samples=count
     )
     batches = list(loader)
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -90,7 +90,7 @@ def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
 @pytest.mark.parametrize("to", ["groupnorm", "skipinit"])
 @pytest.mark.one_in(2)
 def test_the_demo_network_trains_privately(to: str, tmp_path: Path) -> None:
-    done = normswap.convert(open_model(str(demo_files.FOLDER)), to, purpose="opacus")
+    done = normswap.convert(open_model(str(shipped.FOLDER)), to, purpose="opacus")
     normswap.save(done, tmp_path / "out")
     model = normswap.load(tmp_path / "out")
     assert not any(getattr(module, "inplace", False) for module in model.modules())

@@ -13,7 +13,7 @@ from scheme_rows import ROWS, Row
 from torch import Tensor, nn
 
 import normswap
-from normswap import demo_files
+from normswap import shipped
 from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import applying
@@ -28,7 +28,7 @@ NOISE = 1e-13  # a gradient below is rounding; fixup's zeroed layers let little 
 @functools.cache
 def images(stride: int = 2) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
-        open_model(str(demo_files.FOLDER)), str(demo_files.FOLDER / "images.tar"), workers=0, samples=32
+        open_model(str(shipped.FOLDER)), str(shipped.FOLDER / "images.tar"), workers=0, samples=32
     )
     batches = list(loader)
     return torch.cat([x for x, _ in batches])[:, :, ::stride, ::stride], torch.cat([y for _, y in batches])

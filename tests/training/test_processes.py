@@ -11,7 +11,7 @@ from torch import nn
 from trained import network, recipe, train, write_images
 
 import normswap
-from normswap import demo_files, shipped
+from normswap import shipped
 from normswap.errors import OptionError
 from normswap.layers.site_norm import SiteNorm
 from normswap.storage import checkpoint
@@ -91,10 +91,10 @@ train: {epochs: 2}
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A folder with images, in folders by the network's classes, and a recipe."""
-    names = checkpoint.open_model(str(demo_files.FOLDER)).pretrained_cfg["label_names"]
+    names = checkpoint.open_model(str(shipped.FOLDER)).pretrained_cfg["label_names"]
     for part, per_class in (("train", 2), ("val", 1)):
         write_images(tmp_path / "images" / part, per_class, names)
-    (tmp_path / "short.yaml").write_text(SHORT.replace("MODEL", str(demo_files.FOLDER)))
+    (tmp_path / "short.yaml").write_text(SHORT.replace("MODEL", str(shipped.FOLDER)))
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def run(command: list[str], **environment: str) -> str:
 
 def assert_as_one_process(work: Path, out: Path) -> None:
     plan = normswap.load_recipe(work / "short.yaml", [f"data.root={work / 'images'}"])
-    alone = train(checkpoint.open_model(str(demo_files.FOLDER)), plan, work / "one")
+    alone = train(checkpoint.open_model(str(shipped.FOLDER)), plan, work / "one")
     rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()[2:]]
     assert [float(row[3]) for row in rows] == pytest.approx([row["train_loss"] for row in alone.rows[1:]], rel=1e-4)
 

@@ -15,7 +15,7 @@ from crossed import sampled
 
 import normswap
 from normswap.cli.app import main
-from normswap.demo_files import FOLDER
+from normswap.shipped import FOLDER
 from normswap.training import recipe_files
 from normswap.training.sweep import parse_rates
 

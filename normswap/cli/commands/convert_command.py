@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from typer import Option
 
 from normswap import schemes
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Model, last_part, output_option, trust
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
@@ -132,7 +132,7 @@ def run(
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
     body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
     following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
-    show(body, json, result_tables.print_conversion, *following)
+    show(body, json, tables.print_conversion, *following)
     return 0
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import Compared, ImageOpening, Images, Json, ModelOrFile, last_part, open_model
 from normswap.cli.tables import facts, show
 from normswap.models import kinds
@@ -67,4 +67,4 @@ def _print(body: Body) -> None:
         ("agreement", against and f"{100 * against['agreement']:.2f} %"),
     )
     if against and not against["enough"]:
-        print(result_tables.TOO_LITTLE)
+        print(tables.TOO_LITTLE)

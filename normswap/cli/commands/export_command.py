@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from typer import Option
 
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.tables import facts, show, size
 from normswap.errors import OptionError
@@ -144,15 +144,15 @@ def _print(body: Body) -> None:
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
         ("takes", "; ".join(body["inputs"]) or f"{images} of {size(body['input_size'])}"),
-        ("nodes", result_tables.operators(body["nodes"])),
+        ("nodes", tables.operators(body["nodes"])),
     ]
     if figures:
         allowed = "" if quantized else f", allowed {figures['tolerance']:.1e}"
         rows += [
             ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
-            ("same answer", result_tables.same(figures)),
-            ("top-1", result_tables.top1(figures)),
-            ("checked", result_tables.CHECKED_ON_NOISE if noise_only else ""),
+            ("same answer", tables.same(figures)),
+            ("top-1", tables.top1(figures)),
+            ("checked", tables.CHECKED_ON_NOISE if noise_only else ""),
         ]
     else:
         rows.append(("checked", _NOT_RUN + (", on noise" if noise_only else "")))

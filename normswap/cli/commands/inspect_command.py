@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import network, show, span, table
 from normswap.plan import Body
@@ -27,7 +27,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
         file = exported_file(model)
         described = None if file is None else file.described()
     if described is not None:
-        show(described, json, result_tables.described)
+        show(described, json, tables.described)
         return 0
     net = opening.open(model)
     from normswap.analysis import summary

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import Force, ImageOpening, Images, Json, Model, last_part, open_model, output_option, trust
 from normswap.cli.tables import facts, show
 from normswap.errors import OptionError
@@ -83,5 +83,5 @@ def run(
 
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
-    result_tables.proof(body["report"])
+    tables.proof(body["report"])
     print(f"written to {body['output']}")

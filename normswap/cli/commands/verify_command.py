@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress, result_tables
+from normswap.cli import progress, tables as result_tables
 from normswap.cli.options import Compared, ImageOpening, Images, Json, exported_file, last_part, open_model
-from normswap.cli.result_tables import proof, verdict
-from normswap.cli.tables import facts, show, small
+from normswap.cli.tables import facts, proof, show, small, verdict
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
