@@ -153,7 +153,8 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table
-        table.update((_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items())
+        if value:
+            table.update((_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items())
         return table
     if kind is list:
         row: list[object] = []

@@ -29,6 +29,8 @@ _INSIDE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained", "pretrained_filter_fn")
 # A training script keeps the averaged network, or the one that it trains.
 _PLACES = ("ema", "model", "module")
+# Bytes from which on threads save more than they take.
+_FOR_THREADS = 10_000_000
 # An error names so many tensors.
 _SHOWN = 5
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
@@ -37,10 +39,11 @@ State = dict[str, Tensor]
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
+    """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; of large ones on all cores."""
     digest, names = hashlib.sha256(), sorted(state)
     with ThreadPoolExecutor() as pool:
-        for name, hashed in zip(names, pool.map(lambda name: _own_hash(state[name]), names), strict=True):
+        each = pool.map if sum(tensor.nbytes for tensor in state.values()) > _FOR_THREADS else map
+        for name, hashed in zip(names, each(lambda name: _own_hash(state[name]), names), strict=True):
             digest.update(f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + hashed)
     return digest.hexdigest()
 

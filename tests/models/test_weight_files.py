@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from small import SMALL, State, same, small
 
 from normswap.errors import SourceError
+from normswap.models import weight_files
 from normswap.models.weight_files import check_finite, read, with_broken_statistics
 from normswap.models.zoo import hash_tensors, open_source
 
@@ -186,13 +187,16 @@ def test_what_was_not_taken_from_a_file_is_said(tmp_path: Path, state: State) ->
         assert read(tmp_path / "w.pth").keys() == state.keys()
 
 
-def test_hash_tensors() -> None:
+def test_hash_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     base = {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.ones(0)}
     base["large"] = large = torch.arange(2.0**16)
     base["larger"] = torch.arange(2.0**17)
     digest = hash_tensors(base)
     assert digest == by_hand(base)
     assert digest == hash_tensors(dict(reversed(base.items())))
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "_FOR_THREADS", 0)
+        assert digest == hash_tensors(base)
     assert digest == hash_tensors({**base, "a": torch.arange(4.0).reshape(2, 2).T.T.reshape(4)})
     changed: list[State] = [
         {**base, "a": torch.arange(4.0).reshape(2, 2)},

@@ -24,7 +24,7 @@ NARROW: dict[str, dict[str, Any]] = {
 
 
 def pictures(count: int = 4, seed: int = 0) -> Tensor:
-    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(count, 3, 48, 48, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @functools.lru_cache(1)
