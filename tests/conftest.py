@@ -29,6 +29,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # What tests keep for one another and import late is no garbage either: all of it is searched a tenth as often.
+    gc.set_threshold(700, 10, 100)
     gc.enable()
 
 
@@ -69,8 +71,8 @@ def read_once(registration: Any) -> None:
     rest of a small network's. Here it is read once, and every export gets a copy."""
     read = functools.cache(registration.ONNXRegistry.from_torchlib)
 
-    def copied(**opset: int) -> Any:
-        table = copy.copy(read(**opset))
+    def copied(*opset: int, **named: int) -> Any:
+        table = copy.copy(read(*opset, **named))
         table.functions = {operator: [*entries] for operator, entries in table.functions.items()}
         return table
 

@@ -324,8 +324,8 @@ def intercepted(call: Callable[..., object]) -> Iterator[None]:
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
         return call(module, original, args, kwargs)
 
-    nn.Module._call_impl = wrapper
+    nn.Module._call_impl = wrapper  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        nn.Module._call_impl = original
+        nn.Module._call_impl = original  # type: ignore[method-assign]

@@ -138,7 +138,7 @@ def test_few_images_scale_nothing() -> None:
 @pytest.mark.one_in(2)
 def test_zero_sum_filters_lose_less_when_rescaled(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = network(), pictures(32, 5)
-    data = list(pictures(64, 3).split(32))
+    data = list(pictures(128, 3).split(32))
     found = []
     for rescale in (zero_sum_rescaling.rescale, lambda *_: {}):
         monkeypatch.setattr(zero_sum_rescaling, "rescale", rescale)

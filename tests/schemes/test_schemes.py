@@ -24,7 +24,7 @@ ARCHITECTURES = (
     "resnetv2_50d", "regnetx_002", "regnety_002", "seresnext26t_32x4d", "efficientnet_b0", "mobilenetv3_small_050",
 )  # fmt: skip
 BASIC, BOTTLENECK = (64, 32, 64, 128), (16, 32, 64, 128)  # channels: the stem's 64 go on without a downsample, or not
-SIZES = (48, 65)
+SIZES = (64, 97)
 TOLERANCE = 1e-10
 
 
@@ -66,7 +66,7 @@ def lived(arch: str) -> Lived:
 
     torch.manual_seed(0)
     narrow = {"channels": BASIC if arch.endswith(("18", "34")) else BOTTLENECK} if "resne" in arch else {}
-    model = lived_in(timm.create_model(arch, num_classes=10, **narrow), noise(48))
+    model = lived_in(timm.create_model(arch, num_classes=10, **narrow), noise(64))
     inputs = [noise(size) for size in SIZES]
     features, logits = features_and_logits(model, inputs)
     assert all(distance(values, values.flip(0)) > 0.01 for values in logits)
