@@ -66,6 +66,8 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is the metavar)."""
     if not _TYPED.get():
         return f"{name}={metavar or _python(value)}"
+    if isinstance(value, list):
+        return " ".join(spelled(name, item) for item in value)
     shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
     return f"{flag(name)} {shown}".rstrip()
 
@@ -84,8 +86,7 @@ def first_line(error: BaseException) -> str:
     # torch adds lines of its own, and a KeyError spells them out.
     if isinstance(error, KeyError) and "\\n" in text:
         text = str(error.args[0])
-    lines = text.strip().splitlines()
-    return next(iter(lines), type(error).__name__)
+    return next(iter(text.strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

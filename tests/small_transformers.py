@@ -19,6 +19,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "deit": ("deit_tiny_patch16_224", TINY),
     "deit, distilled": ("deit_tiny_distilled_patch16_224", TINY),
     "deit3, LayerScale": ("deit3_small_patch16_224", TINY),
+    "cait, scales in forward": ("cait_xxs24_224", {**TINY, "depth_token_only": 2}),
+    "beit, scales in forward, averaged": ("beit_base_patch16_224", TINY),
     "vit, norm of queries and keys": ("vit_tiny_patch16_224", {**TINY, "qk_norm": True}),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swin v2": ("swinv2_tiny_window8_256", SWIN),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normswap.errors import OutputError, require_packages
 from normswap.storage import atomic_write
@@ -46,17 +46,10 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
     """Draw a quantity of `Point` for every network, on a logarithmic axis where its values vary much."""
     drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
-        values = [getattr(point, quantity) for point in points]
+        depths, values = [point.depth for point in points], [getattr(point, quantity) for point in points]
         # Markers get smaller from network to network, so that equal curves stay visible.
-        axes.plot(
-            [point.depth for point in points],
-            values,
-            label=name,
-            color=COLOURS[i % len(COLOURS)],
-            marker="o",
-            markersize=max(3, 11 - 3 * i),
-            fillstyle="none",
-        )
+        style: Any = {"marker": "o", "markersize": max(3, 11 - 3 * i), "fillstyle": "none"}
+        axes.plot(depths, values, label=name, color=COLOURS[i % len(COLOURS)], **style)
         drawn += [value for value in values if 0 < value < math.inf]
     high, low = max(drawn, default=1.0), max(min(drawn, default=1.0), _FLOOR)
     if high / low > _LOG_ABOVE:

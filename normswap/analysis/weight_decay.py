@@ -172,8 +172,7 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
     spared = _spared(model)
     for path, parameter in model.named_parameters():
         home, _, name = path.rpartition(".")
-        owner = model.get_submodule(home)
-        role = _own_role(owner, name, of_norms.get(home, "gamma_unknown"))
+        role = _own_role(model.get_submodule(home), name, of_norms.get(home, "gamma_unknown"))
         if role is None:
             role = "vector"
             if any(fnmatch(path, pattern) for pattern in spared):

@@ -4,6 +4,10 @@ Convolutions, linear maps and per-sample norms are fitted in topological order. 
 same layer. The input is what the layers fitted so far make of the same images. Where a layer's output goes straight
 into a sum, the target is the source's sum less the converted network's other arm: this corrects the residual stream,
 too. Closed form, no gradient, no labels.
+
+A fit to few images may err more on others, and least squares shrinks every layer towards the mean. So only the share of
+the fit is kept that gives the best answers to held-out images. A share of 0 has the weights without the fit, 1 those of
+the fit; between them tensors are interpolated.
 """
 
 from __future__ import annotations
@@ -11,25 +15,26 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from timm.layers import DropPath
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.least_squares import Folds, regress
 from normswap.calibration.lockstep import Interpreter, Lockstep, Values
 from normswap.calibration.sampling import columns, draw, fits, patches
-from normswap.calibration.share_of_fit import HeldOut, keep_share, values_of
 from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
 from normswap.layers import affine, standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
+from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 
 # At most so many positions of an image give rows.
@@ -41,6 +46,15 @@ LEAST_ROWS, MOST_ROWS = 2**11, 2**15
 LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128
 # The first images are mirrored, too, which helps most where there are few.
 MIRRORED = 100
+# The first of equally good shares is taken.
+SHARES = (1.0, 0.5, 0.25, 0.0)
+
+
+@runtime_checkable
+class HeldOut(Protocol):
+    """Batches of which some images are held out; `held` is complete once the others were read."""
+
+    held: list[Example]
 
 
 @torch.no_grad()
@@ -150,8 +164,8 @@ class End:
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """The target for a source value (N, C, ...): the difference between the other arms is added."""
-        if not self.arms:
+        """The target for a source value (N, C, ...): plus the difference between the other arms, if it can be."""
+        if not self.arms or not self.alive:
             return source_value
         their_arm, our_arm = self.arms
         scale = self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
@@ -210,10 +224,7 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
     folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(place.seed)
     for theirs, ours, their_input, our_input in place.batches():
         source_value = theirs[place.theirs.name] = source(their_input)
-        target = source_value
-        if place.end.alive:
-            target = place.end.target(theirs, ours, source_value)
-        x, y = patches(module, our_input, target, count, generator)
+        x, y = patches(module, our_input, place.end.target(theirs, ours, source_value), count, generator)
         folds.add(x if factors is None else x / units, y)
     fit = regress(folds, prior, zero_sum=zero_sum)
     standardized.compute(module, (fit.weight / units).reshape(weight.shape))
@@ -261,3 +272,54 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
     module.running_var.copy_(variance * line.count / max(line.count - 1, 1))
     module.weight.copy_(slope * (module.running_var.double() + module.eps).sqrt())
     module.bias.copy_(offset + slope * mean)
+
+
+def values_of(model: nn.Module) -> Values:
+    """A copy of all that a fit may change."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]) -> float:
+    """Set `result`, in place, to the share of its fit whose answers to `held` are nearest to the source's.
+
+    `before` has its values without the fit. Returns the share; 1 where no images are held out.
+    """
+    if not held:
+        return 1.0
+    fitted = values_of(result)
+    losses: dict[float, float] = {}
+    with undisturbed(source), evaluating(result):
+        answers = [dict(named_tensors(example.like(source).call(source))) for example in held]
+        for share in SHARES:
+            _set(result, before, fitted, share)
+            losses[share] = sum(_loss(answer, result, each) for answer, each in zip(answers, held, strict=True))
+    best = min(SHARES, key=losses.__getitem__)
+    _set(result, before, fitted, best)
+    return best
+
+
+def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None:
+    for name, tensor in model.state_dict().items():
+        value = fitted[name] if share else before[name]
+        if 0 < share < 1 and tensor.is_floating_point():
+            # Interpolating between equal infinities gives NaN.
+            value = torch.where(before[name] == value, value, torch.lerp(before[name], value, share))
+        tensor.copy_(value)
+
+
+def _loss(expected: Values, result: nn.Module, example: Example) -> float:
+    answers = dict(named_tensors(example.like(result).call(result)))
+    if answers.keys() != expected.keys() or any(answers[name].shape != expected[name].shape for name in expected):
+        return float("inf")
+    floats = [name for name, value in expected.items() if value.is_floating_point()]
+    total = sum(float(divergence(expected[name], answers[name])) for name in floats)
+    return total if total < float("inf") else float("inf")
+
+
+def divergence(expected: Tensor, answers: Tensor) -> Tensor:
+    """The sum of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2; float64 ()."""
+    expected, answers = expected.double(), answers.double()
+    if expected.ndim == 2 and expected.shape[1] > 1:
+        return F.kl_div(answers.log_softmax(1), expected.log_softmax(1), reduction="sum", log_target=True)
+    return (expected - answers).square().sum()

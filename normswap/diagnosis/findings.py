@@ -152,8 +152,7 @@ class Case:
 
     def bias_before(self, site: StoredNorm) -> Tensor:
         """The bias that is added right before a norm; 0 where there is none."""
-        bias = getattr(self.layer_before(site), "bias", None)
-        return doubled(bias, torch.zeros((), dtype=torch.float64))
+        return doubled(getattr(self.layer_before(site), "bias", None), torch.zeros((), dtype=torch.float64))
 
     @cached_property
     def foretold(self) -> dict[str, Pair]:

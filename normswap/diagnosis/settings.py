@@ -108,10 +108,6 @@ def momentum(case: Case) -> Iterator[Finding]:
         yield Finding("momentum", paths_of(sites), evidence, Certainty.CERTAIN, cost, mend)
 
 
-def _in_training(case: Case, site: StoredNorm) -> bool:
-    return not case.model.training and site.module.training and not affine.is_frozen(site.module)
-
-
 def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     parameters = [*site.module.parameters(recurse=False)]
     alive = case.model.training and site.module.training and not affine.is_frozen(site.module)
@@ -127,7 +123,7 @@ untracked = rule(
 )
 in_training = rule(
     "training-mode",
-    _in_training,
+    lambda case, site: not case.model.training and site.module.training and not affine.is_frozen(site.module),
     "{} are in training mode, the network is in eval mode",
     "answers depend on the batch, and each call changes the statistics",
     "model.eval()",

@@ -4,8 +4,10 @@ W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear
 all channels alike (`channel_axes`): windows, shifts, tokens that are picked or averaged; padding with zeros stops the
 beta. LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section 2), goes into
 the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own parameter (ConvNeXt, CaiT, BEiT)
-is no module, and stays.
+is no module, and `folded` leaves it.
 """
+
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -119,18 +121,58 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     read = traced.read_directly(module)
     if read:
         raise NotFoldable(f"{read} is read elsewhere in forward")
-    producers = [_made(builder, call) for call in traced.calls[id(module)]]
-    linear, path = traced.module(producers[0]), str(producers[0].target)
-    if not isinstance(linear, LINEAR) or isinstance(linear, nn.Linear) == (scaled_dim(module) == 1):
+    values = [value for call in traced.calls[id(module)] for value in inputs(call)]
+    return _producer(builder, values, (nn.Linear,) if scaled_dim(module) == -1 else (nn.modules.conv._ConvNd,))
+
+
+def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str, list[fx.Node]]:
+    """The path of the linear layer whose output this parameter alone multiplies, channel by channel, and the products.
+
+    Raises NotFoldable as `layer_scale_producer`.
+    """
+    traced = builder.traced
+    tensor = traced.fetch(parameter)
+    products: dict[fx.Node, fx.Node] = {}
+    for start in (*traced.nodes, *traced.alternative_nodes):
+        if start.op != "get_attr" or start.target != parameter:
+            continue
+        for _, reader in readers(builder, start, lambda node: channel_axes.is_step(traced, node)):
+            product, axis = channel_axes.scaled(traced, reader), builder.axes.get(reader)
+            if product is None or has_other_modules(builder, parameter):
+                raise NotFoldable("is read elsewhere too")
+            if axis is None or axis.size != tensor.numel() or not isinstance(tensor, nn.Parameter):
+                raise NotFoldable("is no parameter of one number per channel")
+            products[reader] = product[0]
+    return _producer(builder, [*products.values()], LINEAR, after_steps=True), [*products]
+
+
+def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
+    """Whether a parameter that a forward reads also belongs to another module, or to a layer that is called."""
+    traced = builder.traced
+    owner = traced.modules[parameter.rpartition(".")[0]]
+    return traced.owners[id(traced.fetch(parameter))] > 1 or id(owner) in traced.calls
+
+
+def _producer(
+    builder: PlanBuilder, values: Sequence[fx.Node], kinds: tuple[type[nn.Module], ...], *, after_steps: bool = False
+) -> str:
+    """The path of the linear layer of these kinds that makes the values, each read once, and no other value."""
+    producers = [_made(builder, value, after_steps=after_steps) for value in values]
+    linear, path = builder.traced.module(producers[0]), str(producers[0].target)
+    if not isinstance(linear, kinds):
         raise NotFoldable(f"{name(producers[0])} makes its input, not a linear layer")
-    if any(len(traced.users[node]) > 1 for node in producers) or set(traced.calls[id(linear)]) != set(producers):
+    elsewhere = any(len(builder.traced.users[node]) > 1 for node in producers)
+    if elsewhere or set(builder.traced.calls[id(linear)]) != set(producers):
         raise NotFoldable(f"{path} is read elsewhere too")
     check_linear(builder, path, linear)
     return path
 
 
-def _made(builder: PlanBuilder, scale: fx.Node) -> fx.Node:
-    (node,) = inputs(scale)
-    while builder.is_identity(node) and len(builder.traced.users[node]) == 1:
+def _made(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
+    """The value of which `node` is a copy or, with `after_steps`, which it rearranges; others may read it, too."""
+    while len(builder.traced.users[node]) == 1:
+        step = after_steps and channel_axes.is_step(builder.traced, node) and len(inputs(node)) == 1
+        if not step and not builder.is_identity(node):
+            break
         (node,) = inputs(node)
     return node

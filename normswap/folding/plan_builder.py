@@ -130,5 +130,4 @@ class PlanBuilder:
             return asleep or (node.op == "call_method" and node.target == "contiguous")
         if is_identity(module):
             return True
-        path = str(node.target)
-        return self.is_removed(path, module) and affine.activation(module) is None
+        return self.is_removed(str(node.target), module) and affine.activation(module) is None

@@ -2,6 +2,7 @@
 
 A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers and embeddings that
 write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and each LayerNorm becomes an RMSNorm.
+A LayerScale on the way, a module or a parameter gamma, is taken in first: W' = (I - 11'/C) diag(gamma) W.
 (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
 """
 
@@ -10,11 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from normswap.folding.norm_affine import layer_scale_producer
+from normswap.folding.norm_affine import has_other_modules, layer_scale_producer, scale_parameter_producer
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
-from normswap.graph.channel_axes import Axes
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
 from normswap.layers import channel_norm
 from normswap.layers.channel_norm import scaled_dim
@@ -29,23 +29,24 @@ class Stream:
         values: their nodes.
         linears: paths of the linear layers that write to it.
         tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
-        scales: paths of LayerScales between a linear layer and the stream, with the linear layer's.
+        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, and their outputs,
+            by its path.
     """
 
     values: set[fx.Node] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     tensors: dict[str, int] = field(default_factory=dict)
-    scales: dict[str, str] = field(default_factory=dict)
+    scales: dict[str, tuple[str, list[fx.Node]]] = field(default_factory=dict)
 
 
-def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Stream:
+def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
     """The stream of the values of `starts`, one for each way through the network, if it can be centred.
 
     Raises NotFoldable: something reads its mean, or writes to it and cannot leave the mean out.
     """
     for start in starts:
-        if axes.get(start) is None:
-            raise NotFoldable(f"where the channels are is not known after {called(start)}")
+        if builder.axes.get(start) is None:
+            raise NotFoldable(f"where the channels are is not known after {called(_loses_channels(builder, start))}")
     stream, ahead = Stream(), [*starts]
     while ahead:
         node = ahead.pop()
@@ -54,22 +55,32 @@ def around(builder: PlanBuilder, axes: Axes, starts: Sequence[fx.Node]) -> Strea
         stream.values.add(node)
         ahead += _above(builder, stream, node)
         for user in builder.traced.users[node]:
-            if _passes(builder, user) and axes.get(user) is not None:
+            if _passes(builder, user) and builder.axes.get(user) is not None:
                 ahead.append(user)
-            elif not _ignores_the_mean(builder, axes, node, user):
+            elif not _ignores_the_mean(builder, node, user):
                 raise NotFoldable(_complaint(user))
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
-        _check_tensor(builder, axes, stream, path)
+        _check_tensor(builder, stream, path)
     return stream
+
+
+def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
+    """The first step after which the channels of `node` are not known any more."""
+    while above := [source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None]:
+        node = above[0]
+    return node
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
     """Plan that the stream's mean over channels is zero."""
-    for scale, linear in stream.scales.items():
+    for linear, (scale, _) in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
-        builder.remove(scale)
+        if scale in builder.traced.modules:
+            builder.remove(scale)
+        else:
+            builder.replace(scale, "Ones")
     for path in stream.linears:
         builder.linear(path).extra["centred"] = True
     for path, dim in stream.tensors.items():
@@ -82,10 +93,10 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     return alike or is_add(node) or is_constant_mul(node)
 
 
-def _ignores_the_mean(builder: PlanBuilder, axes: Axes, node: fx.Node, user: fx.Node) -> bool:
+def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.traced.module(user)
-    axis = axes.get(node)
+    axis = builder.axes.get(node)
     if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
@@ -114,12 +125,10 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
         stream.linears.add(path)
     elif node.op == "get_attr":
         stream.tensors[path] = -1
+    elif product := channel_axes.scaled(builder.traced, node):
+        _scale(builder, stream, str(product[1].target))
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        try:
-            stream.scales[path] = layer_scale_producer(builder, module)
-        except NotFoldable as why:
-            raise NotFoldable(f"{path} writes to it, and {why}") from None
-        stream.linears.add(stream.scales[path])
+        _scale(builder, stream, path)
     elif _passes(builder, node):
         return inputs(node)
     else:
@@ -127,23 +136,39 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     return []
 
 
+def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
+    """Note that a LayerScale writes to the stream: a module, or a parameter."""
+    module = builder.traced.modules.get(path)
+    try:
+        if module is None:
+            linear, outputs = scale_parameter_producer(builder, path)
+        else:
+            linear, outputs = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
+    except NotFoldable as why:
+        raise NotFoldable(f"{path} writes to it, and {why}") from None
+    stream.linears.add(linear)
+    stream.scales[linear] = path, outputs
+
+
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
-    scaled = path in stream.scales.values()
-    if not scaled and any(call not in stream.values for call in builder.traced.calls[id(linear)]):
+    _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
+    if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
-def _check_tensor(builder: PlanBuilder, axes: Axes, stream: Stream, path: str) -> None:
+def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
     if not isinstance(builder.traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
+    if has_other_modules(builder, path):
+        raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
     for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:
             continue
-        axis = axes.get(node)
+        axis = builder.axes.get(node)
         if node not in stream.values or axis is None or axis.dim is None:
             raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
         stream.tensors[path] = axis.dim

@@ -1,13 +1,23 @@
-"""The result of `inspect` as records: norms with their roles, residual blocks, and the graph they were read from."""
+"""The result of `inspect` as records: norms with their roles, residual blocks, and the graph they were read from.
 
-from dataclasses import dataclass, field
+Which of its modules a conversion may change, patterns say. A pattern is a dotted path in which `*`, `?` and `[...]`
+stand for anything, dots too (as in `fnmatch`). It names a module and all below it: `layer3`, `layer3.*.bn1`,
+`*.downsample`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, fx, nn
 
-from normswap.graph.tracing import Traced
+from normswap.errors import OptionError, near, spelled
+from normswap.graph.tracing import LINEAR, Traced
 from normswap.layers import affine
 from normswap.layers.known_norms import Statistics
 from normswap.layers.placeholders import Chain
+from normswap.plan import Body
 from normswap.provenance import Provenance
 
 
@@ -96,7 +106,7 @@ class Anatomy:
         traced: the graph that all this was read from.
         features: whether features come out, such as an encoder's, and no scores of classes.
         widths: the numbers of channels of the linear layers that give outputs.
-        outside: paths of the modules that a conversion leaves as they are (`selection`).
+        outside: paths of the modules that a conversion leaves as they are (`restrict`).
         provenance: where the network is from, what was done to it, and the norms it once had.
     """
 
@@ -144,3 +154,59 @@ class Anatomy:
         if out_mean is not None and out_std is not None:
             return out_mean.double(), out_std.double()
         return affine.output_moments(mean, gamma, beta)
+
+
+def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
+    """The same anatomy, where only the modules named by `only`, without those named by `skip`, take part.
+
+    Raises OptionError: a pattern names no norm, block or linear layer.
+    """
+    modules = anatomy.traced.modules
+    homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
+    homes |= {id(modules[norm.path]) for norm in anatomy.norms}
+    paths = [path for path, module in modules.items() if id(module) in homes or isinstance(module, LINEAR)]
+    for option, patterns in (("only", only), ("skip", skip)):
+        for pattern in patterns:
+            if not any(matches(pattern, path) for path in paths):
+                what = f"{spelled(option, pattern)} names no norm, block or linear layer of the network"
+                above = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."}
+                remedy = near(pattern, sorted({*paths, *above}), "`normswap inspect` lists their paths")
+                raise OptionError(what, remedy=remedy)
+    skipped, taken = _named(modules, skip), _named(modules, only)
+    outside = {path for path, module in modules.items() if id(module) in skipped or (only and id(module) not in taken)}
+    return replace(anatomy, outside=frozenset(outside))
+
+
+def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
+    return {id(module) for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
+
+
+def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Few patterns that name all of `paths` and, where that can be, none of `others`."""
+    found: list[str] = []
+    for path in paths:
+        ends = [end for end, letter in enumerate(path) if letter == "."]
+        candidates = [*(path[:end] for end in ends), *(f"*{path[end:]}" for end in ends[-1:])]
+        if not any(matches(pattern, path) for pattern in found):
+            found.append(next((c for c in candidates if not any(matches(c, other) for other in others)), path))
+    return found
+
+
+def patterns(options: Body) -> dict[str, list[str]]:
+    """The patterns among a scheme's options as lists; raises OptionError: one is no string."""
+    by_option: dict[str, list[str]] = {}
+    for name in ("only", "skip"):
+        value = options.get(name) or []
+        listed: list[Any] = [value]
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            listed = list(value)
+        if not all(isinstance(pattern, str) for pattern in listed):
+            raise OptionError(f"{spelled(name, value)} is no pattern of paths", remedy="For instance layer3, or *.bn1")
+        if listed:
+            by_option[name] = listed
+    return by_option
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the pattern names `path`, or a module above it."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")

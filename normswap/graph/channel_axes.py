@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
-from normswap.graph.tracing import LINEAR, Traced, apply, inputs, is_add, is_constant_mul
+from normswap.graph.tracing import LINEAR, Traced, apply, inputs, is_add, is_constant_mul, is_mul
+from normswap.layers import affine
 from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
@@ -59,6 +60,17 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
     if module is None:
         return node.target in _STEPS
     return keeps_forward(module, _STEP_MODULES)
+
+
+def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The value that `node` multiplies by a parameter, perhaps rearranged, and the parameter's node; None: neither."""
+    sources = inputs(node)
+    for value, factor in (sources, sources[::-1]) if is_mul(node) else ():
+        while is_step(traced, factor) and len(inputs(factor)) == 1:
+            (factor,) = inputs(factor)
+        if factor.op == "get_attr":
+            return value, factor
+    return None
 
 
 @torch.no_grad()
@@ -108,9 +120,10 @@ class _Reading:
         sources = inputs(node)
         if not any(source in self.labels for source in sources):
             return None
-        if self.is_identity(self.node_of[node]) or is_constant_mul(node):
+        module = self.traced.module(node)
+        if self.is_identity(self.node_of[node]) or is_constant_mul(node) or (module and affine.is_affine(module)):
             return self.labels[sources[0]]
-        if is_add(node):
+        if is_add(node) or scaled(self.traced, node):
             return self._common(node, sources)
         if is_step(self.traced, node) and all(source in self.labels for source in sources):
             return self._moved(node, set(sources))
@@ -119,7 +132,7 @@ class _Reading:
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
         """The label of the output of linear layers, LayerScales and norms, and of parameters (channels last)."""
         if node.op == "get_attr":
-            if len(shape) < 2 or not self.record.fetch(str(node.target)).is_floating_point():
+            if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
             return _Label(shape[-1], 1)
         module = self.traced.module(node)
@@ -137,19 +150,27 @@ class _Reading:
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
         for arm, other in (arms, arms[::-1]):
             label = self.labels.get(other)
-            if arm.op == "get_attr" and label and not math.prod(arm.meta["shape"]) % (label.size * label.stride):
-                # An embedding of maps has its channels where the maps have them.
-                self.labels[arm] = label
+            if arm.op == "get_attr" and label:
+                count = math.prod(arm.meta["shape"])
+                if count == label.size:
+                    self.labels[arm] = _Label(count, 1)
+                elif not count % (label.size * label.stride):
+                    # An embedding of maps has its channels where the maps have them.
+                    self.labels[arm] = label
+        first, second = (self.labels.get(arm) for arm in arms)
+        if first == second and all(arm.meta["shape"] == node.meta["shape"] for arm in arms):
+            return first
         labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> Any:
-        """The label after a step, which is run on the channel numbers of `carriers`, and on zeros for other inputs."""
+        """The label after a step, run on the channel numbers of `carriers`, and on 0 (a factor: 1) for other inputs."""
 
         def number(source: fx.Node) -> Any:
             shape = source.meta["shape"]
             if source not in carriers:
-                return torch.zeros(shape, dtype=torch.float64) if isinstance(shape, torch.Size) else None
+                neutral = float(is_mul(node))
+                return torch.full(shape, neutral, dtype=torch.float64) if isinstance(shape, torch.Size) else None
             label = self.labels[source]
             if isinstance(label, tuple):
                 return tuple(each and each.numbers(size) for each, size in zip(label, shape, strict=True))
@@ -179,15 +200,15 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
         return None
     flat = numbers.flatten()
     there = flat != 0
-    changes = torch.diff(flat).nonzero()
-    first_run = (changes[:1].flatten() + 1).tolist()
+    # The length of the first run of equal numbers: 0 where all are equal.
+    first_run = int((flat != flat[0]).to(torch.uint8).argmax())
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
-    for stride in dict.fromkeys([*strides, *first_run]):
+    for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
             continue
         label = _Label(size, stride, pure and bool(there.all()))
         expected = label.numbers(numbers.shape).flatten()
-        if bool(there.any()) and bool(((flat - expected).abs()[there] < 1e-6).all()):
+        if bool(there.any()) and float(((flat - expected).abs_() * there).max()) < 1e-6:
             return label
     return None
 

@@ -43,7 +43,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     reader = _GraphReader(traced)
     blocks = reader.blocks()
     norms = tuple(reader.norms(blocks))
-    untraced = [*traced.opaque.items(), *_hidden_norms(traced)]
+    untraced = (*traced.opaque.items(), *_hidden_norms(traced))
     classifier = reader.classifier()
     end: str | None = None
     dropout: str | None = None
@@ -51,9 +51,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         end, dropout = str(classifier.target), reader.dropout(classifier)
     features, widths = reader.ends()
     maps, origin = tuple(_maps(traced)), provenance.of(model)
-    return Anatomy(
-        tuple(blocks), norms, tuple(untraced), end, dropout, traced, maps, features, widths, provenance=origin
-    )
+    return Anatomy(tuple(blocks), norms, untraced, end, dropout, traced, maps, features, widths, provenance=origin)
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:

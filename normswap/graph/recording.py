@@ -303,8 +303,7 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
 def reason(error: Exception) -> str:
     """The reason, with the last line of the model's own code that led to it."""
     message = first_line(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    user_frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
     if not user_frames:
         return message
     return f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`)"

@@ -121,6 +121,7 @@ class Traced:
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
+        self.constants = other.constants | self.constants
         self.alternatives.append(other)
         self.alternative_nodes += other.nodes
 

@@ -114,8 +114,7 @@ def make_loader(
     record = image_record(model) if isinstance(model, nn.Module) else model
     values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    transform = create_transform(**values)
-    dataset: Any = open_images(record, data, split, transform, labelled=labelled)
+    dataset: Any = open_images(record, data, split, create_transform(**values), labelled=labelled)
     notes = getattr(dataset, "notes", ())
     count = samples
     if not isinstance(dataset, IterableDataset):

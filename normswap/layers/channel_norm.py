@@ -188,3 +188,14 @@ class Centred(PlannedLayer):
         value = old.detach().double()
         value = value - value.mean(dim, keepdim=True)
         return nn.Parameter(value.to(like if like.dtype == torch.float64 else old), requires_grad=old.requires_grad)
+
+
+class Ones(PlannedLayer):
+    """A parameter that scales the output of a linear layer, which has taken it in."""
+
+    TENSORS = True
+
+    @classmethod
+    def replacing(cls, old: nn.Parameter, *, like: Tensor) -> nn.Parameter:
+        ones = torch.ones_like(old, dtype=like.dtype if like.dtype == torch.float64 else old.dtype)
+        return nn.Parameter(ones, requires_grad=old.requires_grad)

@@ -122,8 +122,7 @@ def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     grad = old.weight.requires_grad
     # In the old one's memory format, such as channels_last.
     values = torch.empty_like(old.weight, dtype=dtype).copy_(weight)
-    parameter = nn.Parameter(values, requires_grad=grad)
-    memo: copying.Memo = {id(old.weight): parameter}
+    memo: copying.Memo = {id(old.weight): nn.Parameter(values, requires_grad=grad)}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
     new = copying.duplicate(old, memo)

@@ -19,8 +19,7 @@ from normswap.plan import AbsorbMode, Absorption
 
 def offsets(conv: _ConvNd) -> list[range]:
     """By dimension, each tap's offset from the position that the convolution writes (with stride 1)."""
-    padding = cast("tuple[int, ...]", conv.padding)
-    sides = zip(conv.kernel_size, conv.dilation, padding, strict=True)
+    sides = zip(conv.kernel_size, conv.dilation, cast("tuple[int, ...]", conv.padding), strict=True)
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
 
 
@@ -57,9 +56,7 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
         scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
         _add_scale(weight, main, scale)
         return shift
-    places = [
-        [side.index(offset) for offset in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)
-    ]
+    places = [[side.index(tap) for tap in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)]
     kernel = other.weight.detach().double()
     for here, there in zip(product(*places), product(*map(range, other.kernel_size)), strict=True):
         _tap(weight, here).add_(_tap(kernel, there))

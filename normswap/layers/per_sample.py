@@ -78,7 +78,8 @@ class Recentred(PlannedLayer):
     def replacing(
         cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
     ) -> nn.Module:
-        new = site_norm.as_batchnorm(old, like)
+        # Of a norm that somebody registered, the BatchNorm that computes what it does.
+        new: Any = site_norm.SiteNorm.replacing(old, like=like) if affine.is_registered(old) else copy.deepcopy(old)
         if eps is None:
             return cast(nn.Module, new)
         scale, offset = leveled(old, groups)

@@ -94,13 +94,6 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return cast(SiteNorm, new)
 
 
-def as_batchnorm(old: nn.Module, like: Tensor) -> Any:
-    """A copy of a BatchNorm; of a norm that somebody registered, the BatchNorm that computes what it does."""
-    if affine.is_registered(old):
-        return SiteNorm.replacing(old, like=like)
-    return copy.deepcopy(old)
-
-
 class EmptyNorm(PlannedLayer):
     """In place of a norm with statistics per sample: one whose values data will give (`sequential_fit`)."""
 

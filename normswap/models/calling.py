@@ -302,8 +302,7 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 def is_record(value: object) -> bool:
     """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass)."""
-    package = type(value).__module__.split(".")[0]
-    is_a_value = package in ("torch", "builtins", "types", "numpy")
+    is_a_value = type(value).__module__.split(".")[0] in ("torch", "builtins", "types", "numpy")
     return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 

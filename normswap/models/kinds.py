@@ -91,8 +91,7 @@ def by_builder(builder: str) -> Kind:
 
 def named(arch: Arch) -> str:
     """Return the architecture as MODEL and `--arch` name it."""
-    kind = by_builder(arch.builder)
-    return f"{kind.prefix}:{arch.name}".removeprefix(":")
+    return f"{by_builder(arch.builder).prefix}:{arch.name}".removeprefix(":")
 
 
 def exported(file: Path) -> bool:

@@ -147,14 +147,12 @@ def _unwrapped(content: object, file: Path) -> State:
         states = [key for key, value in inner.items() if all(isinstance(entry, Tensor) for entry in value.values())]
         key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if key is None and len(states) > 1:
-            remedy = "Save one of them by itself"
-            raise SourceError(f"{file} holds several state dicts", some(map(str, states)), remedy)
+            raise SourceError(f"{file} holds several state dicts", some(map(str, states)), "Save one of them by itself")
         if key is None and len(states) != 1:
             break
         taken = key or states[0]
         if others := [str(other) for other in states if other != taken]:
-            note = f"{file} holds {some(others)} beside {taken}, which was taken"
-            warnings.warn(note, WeightsNote, stacklevel=3)
+            warnings.warn(f"{file} holds {some(others)} beside {taken}, which was taken", WeightsNote, stacklevel=3)
         content = content[taken]
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")

@@ -129,5 +129,4 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
-    record = provenance.Provenance(built.arch, source, sha256, built.preprocessing)
-    return provenance.attach(model, record)
+    return provenance.attach(model, provenance.Provenance(built.arch, source, sha256, built.preprocessing))

@@ -33,12 +33,8 @@ _PAPER, _CODE = re.compile(r"arXiv:(\d{4}\.\d{4,5})"), re.compile(r"`([^`]*)`")
 
 def render(facts: Facts) -> str:
     """Write the whole page."""
-    pages = Environment(
-        loader=PackageLoader("normswap.reporting", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
+    loader = PackageLoader("normswap.reporting", ".")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     pages.filters |= {"marked": _marked, "small": small, "share": share}
     norms = facts.norms
     return pages.get_template("page.html.jinja").render(

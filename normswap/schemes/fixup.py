@@ -72,8 +72,7 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
     calls = builder.traced.calls.get(id(module), ())
     ahead = [node for call in calls for node in readers(builder, call, builder.is_identity)]
     final = [node for node in ahead if not builder.is_identity(node)]
-    reader = NodeReader(builder.traced)
-    return bool(final) and all(map(reader.is_activation, final))
+    return bool(final) and all(map(NodeReader(builder.traced).is_activation, final))
 
 
 def _reset(builder: PlanBuilder) -> None:

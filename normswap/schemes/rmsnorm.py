@@ -26,11 +26,10 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
         remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         raise RefusedError("the network has no LayerNorm", remedy=remedy)
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
-    axes = channel_axes.read(anatomy.traced, builder.is_identity)
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
-            _replace(builder, axes, path, norm, streams)
+            _replace(builder, path, norm, streams)
         except NotFoldable as why:
             builder.refusals[path] = str(why)
     for stream in streams:
@@ -38,20 +37,19 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def _replace(
-    builder: PlanBuilder, axes: channel_axes.Axes, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
-) -> None:
+def _replace(builder: PlanBuilder, path: str, norm: nn.Module, streams: list[residual_stream.Stream]) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
     values = [value for call in builder.traced.calls[id(norm)] for value in inputs(call)]
     if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
-            streams.append(residual_stream.around(builder, axes, new))
+            streams.append(residual_stream.around(builder, new))
         except NotFoldable as why:
             raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
-    if role == "head" and channel_axes.is_step(builder.traced, values[0]):
+    # A class token that is joined with its tokens just before the last norm is no feature.
+    if role == "head" and channel_axes.is_step(builder.traced, values[0]) and len(inputs(values[0])) == 1:
         features = f"the features after {residual_stream.called(values[0])}"
         builder.notes.append(f"{path} reads {features}: these lose their mean, too")
     builder.replace(path, "RMSNorm")
@@ -59,7 +57,7 @@ def _replace(
     if getattr(norm, "bias", None) is None:
         return
     try:
-        readers = norm_affine.linear_readers(builder, axes, path, norm)
+        readers = norm_affine.linear_readers(builder, builder.axes, path, norm)
     except NotFoldable as why:
         builder.replace(path, "RMSNorm", shift=True)
         builder.settle(path, _becomes_one(f"its shift stays: {why}"))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from normswap.models.modes import Progress
     from normswap.plan import Step
 
-# Options of every scheme: see `graph.selection`.
+# Options of every scheme: see `graph.anatomy`.
 EVERY = ("only", "skip")
 
 

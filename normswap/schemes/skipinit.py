@@ -180,9 +180,8 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
         return
     if removed and scales_branch(old):
         args["fresh"] = True
-    builder.replacements[path] = Edit(
-        path, layer, args, keep=not (removed or keeps_forward(old, (nn.Identity, Vacant)))
-    )
+    does_nothing = removed or keeps_forward(old, (nn.Identity, Vacant))
+    builder.replacements[path] = Edit(path, layer, args, keep=not does_nothing)
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:

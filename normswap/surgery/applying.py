@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from timm import layers as timm_layers
 from torch import nn
 
 from normswap import copying
@@ -106,7 +107,12 @@ def find(model: nn.Module, path: str, who: str) -> Held:
 
 
 def _module(model: nn.Module, path: str, who: str) -> nn.Module:
+    """The module at `path`; for a parameter that scales channels, a LayerScale with it."""
     module = find(model, path, who)
+    if isinstance(module, nn.Parameter) and module.ndim:
+        scale = timm_layers.LayerScale(module.numel())
+        scale.gamma = nn.Parameter(module.detach().flatten())
+        return scale
     if not isinstance(module, nn.Module):
         raise PlanError(f"{who} names {path!r}, which is no module but a {type(module).__name__}")
     return module

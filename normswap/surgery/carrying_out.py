@@ -9,7 +9,7 @@ from torch import nn
 from normswap import provenance, schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, RefusedError, first_line, spelled
-from normswap.graph import selection
+from normswap.graph.anatomy import patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
@@ -124,7 +124,7 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
         batches=batches,
         example=network.examples[0],
         after=partial(applying.apply_step, network.module),
-        takes_part=selection.restrict(network.anatomy, **selection.patterns(step.options)).takes_part,
+        takes_part=restrict(network.anatomy, **patterns(step.options)).takes_part,
         seed=network.seed,
         progress=network.progress,
     )
@@ -179,9 +179,8 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:
         remedy = f"Give larger inputs, or leave a norm of one element out by '{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError(
-            f"{scheme} does not run on {tuple(example.images.shape[1:])}", first_line(error), remedy
-        ) from None
+        size = tuple(example.images.shape[1:])
+        raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"

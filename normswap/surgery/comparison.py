@@ -442,15 +442,13 @@ def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not why and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
-        moves = (logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30)
+        moves = float((logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30))
         if not moves > _HARDLY:
-            unseen.append(
-                f"the input moves the output by {float(moves):.0e} of its size only, so this check says little"
-            )
+            unseen.append(f"the input moves the output by {moves:.0e} of its size only, so this check says little")
     for block in blocks:
         if block.tail in inside and block.path in inside:
-            share = inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30)
+            share = float(inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30))
             if not share > _HARDLY:
-                size = f"the residual branch is {float(share):.0e} of the block's output"
+                size = f"the residual branch is {share:.0e} of the block's output"
                 unseen.append(f"{block.path}: {size}, so this check says nothing about it")
     return unseen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -10,12 +11,10 @@ from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
 from normswap import schemes
-from normswap.errors import OptionError, RefusedError, VerificationError, spelled
+from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError, spelled
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
-from normswap.graph import selection
-from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.selection import patterns, restrict
+from normswap.graph.anatomy import Anatomy, Block, naming, patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -75,18 +74,30 @@ def plan_steps(
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
-    scheme, patterns = chosen.scheme, selection.patterns(chosen.options)
-    restricted = selection.restrict(anatomy, **patterns)
+    scheme, limits = chosen.scheme, patterns(chosen.options)
+    restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
         listed = [f"{path or 'the network itself'}: {why}" for path, why in list(builder.refusals.items())[:3]]
         if len(builder.refusals) > len(listed):
             listed.append(f"and {len(builder.refusals) - len(listed)} more")
-        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed))
+        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed), _leaving(restricted, chosen, builder))
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
-    return Step(scheme.name, {**chosen.own, **patterns}, builder.edits(), builder.outcomes), builder
+    return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
+
+
+def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
+    """How to leave out what is refused, if the rest can then be converted."""
+    norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
+    skip = naming(builder.refusals, [path for path in norms if path not in builder.refusals])
+    with suppress(NormswapError):
+        outside = anatomy.outside | restrict(anatomy, skip=skip).outside
+        rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
+        if not rest.refusals and (rest.replacements or rest.linears):
+            return f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
+    return ""
 
 
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
@@ -128,7 +139,7 @@ def convert(
             What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
             statistics that the network's BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
-        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`selection`);
+        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`restrict`);
             `purpose`, "opacus" or "federated": add what private or federated training needs.
 
     Returns:

@@ -104,8 +104,7 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
 def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | Network, list[str]]:
     if not isinstance(model, nn.Module):
         return model, []
-    modules = nn.Module.named_modules(model)
-    broken = [path for path, module in modules if network_input.has_broken_statistics(module)]
+    broken = [path for path, module in nn.Module.named_modules(model) if network_input.has_broken_statistics(module)]
     if broken:
         model = copying.duplicate(model, {})
     for path in broken:

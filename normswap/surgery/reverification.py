@@ -87,8 +87,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 
     Raises SourceError: no images, or labels that are no classes of the networks.
     """
-    features = source.anatomy.features
-    if not features and not labels_are_missing(loader):
+    if not source.anatomy.features and not labels_are_missing(loader):
         before, answers = classify(source.module, loader, progress=progress)
         after, others = classify(result, loader, progress=progress)
         same = agreement(answers, others)

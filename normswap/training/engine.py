@@ -26,11 +26,10 @@ from normswap.images.datasets import Loader
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
-from normswap.training.assembly import Task, from_first, stop_on_request
+from normswap.training.assembly import Task, begin, converted, from_first, stop_on_request
 from normswap.training.optimizing import clip_gradients
 from normswap.training.recipe import Recipe
 from normswap.training.run_folder import COLUMNS, Folder, Row, TrainingState, identify
-from normswap.training.subject import begin, converted
 from normswap.training.training_images import TrainingImages, image_notes, key
 
 if TYPE_CHECKING:
@@ -56,6 +55,10 @@ class TrainingProgress:
     lr: float
     loss: float
     top1: float | None
+
+
+Show = Callable[[TrainingProgress], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def finetune(
     resume: str | None = None,
     device: str = "auto",
     track: str = "auto",
-    progress: Callable[[TrainingProgress], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: Show | None = None,
+    say: Say | None = None,
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
 
@@ -154,14 +157,7 @@ def finetune(
 class TrainingRun:
     """The loop and its files; `blank` is the network as training begins, for its structure."""
 
-    def __init__(
-        self,
-        task: Task,
-        folder: Folder,
-        blank: nn.Module,
-        progress: Callable[[TrainingProgress], None] | None,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, task: Task, folder: Folder, blank: nn.Module, progress: Show | None, log: Say) -> None:
         self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
         self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
         device = task.engine.device

@@ -17,20 +17,11 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from normswap import shipped
 from normswap.errors import RecipeError, first_line, near
-from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Part, Recipe, RecipeNetwork, Train
+from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
 _TYPES = {str: "text", int: "whole number", float: "number", bool: "true|false", dict: "mapping", tuple: "list"}
-# A recipe in which no group of keys is missing, for their names.
-_EVERY_GROUP = Recipe(
-    summary="",
-    model=RecipeNetwork(name=""),
-    convert=Convert(to=""),
-    optim=Optim(clip=Clip()),
-    train=Train(ema=Ema()),
-    distill=Distill(),
-)
 
 
 def names() -> list[str]:
@@ -180,7 +171,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
         path = [str(step) for step in problem["loc"]]
         key, kind = ".".join(path), problem["type"]
         if kind == "extra_forbidden":
-            hint = near(key, flat(_EVERY_GROUP), "`normswap recipes --keys` lists all", 1)
+            hint = near(key, [str(row["key"]) for row in every_key()], "`normswap recipes --keys` lists all", 1)
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":
             yield str(problem["ctx"]["error"])

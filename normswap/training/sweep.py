@@ -170,18 +170,13 @@ class Sweep:
     Args:
         recipe: that of every run, but for lr and seed; `subject`: what else must be the same, such as the network.
         points: every (lr, seed) to run; `place`: the folder of this machine's runs.
-        storage: the URL of a database; by default an SQLite file in `place`.
+        url: of a database; by default an SQLite file in `place`.
 
     Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        subject: Mapping[str, str],
-        points: Sequence[Point],
-        place: Path,
-        storage: str | None = None,
+        self, recipe: Recipe, subject: Mapping[str, str], points: Sequence[Point], place: Path, url: str | None = None
     ) -> None:
         self.recipe, self.points, self.place = recipe, points, place
         require_packages("a sweep", ("optuna",), "train")
@@ -193,7 +188,7 @@ class Sweep:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
-        self.study = self._open(storage or f"sqlite:///{place / 'sweep.db'}")
+        self.study = self._open(url or f"sqlite:///{place / 'sweep.db'}")
         keys = {key: value for key, value in recipe_files.flat(recipe).items() if key not in _FREE}
         settings = {**keys, **subject}
         if "sweep" not in self.study.user_attrs:

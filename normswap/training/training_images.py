@@ -126,8 +126,7 @@ class TrainingImages:
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
         self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
-        augmenting = transform(model, data.augment)
-        images = datasets.open_images(model, self.place, "train", augmenting, labelled=labelled)
+        images = datasets.open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
         if not isinstance(images, datasets.LabelledImages):
             raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
         rows = datasets.drawn_rows(len(images), data.samples, seed)

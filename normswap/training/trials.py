@@ -31,7 +31,6 @@ from normswap.training import assembly, recipe_files
 from normswap.training.engine import TrainingRun
 from normswap.training.recipe import Data
 from normswap.training.run_folder import Folder
-from normswap.training.subject import Subject
 from normswap.training.training_images import TrainingImages, places
 
 RECIPE = "recover_unlabelled"
@@ -173,7 +172,7 @@ class Trials:
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
         # A teacher that is another module than the network is no earlier source of it.
-        subject = Subject(network, copy.deepcopy(self.source.module))
+        subject = assembly.Subject(network, copy.deepcopy(self.source.module))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
         # Nothing is written to its folder.
         loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from normswap.calibration import sequential_fit, share_of_fit
-from normswap.calibration.share_of_fit import keep_share, values_of
+from normswap.calibration import sequential_fit
+from normswap.calibration.sequential_fit import keep_share, values_of
 from normswap.models.calling import Example
 from normswap.surgery.held_out import HeldOutSplit
 
@@ -18,7 +18,7 @@ def net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)).eval()
 
 
-def on_the_way(model: nn.Module, share: float) -> tuple[nn.Module, share_of_fit.Values]:
+def on_the_way(model: nn.Module, share: float) -> tuple[nn.Module, sequential_fit.Values]:
     """A fitted network, and the values before the fit, so that `model` lies at that share of the way between them."""
     before, fitted = copy.deepcopy(model), copy.deepcopy(model)
     for one, two in zip(before.parameters(), fitted.parameters(), strict=True):
@@ -34,7 +34,7 @@ def calls(count: int, seed: int = 0) -> list[Example]:
     ]
 
 
-@pytest.mark.parametrize("share", share_of_fit.SHARES)
+@pytest.mark.parametrize("share", sequential_fit.SHARES)
 def test_the_share_is_found_at_which_the_answers_are_the_source_s(share: float) -> None:
     source = net(0)
     result, before = on_the_way(source, share)
@@ -62,12 +62,12 @@ def test_a_fit_that_is_not_finite_is_taken_back(bad: float) -> None:
 def test_logits_are_compared_as_probabilities_and_maps_by_their_squares() -> None:
     one, two = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
     p, q = (torch.distributions.Categorical(logits=value) for value in (one, two))
-    assert float(share_of_fit.divergence(one, two)) == pytest.approx(
+    assert float(sequential_fit.divergence(one, two)) == pytest.approx(
         float(torch.distributions.kl_divergence(p, q).sum())
     )
     maps = (one.view(7, 5, 1, 1), two.view(7, 5, 1, 1))
-    assert float(share_of_fit.divergence(*maps)) == pytest.approx(float((one - two).norm() ** 2))
-    assert float(share_of_fit.divergence(one, one + 3)) == pytest.approx(0, abs=1e-12)  # the same answers
+    assert float(sequential_fit.divergence(*maps)) == pytest.approx(float((one - two).norm() ** 2))
+    assert float(sequential_fit.divergence(one, one + 3)) == pytest.approx(0, abs=1e-12)  # the same answers
 
 
 class Apart:
@@ -85,7 +85,7 @@ class Apart:
 def distance(source: nn.Module, result: nn.Module, example: Example) -> float:
     with torch.no_grad():
         wanted, found = (example.call(model) for model in (source, result))
-    return float(share_of_fit.divergence(wanted, found)) / len(wanted)
+    return float(sequential_fit.divergence(wanted, found)) / len(wanted)
 
 
 @pytest.mark.parametrize("zero_sum", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.analysis import block_signals
-from normswap.calibration import channel_moments, share_of_fit
+from normswap.calibration import channel_moments, sequential_fit
 from normswap.calibration.least_squares import Folds, regress
 from normswap.calibration.restoring import restore
 from normswap.exporting import checks
@@ -95,8 +95,8 @@ def of_share(source: nn.Module) -> Callable[[Batches], object]:
     def share(batches: Batches) -> object:
         shares = []
         for seed in range(12):
-            result, before = noisy(source, 0.3, seed), share_of_fit.values_of(noisy(source, 0.25, seed + 12))
-            shares.append(share_of_fit.keep_share(source, result, before, [Example((batch,)) for batch in batches]))
+            result, before = noisy(source, 0.3, seed), sequential_fit.values_of(noisy(source, 0.25, seed + 12))
+            shares.append(sequential_fit.keep_share(source, result, before, [Example((batch,)) for batch in batches]))
         return shares
 
     return share

@@ -13,7 +13,7 @@ from torch import nn
 import normswap
 from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.graph import selection
+from normswap.graph.anatomy import matches
 from normswap.graph.inspection import inspect
 from normswap.surgery.network import Network
 
@@ -61,8 +61,8 @@ def test_patterns() -> None:
     yes = [("layer3", "layer3"), ("layer3", "layer3.0.bn1"), ("layer3.*", "layer3.0"), ("*.bn2", "layer3.0.bn2"),
            ("*.down*", "layer2.0.downsample.1"), ("layer[12]", "layer2.0"), ("*", "x")]  # fmt: skip
     no = [("layer3", "layer30"), ("layer3", "a.layer3"), ("bn1", "layer1.0.bn1"), ("layer3.*", "layer3")]
-    assert all(selection.matches(*pair) for pair in yes)
-    assert not any(selection.matches(*pair) for pair in no)
+    assert all(matches(*pair) for pair in yes)
+    assert not any(matches(*pair) for pair in no)
 
 
 def test_parts_of_a_chain_are_at_the_site_of_the_norm() -> None:

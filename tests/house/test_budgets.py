@@ -12,8 +12,8 @@ TESTS = ROOT.parent / "tests"
 # Lines of normswap/, docstrings and blank ones too. "ground": the files that are in no room. What a room needs beyond
 # the design's number, another has lent to it; the sum does not move.
 ROOMS = {
-    "ground": 815, "layers": 2500, "models": 2310, "graph": 1755, "images": 600, "calibration": 2040, "folding": 1510,
-    "schemes": 2040, "surgery": 2520, "storage": 700, "analysis": 790, "diagnosis": 1410, "training": 2140,
+    "ground": 815, "layers": 2500, "models": 2310, "graph": 1760, "images": 600, "calibration": 2040, "folding": 1520,
+    "schemes": 2025, "surgery": 2520, "storage": 700, "analysis": 790, "diagnosis": 1410, "training": 2140,
     "exporting": 2950, "benchmarking": 140, "reporting": 530, "cli": 2725,
 }  # fmt: skip
 TOGETHER = {"all rooms": 27000, "files of the package": 230, "tests": 32000, "of them the laboratory": 6000}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.analysis.block_signals import signal_propagation
-from normswap.calibration import sequential_fit, share_of_fit
+from normswap.calibration import sequential_fit
 from normswap.errors import NormswapError, SourceError, TraceError
 from normswap.images.accuracy import evaluate
 from normswap.models import calling
@@ -144,7 +144,7 @@ def test_a_detector_is_fitted() -> None:
     assert len({len(found["scores"]) for found in Boxes(trunk())(list(data[0]))}) > 1
     calibrate = [(tuple(x), tuple({"boxes": torch.zeros(0, 4)} for _ in x)) for x in data]  # as its loader collates
     with pytest.MonkeyPatch.context() as whole:
-        whole.setattr(share_of_fit, "SHARES", (1.0,))
+        whole.setattr(sequential_fit, "SHARES", (1.0,))
         wanted = normswap.convert(trunk(), "groupnorm", inputs=data[0][:2], calibrate=data)
         fitted = normswap.convert(Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate)
     same(wanted.model, fitted.model)

@@ -1,5 +1,7 @@
-"""`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and its limit; and the
-factors before a tanh: against brute force over normal and long-tailed channels, and on a network with images."""
+"""`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and its limit.
+
+Factors before a tanh: against brute force over normal and long-tailed channels, and on a network with images.
+"""
 
 import copy
 import functools
@@ -31,7 +33,7 @@ NARROW: dict[str, dict[str, Any]] = {
 
 
 def pictures(count: int = 4, seed: int = 0) -> Tensor:
-    return torch.randn(count, 3, 48, 48, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @functools.lru_cache(1)

@@ -1,8 +1,10 @@
 """`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that cannot be."""
 
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from normswap.surgery.conversion import plan_step
 from normswap.surgery.network import Network
 
 EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
-         "deit3, LayerScale")  # fmt: skip
+         "deit3, LayerScale", "cait, scales in forward", "beit, scales in forward, averaged")  # fmt: skip
 TOLERANCE = 1e-12
 
 
@@ -54,6 +56,7 @@ def test_exact(name: str) -> None:
     assert type(result) is type(model)
     assert kinds(result, nn.LayerNorm) == []
     assert kinds(result, nn.RMSNorm) == kinds(model, nn.LayerNorm)
+    assert {parameter.dtype for parameter in result.parameters()} == {torch.float64}
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     expected = features(model, x)
@@ -124,8 +127,24 @@ def test_refused_with_path_and_reason(name: str) -> None:
     model = skeleton(name) if name in REFUSED else timm.create_model(name)
     _, builder = step(model, "rmsnorm")
     assert why in builder.refusals[path]
-    with pytest.raises(RefusedError, match="cannot convert to rmsnorm"):
-        plan_step(inspect(model), "rmsnorm")
+    anatomy = inspect(model)
+    with pytest.raises(RefusedError, match="cannot convert to rmsnorm") as error:
+        plan_step(anatomy, "rmsnorm")
+    assert ("skip=" in error.value.remedy) is bool(builder.outcomes)
+    if builder.outcomes:
+        skip = ast.literal_eval(error.value.remedy.partition("skip=")[2].partition("`")[0])
+        planned, rest = plan_step(anatomy, "rmsnorm", skip=skip)
+        assert rest.outcomes == builder.outcomes
+        if name in REFUSED:
+            model, x = small(name)
+            assert distance(run(model, x), run(applying.apply_step(model, planned), x)) <= TOLERANCE
+
+
+def test_no_skip_is_named_that_leaves_nothing_to_do() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
+    with pytest.raises(RefusedError, match="1: it has no running statistics") as error:
+        plan_step(inspect(model, torch.randn(2, 3, 8, 8)), "folded")
+    assert error.value.remedy == ""
 
 
 class Net(nn.Module):
@@ -138,6 +157,9 @@ class Net(nn.Module):
         self.one, self.two, self.head = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 3)
         self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
         self.place = nn.Parameter(torch.randn(1, 1, 6))
+        self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
+        self.shared, self.norm = nn.Parameter(torch.randn(6)), nn.BatchNorm2d(6)
+        self.holder, self.scale = nn.ParameterList([self.shared]), timm.layers.LayerScale(6)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
@@ -150,38 +172,61 @@ class Net(nn.Module):
 
 def plain(m: Any, x: Tensor) -> Tensor:
     x = m.tokens(x) + m.place
-    x = x + m.outer(m.inner(m.one(x)).relu())
-    return m.head(m.two(x).mean(1))
+    return end(m, x + m.outer(m.inner(m.one(x)).relu()))
 
 
 def twice(m: Any, x: Tensor) -> Tensor:
-    x = m.tokens(x)
-    x = x + m.outer(m.fixed)
+    x = m.tokens(x) + m.outer(m.fixed)
     return m.head((m.two(x) + m.outer(m.two(x))).mean(1))
+
+
+def end(m: Any, y: Tensor) -> Tensor:
+    return m.head(m.two(y).mean(1))
+
+
+def off_squares(m: Any, x: Tensor, joins: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    y = m.tokens(x)
+    return end(m, y if x.shape[-1] == x.shape[-2] else joins(y, torch.ones(6)))
 
 
 FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
-    "a constant factor": lambda m, x: m.head(m.two(0.5 * (m.tokens(x) + 2 * m.place)).mean(1)),
+    "a constant factor": lambda m, x: end(m, 0.5 * (m.tokens(x) + 2 * m.place)),
     "rolled, padded, cut, averaged": lambda m, x: m.head(
-        m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))
-    ),
-    "one norm called twice": lambda m, x: m.head(m.two(y := m.tokens(x)).mean(1) + m.two(y[:, :2]).mean(1)),
-}
+        m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))),
+    "a parameter scales maps": lambda m, x: end(m, (m.patch(x) * m.gamma.reshape(-1, 1, 1)).flatten(2).transpose(1, 2)),
+    "a parameter scales rearranged values": lambda m, x: end(m, m.tokens(x) * m.place),
+    "a vector is added": lambda m, x: end(m, m.tokens(x) + m.gamma),
+    "one norm called twice": lambda m, x: end(m, y := m.tokens(x)) + end(m, y[:, :2]),
+}  # fmt: skip
 OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "a linear layer reads it": (lambda m, x: m.head(m.two(y := m.tokens(x)).mean(1)) + m.head(y.mean(1)), "head"),
-    "it is returned": (lambda m, x: (m.head(m.two(y := m.tokens(x))), y), "returns it"),
+    "a linear layer reads it": (lambda m, x: end(m, y := m.tokens(x)) + m.head(y.mean(1)), "head"),
+    "it is returned": (lambda m, x: (end(m, y := m.tokens(x)), y), "returns it"),
     "an activation reads it": (lambda m, x: m.head((m.two(y := m.tokens(x)) + y.relu()).mean(1)), "relu"),
     "a writer writes elsewhere": (twice, "outer writes to it, and elsewhere too"),
-    "an embedding is used elsewhere": (
-        lambda m, x: m.head((m.two(m.tokens(x) + m.place) * m.place.sigmoid()).mean(1)), "sigmoid"),
-    "a constant is added": (lambda m, x: m.head(m.two(m.tokens(x) + m.fixed).mean(1)), "fixed.*no parameter"),
-    "a number is added": (lambda m, x: m.head(m.two(m.tokens(x) + 1).mean(1)), "add"),
-    "a vector scales it": (lambda m, x: m.head(m.two(m.tokens(x) * m.place).mean(1)), "mul"),
-    "a square is added": (
-        lambda m, x: m.head(m.two((y := m.tokens(x)) + (z := m.inner(y)) * z).mean(1)), "is not known after add"),
-    "grouped filters": (
-        lambda m, x: m.head(m.two(m.grouped(x).flatten(2).transpose(1, 2)).mean(1)), "grouped.*groups of filters"),
+    "an embedding is used elsewhere": (lambda m, x: end(m, m.tokens(x) + m.place) * m.place.sigmoid().sum(), "sigmoid"),
+    "a constant is added": (lambda m, x: end(m, m.tokens(x) + m.fixed), "fixed.*no parameter"),
+    "a constant is added off squares": (partial(off_squares, joins=torch.add), "no parameter"),
+    "a constant scales it off squares": (partial(off_squares, joins=torch.mul), "no parameter"),
+    "a number is added": (lambda m, x: end(m, m.tokens(x) + 1), "add"),
+    "a scale is read elsewhere": (lambda m, x: end(m, m.gamma * m.tokens(x)) * m.gamma.sum(), "gamma.*elsewhere"),
+    "two scaled writers": (lambda m, x: end(m, (y := m.gamma * m.tokens(x)) + m.gamma * m.outer(y)), "elsewhere"),
+    "a scaled value is read": (lambda m, x: end(m, m.gamma * (y := m.tokens(x))) + m.head(y.mean(1)), "makes its"),
+    "a scale for each token": (lambda m, x: end(m, m.tokens(x) * m.places), "places.*one number per channel"),
+    "a scale of two modules": (lambda m, x: end(m, m.shared * m.tokens(x)), "shared.*elsewhere"),
+    "a called layer's bias scales": (lambda m, x: end(m, m.inner.bias * m.outer(m.inner(m.tokens(x)))), "inner.bias"),
+    "a called layer's bias is added": (lambda m, x: end(m, m.inner.bias + m.outer(m.inner(m.tokens(x)))), "inner.bias"),
+    "a scale of tokens": (lambda m, x: end(m, m.gamma[:, None] * torch.cat([y := m.tokens(x), y[:, :2]], 1)), "r mul"),
+    "a BatchNorm writes": (lambda m, x: end(m, m.norm(m.patch(x)).flatten(2).transpose(1, 2)), "norm writes to it"),
+    "a sum is scaled": (lambda m, x: end(m, m.gamma * (m.tokens(x) + m.place)), "add makes its input"),
+    "a product is read": (
+        lambda m, x: end(m, m.gamma * m.inner(y := m.tokens(x))) + m.head((m.gamma * m.inner(y)).relu()).mean(1),
+        "inner writes to it, and elsewhere too"),
+    "a LayerScale writes elsewhere": (
+        lambda m, x: end(m, m.scale(m.inner(y := m.tokens(x)))) + m.head(m.scale(m.inner(y)).relu()).mean(1),
+        "inner writes to it, and elsewhere too"),
+    "a square is added": (lambda m, x: end(m, (y := m.tokens(x)) + (z := m.inner(y)) * z), "is not known after mul"),
+    "grouped filters": (lambda m, x: end(m, m.grouped(x).flatten(2).transpose(1, 2)), "grouped.*groups of filters"),
     "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
     "a part of the channels": (
         lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "needs its mean"),
@@ -190,8 +235,7 @@ OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 def placed(m: Any, x: Tensor, *, added: bool) -> Tensor:
     """The embedding is added to the stream, or only read."""
-    y = m.tokens(x)
-    return m.head((m.two(y + m.place) if added else m.two(y) * m.place.sigmoid()).mean(1))
+    return end(m, m.tokens(x) + m.place) if added else end(m, m.tokens(x)) * m.place.sigmoid().sum()
 
 
 for square in (True, False):
@@ -203,7 +247,7 @@ for square in (True, False):
 def turned(m: Any, x: Tensor) -> Tensor:
     """As many tokens as channels, so that both may be added to their transpose."""
     y = m.inner(torch.cat([x := m.tokens(x), x[:, :2]], 1))
-    return m.head(m.two(y + y.mT).mean(1))
+    return end(m, y + y.mT)
 
 
 OPEN["channels in another place are added"] = (turned, "where the channels are is not known|adds to it")

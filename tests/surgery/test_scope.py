@@ -12,7 +12,8 @@ from torch import nn
 
 import normswap
 from normswap import schemes
-from normswap.graph import inspection, selection
+from normswap.graph import inspection
+from normswap.graph.anatomy import restrict
 from normswap.graph.inspection import Anatomy
 from normswap.plan import Step
 
@@ -84,7 +85,7 @@ def assert_outside_stays(before: nn.Module, after: nn.Module, scope: dict[str, l
 @pytest.mark.one_in(4)
 def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
     scope = scope_of(name, row)
-    part, builder = step(selection.restrict(anatomy(name), **scope), row.scheme, **row.options)
+    part, builder = step(restrict(anatomy(name), **scope), row.scheme, **row.options)
     assert not builder.refusals
     norms = {path for path in batchnorms(trained(name)) if takes_part(path, **scope)}
     assert norms == builder.outcomes.keys()

@@ -14,10 +14,10 @@ from normswap.errors import OptionError, SourceError
 from normswap.models.preprocessing import data_config
 from normswap.surgery.network import Network
 from normswap.training import recipe_files
+from normswap.training.assembly import begin, converted
 from normswap.training.engine import finetune
 from normswap.training.optimizing import find_head
 from normswap.training.recipe import Distill
-from normswap.training.subject import begin, converted
 from normswap.training.training_images import Share, TrainingImages, require_validation, validation
 
 

@@ -297,7 +297,7 @@ def changed(key: str, value: str) -> Callable[[], Sweep]:
         (changed("optim.weight_decay", "0.1"), "s holds another sweep: optim.weight_decay was 5e-05, is 0.1"),
         (changed("convert.to", "skipinit"), "s holds another sweep: convert.calibrate was None, is False"),
         (lambda: sweep(Path("s"), subject={"model": "resnet34"}), "model was 'resnet18', is 'resnet34'"),
-        (lambda: sweep(Path("s"), storage="nonsense://x"), "nonsense://x is no storage of sweeps"),
+        (lambda: sweep(Path("s"), url="nonsense://x"), "nonsense://x is no storage of sweeps"),
     ],
 )
 def test_another_sweep_needs_another_place(

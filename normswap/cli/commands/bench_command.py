@@ -154,18 +154,11 @@ def _print(model: str, body: Body) -> None:
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):
         rows = list(group)
-        timed = [
-            (
-                f"{row['form']}, {row['runtime']}",
-                f"{row['ms']:.2f}",
-                f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
-                f"{row['images_per_s']:.1f}",
-                f"{row['speedup']:.2f}",
-                f"{row['error']:.0e}",
-            )
-            for row in rows
-            if row["status"] == "ok"
-        ]
+        timed = []
+        for row in (row for row in rows if row["status"] == "ok"):
+            times = f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}"
+            speeds = f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"
+            timed.append((f"{row['form']}, {row['runtime']}", *times, *speeds, f"{row['error']:.0e}"))
         table(f"{model}, batch {batch} of {size(settings['size'])}", _COLUMNS, timed, right=_COLUMNS[1:])
         untimed = [row for row in rows if row["status"] != "ok"]
         listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))

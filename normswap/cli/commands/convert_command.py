@@ -94,13 +94,7 @@ else:
 
 
 def run(
-    model: Model,
-    *,
-    request: Request,
-    options: SchemeOptions,
-    fitting: Fitting,
-    opening: ImageOpening,
-    json: Json = False,
+    model: Model, *, request: Request, options: SchemeOptions, fit: Fitting, opening: ImageOpening, json: Json = False
 ) -> int:
     """Convert a network, verify the result, save it."""
     values = {**vars(options), "only": request.only, "skip": request.skip, "purpose": request.purpose}
@@ -112,7 +106,7 @@ def run(
         network_folder.check_writable(place, force=request.force)
     if request.plan is not None:
         atomic_write.check_writable(request.plan, force=request.force)
-    net = opening.open(model, device=fitting.device)
+    net = opening.open(model, device=fit.device)
     from normswap.analysis import summary
     from normswap.storage import checkpoint
     from normswap.surgery import conversion
@@ -121,15 +115,15 @@ def run(
     converted: Conversion | None = None
     with progress.bar(f"converting to {scheme}, verifying") as advance:
         if plan:
-            converted, bodies = _carry_out(fitting.record(net, advance), plan, str(request.from_plan))
+            converted, bodies = _carry_out(fit.record(net, advance), plan, str(request.from_plan))
             steps = plan.steps
         elif request.dry_run:
-            measured = fitting.calibrate is not None
+            measured = fit.calibrate is not None
             planned = [*conversion.plan_steps(Network(net), scheme, measured=measured, **asked)]
             bodies = [summary.of_step(step, builder) for step, builder in planned]
             steps = tuple(step for step, _ in planned)
         else:
-            converted = conversion.convert(fitting.record(net, advance), scheme, **asked)
+            converted = conversion.convert(fit.record(net, advance), scheme, **asked)
             bodies, steps = summary.of_conversion(converted, scheme), converted.plan.steps[-converted.steps :]
     if converted is not None and not request.dry_run:
         with progress.working(f"writing {place}"):

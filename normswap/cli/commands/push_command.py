@@ -39,10 +39,8 @@ def run(
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        published = push(
-            directory, repo, license=license, private=private, message=message, trust_factory=trust_factory
-        )
-    show(vars(published), json, _print, "inspect", f"hf-hub:{published.repo}")
+        pushed = push(directory, repo, license=license, private=private, message=message, trust_factory=trust_factory)
+    show(vars(pushed), json, _print, "inspect", f"hf-hub:{pushed.repo}")
     return 0
 
 

@@ -41,17 +41,11 @@ def run(
         body = {"name": name, "text": recipe_files.text(name), "recipe": recipe.model_dump(mode="json")}
         show(body, json, lambda body: print(body["text"], end=""))
         return 0
-    recipes = {name: recipe_files.load_recipe(name) for name in recipe_files.names()}
-    rows = [
-        {
-            "name": name,
-            "summary": recipe.summary,
-            "source": recipe.source,
-            "model": recipe.model and recipe.model.name,
-            "convert": recipe.convert and recipe.convert.to,
-        }
-        for name, recipe in recipes.items()
-    ]
+    rows: list[Body] = []
+    for name in recipe_files.names():
+        recipe = recipe_files.load_recipe(name)
+        names = {"model": recipe.model and recipe.model.name, "convert": recipe.convert and recipe.convert.to}
+        rows.append({"name": name, "summary": recipe.summary, "source": recipe.source, **names})
     show(rows, json, partial(_print, "Recipes", _COLUMNS))
     return 0
 

@@ -27,7 +27,8 @@ def lines(command: str, device: str) -> list[str]:
 def commit() -> str:
     """Of the package that was measured, and whether it was changed since; `unknown` outside of a checkout."""
     name = _git("rev-parse", "--short", "HEAD")
-    return f"{name} ({'changed since' if _git('status', '--porcelain', '.') else 'clean'})" if name else "unknown"
+    state = "changed since" if _git("status", "--porcelain", ".") else "clean"
+    return f"{name} ({state})" if name else "unknown"
 
 
 def _git(*words: str) -> str:

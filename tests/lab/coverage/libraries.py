@@ -183,7 +183,8 @@ def _smp(name: str) -> Built:
     import segmentation_models_pytorch as smp
 
     arch, encoder = name.split(":")
-    side = 224 if "vit_" in encoder else 128 if arch == "PAN" else 64  # the least it takes
+    least = {"PAN": 128}.get(arch, 64)
+    side = 224 if "vit_" in encoder else least
     return getattr(smp, arch)(encoder, encoder_weights=None, classes=4), _images(3, side, side)
 
 

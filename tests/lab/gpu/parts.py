@@ -237,10 +237,7 @@ def clipping(machine: Machine) -> Iterator[str]:
     yield machine.heading("Adaptive clipping", about, "way", "kernels", "ms")
     for name, run in ways.items():
         run()
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if machine.device == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=kinds) as profile:
+        with torch.profiler.profile() as profile:
             run()
             machine.wait()
         launches = sum("LaunchKernel" in event.name for event in profile.events())
