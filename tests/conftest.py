@@ -76,7 +76,7 @@ def read_once(registration: Any) -> None:
         table.functions = {operator: [*entries] for operator, entries in table.functions.items()}
         return table
 
-    registration.ONNXRegistry.from_torchlib = copied
+    registration.ONNXRegistry.from_torchlib = staticmethod(copied)
 
 
 def pytest_runtest_setup() -> None:
