@@ -1,11 +1,15 @@
 """One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one wait by spinning; lines
 of one width, whatever terminal pytest runs in; and no test is left out but for a reason that is known."""
 
+import copy
+import functools
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +29,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # What tests keep for one another and import late is no garbage either: all of it is searched a tenth as often.
+    gc.set_threshold(700, 10, 100)
     gc.enable()
 
 
@@ -46,6 +52,37 @@ SKIPS = {
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have empty pictures: most of their time goes into drawing."""
     monkeypatch.setattr("normswap.reporting.figures._svg", lambda axes: "data:")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def drawn_once() -> Iterator[None]:
+    """Every network that is converted without images sees the same dead leaves: those of a size are drawn once."""
+    from normswap.calibration import channel_values
+
+    draw = functools.lru_cache(24)(channel_values.leaves)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel_values, "leaves", lambda count, size, seed: draw(count, tuple(size), seed).clone())
+        yield
+
+
+@functools.cache
+def read_once(registration: Any) -> None:
+    """torch.onnx reads its table of some five hundred operators anew for every export, which takes longer than all the
+    rest of a small network's. Here it is read once, and every export gets a copy."""
+    read = functools.cache(registration.ONNXRegistry.from_torchlib)
+
+    def copied(*opset: int, **named: int) -> Any:
+        table = copy.copy(read(*opset, **named))
+        table.functions = {operator: [*entries] for operator, entries in table.functions.items()}
+        return table
+
+    registration.ONNXRegistry.from_torchlib = staticmethod(copied)
+
+
+def pytest_runtest_setup() -> None:
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if registration is not None:
+        read_once(registration)
 
 
 @pytest.hookimpl(tryfirst=True)

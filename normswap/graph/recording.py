@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -122,8 +123,9 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
             traced = record_once(model, example)
             if traced.input_independent:
                 return traced, example, []
-    examples = [(size, network_input.noise(model, size)) for size in sizes]
-    for size, example in (*examples, *network_input.tokens(model)):
+    # Most networks run at the first size: the other examples are not made then.
+    examples = ((size, network_input.noise(model, size)) for size in sizes)
+    for size, example in chain(examples, network_input.tokens(model)):
         try:
             traced = record_once(model, example)
         except TraceError as error:

@@ -7,7 +7,6 @@ function of (seed, update, process), so a continued run needs no state of them.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from normswap.copying import duplicate
 from normswap.errors import OptionError, SourceError, TrainingError
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
@@ -299,7 +299,7 @@ class TrainingRun:
 
     def network(self, trained: nn.Module) -> nn.Module:
         """Return a network of the structure that training began with, on the CPU, with the tensors of `trained`."""
-        fresh = copy.deepcopy(self.blank)
+        fresh = duplicate(self.blank, {})
         fresh.load_state_dict(trained.state_dict())
         return fresh
 

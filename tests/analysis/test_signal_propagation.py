@@ -17,7 +17,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from lived import lived_in, swapped
-from matplotlib.figure import Figure
 from timm.layers import ScaledStdConv2d
 from tiny import Net, conv
 from torch import Tensor, nn
@@ -212,16 +211,18 @@ def after_reset() -> list[float]:
 def slope(role: str) -> float:
     """Figure 6 of Kim et al. for a class of gammas: log-log slope of the first update of gamma / |gamma| by |gamma|."""
     powers, updates = (-3, 0, 3), []
+    network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
+    for module in network.modules():
+        # A larger eps is seen beside the variance that a small gamma leaves.
+        module.eps = 1e-15  # type: ignore[assignment]
+    x = noise(8, 32).double()
+    gammas = [network.get_parameter(f"{norm.path}.weight")
+              for norm in inspection.inspect(network, x[:2]).norms if norm.role == role]  # fmt: skip
     for power in powers:
-        network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
-        for module in network.modules():
-            # A larger eps is seen beside the variance that a small gamma leaves.
-            module.eps = 1e-15  # type: ignore[assignment]
-        gammas = [network.get_parameter(f"{norm.path}.weight")
-                  for norm in inspection.inspect(network).norms if norm.role == role]  # fmt: skip
+        network.zero_grad()
         for gamma in gammas:
             nn.init.constant_(gamma, 2.0**power)
-        F.cross_entropy(network(noise(8, 32).double()), torch.arange(8)).backward()
+        F.cross_entropy(network(x), torch.arange(8)).backward()
         size = torch.nn.utils.get_total_norm(gammas)
         updates.append(math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size)))
     return float(np.polyfit(powers, updates, 1)[0])
@@ -280,6 +281,8 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
 
 
 def test_every_other_stage_is_shaded() -> None:
+    from matplotlib.figure import Figure
+
     axes = Figure().subplots()
     plots.over_blocks(axes, ["a", "b", "b", "c", "c", "c"])
     spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]  # type: ignore[attr-defined]

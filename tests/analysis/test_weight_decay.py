@@ -1,5 +1,6 @@
 """Who decays: membership against tables worked out by hand, and the laws every grouping obeys."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from normswap import schemes
+from normswap.analysis import weight_decay
 from normswap.analysis.weight_decay import POLICIES, Assignment, param_groups, roles
 from normswap.errors import OptionError, TraceError
 from normswap.surgery.conversion import convert
@@ -74,6 +76,13 @@ def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(trainable.values())
 
 
+@pytest.fixture
+def seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network is recorded once for all policies, which differ in what they make of its norms' roles."""
+    monkeypatch.setattr(weight_decay, "_norm_roles", functools.cache(weight_decay._norm_roles))
+
+
+@pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE])
 @pytest.mark.one_in(2)
 def test_membership_is_the_papers(name: str) -> None:
@@ -87,6 +96,7 @@ def test_membership_is_the_papers(name: str) -> None:
     check(model, list(groups.values()))
 
 
+@pytest.mark.usefixtures("seen_once")
 def test_nf_gains_do_not_decay_except_with_timm() -> None:
     model = skeleton("nf_resnet50")
     assert sum(one.role == "gain" and one.decay for one in roles(model)) == 0
@@ -141,6 +151,7 @@ CONVERTED = [
 ]
 
 
+@pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
 @pytest.mark.one_in(3)
 def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:

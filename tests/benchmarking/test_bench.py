@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from commands import MODEL, Capture, run_json
-from onnx_operators import operators_once  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from normswap.benchmarking import timing

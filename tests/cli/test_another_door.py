@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import MODEL, Capture, run_json
 from scheme_rows import ROWS, Row
+from small import small
 
 import normswap
 from normswap.errors import flag
@@ -102,8 +103,9 @@ def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) ->
 
 
 def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:
-    run_json(capfd, "export", MODEL, "-o", "typed.pt2", "--normalize", "--softmax")
-    normswap.export(checkpoint.open_model(MODEL), Path("called.pt2"), normalize=True, softmax=True)
-    x = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    checkpoint.save(normswap.convert(small(layers=(1, 1, 1, 1)), "folded"), Path("small"))
+    run_json(capfd, "export", "small", "-o", "typed.pt2", "--normalize", "--softmax")
+    normswap.export(checkpoint.open_model("small"), Path("called.pt2"), normalize=True, softmax=True)
+    x = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     one, two = (torch.export.load(name).module()(x) for name in ("typed.pt2", "called.pt2"))
     assert one.equal(two)

@@ -454,3 +454,46 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
 )
 def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
     assert tables.few(values) == text
+
+
+def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
+    assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
+    body = run_json(capfd, "spp", MODEL, "after", "-o", "a.png", "--data", IMAGES, "--samples", "8", "--workers", "0")
+    before, after = body["curves"].values()
+    assert list(body["curves"]) == [shipped.FOLDER.name, "after"]
+    assert set(before[0]) == {
+        "block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"
+    }  # fmt: skip
+    for one, other in zip(before, after, strict=True):
+        assert other["variance"] == pytest.approx(one["variance"], rel=1e-3)
+        assert other["mean_sq"] == pytest.approx(one["mean_sq"], rel=1e-3, abs=1e-6)
+    assert body["files"] == ["a.png"]
+    assert set(body["inputs"].values()) == {f"8 images of {IMAGES}"}
+    assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
+    size, channels = ("--input-size", "3,32,32"), SMALL[3:5]
+    small = ("spp", *SMALL[:5], *size, "--samples", "2")
+    assert main([*small]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "layer4.1" in out
+    assert out.endswith(f"next: normswap advise {shlex.join([*SMALL[:3], *size, *channels])}\n")
+    first, again = run_json(capfd, *small), run_json(capfd, *small)
+    assert first == again
+    assert run_json(capfd, *small, "--seed", "1") != first
+
+
+def test_decay_says_who_and_why(capfd: Capture) -> None:
+    body = run_json(capfd, "decay", "resnet50")
+    roles = {row["role"]: (row["decay"], row["tensors"]) for row in body["roles"]}
+    assert roles == {
+        "weight": (True, 54), "gamma_last": (True, 16), "gamma_down": (False, 4), "gamma_0": (False, 1),
+        "gamma_other": (True, 32), "beta": (False, 53), "bias": (False, 1),
+    }  # fmt: skip
+    assert sum(row["values"] for row in body["roles"]) == 25557032
+    assert len(body["parameters"]) == 161
+    assert main(["decay", *SMALL[:5]]) == 0
+    assert "gamma_down" in (out := capfd.readouterr().out)
+    assert out.endswith(f"next: normswap finetune {shlex.join(SMALL[:5])} --recipe RECIPE --data IMAGES\n")

@@ -119,7 +119,8 @@ def hugging_face(place: Path, **config: Any) -> Path:
 
 
 def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
-    run("convert", "users_nets:make", "--arch-arg", "width=6", "--num-classes", 4, "--to", "folded", "-o", "a")
+    words = ("--arch-arg", "width=6", "--num-classes", 4, "--input-size", "3,48,48")
+    run("convert", "users_nets:make", *words, "--to", "folded", "-o", "a")
     trusted = ("a", "--trust-factory")
     for command in (("verify", "a"), ("report", "a"), ("inspect", "a"), ("convert", "a", "--to", "unfold", "-o", "b")):
         assert "--trust-factory" in fails(*command)
@@ -148,7 +149,7 @@ def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> N
 def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, "w.pth")
-    words = ("--weights", "w.pth", "--num-classes", 4)
+    words = ("--weights", "w.pth", "--num-classes", 4, "--input-size", "3,64,64")
     run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
     x = torch.randn(2, 3, 64, 64)
     assert torch.allclose(normswap.load("a")(x), source(x), atol=1e-4)
@@ -232,6 +233,7 @@ def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run
     pytest.importorskip("segmentation_models_pytorch")
     words = ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1")
     arguments = [word for pair in words for word in ("--arch-arg", pair)]
+    arguments += ["--input-size", "1,64,64"]
     run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
     arch = origin(normswap.load("a", trust_factory=True)).arch
     assert arch is not None

@@ -1,7 +1,8 @@
 """Private and federated training: what Opacus itself says, and its gradients per sample against one at a time."""
 
 import copy
-import warnings
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,6 @@ from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.storage.checkpoint import open_model
-
-with warnings.catch_warnings():  # what opacus imports warns about itself
-    warnings.simplefilter("ignore")
-    from opacus import GradSampleModule, PrivacyEngine
-    from opacus.validators import ModuleValidator
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -49,12 +45,20 @@ NARROW: dict[str, dict[str, Any]] = {
 UNFIT = {("test_efficientnet", to) for to in ("skipinit", "regularized-skipinit", "fixup")}  # no residual blocks
 
 
+@pytest.fixture(scope="module")
+def opacus() -> Any:
+    """It brings SciPy along, for which the other tests need not wait."""
+    importlib.import_module("opacus.validators")
+    return importlib.import_module("opacus")
+
+
 def small(arch: str) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(arch, num_classes=10, **NARROW[arch])
     return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64))
 
 
+@functools.cache
 def images(count: int = 16) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
         open_model(str(shipped.FOLDER)), str(shipped.FOLDER / "images.tar"), workers=0, samples=count
@@ -63,14 +67,14 @@ def images(count: int = 16) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
+def trained_privately(opacus: Any, model: nn.Module, steps: int = 3) -> list[float]:
     """The loss on some real images, before each step under Opacus' own engine."""
     x, y = images()
-    ModuleValidator.validate(model.train(), strict=True)
+    opacus.validators.ModuleValidator.validate(model.train(), strict=True)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=len(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     private: Any
-    private, optimizer, loader = PrivacyEngine().make_private(
+    private, optimizer, loader = opacus.PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1e-3, max_grad_norm=1.0,
         poisson_sampling=False,
     )  # fmt: skip
@@ -89,33 +93,34 @@ def trained_privately(model: nn.Module, steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize("to", ["groupnorm", "skipinit"])
 @pytest.mark.one_in(2)
-def test_the_demo_network_trains_privately(to: str, tmp_path: Path) -> None:
+def test_the_demo_network_trains_privately(to: str, tmp_path: Path, opacus: Any) -> None:
     done = normswap.convert(open_model(str(shipped.FOLDER)), to, purpose="opacus")
     normswap.save(done, tmp_path / "out")
     model = normswap.load(tmp_path / "out")
     assert not any(getattr(module, "inplace", False) for module in model.modules())
-    losses = trained_privately(model)
+    losses = trained_privately(opacus, model)
     assert losses[-1] < losses[0] - 0.01
 
 
 @pytest.mark.parametrize("arch", ["test_efficientnet", "resnetv2_18"])
-def test_fused_norms_that_opacus_misses(arch: str) -> None:
+def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
     """`ModuleValidator.fix` leaves BatchNormAct2d, and finds nothing wrong: statistics of the batch stay in it."""
     model = small(arch).float().train()
-    fixed = ModuleValidator.fix(model)
+    validator = opacus.validators.ModuleValidator
+    fixed = validator.fix(model)
     assert any(isinstance(module, BatchNormAct2d) for module in fixed.modules())
-    assert ModuleValidator.validate(fixed, strict=True) == []
+    assert validator.validate(fixed, strict=True) == []
     for to in ("layernorm", "skipinit" if arch == "resnetv2_18" else "folded"):
         options = {"relative_eps": 0} if to == "layernorm" else {}
         result = normswap.convert(model, to, purpose="opacus", input_size=(3, 32, 32), **options).model
         assert not any(isinstance(module, BatchNormAct2d) for module in result.modules())
-        losses = trained_privately(result)
+        losses = trained_privately(opacus, result)
         assert losses[-1] < losses[0]
 
 
 @crossed("arch, way", NARROW, WAYS, every=4, ids=named)
 @pytest.mark.one_in(2)
-def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> None:
+def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus: Any) -> None:
     """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
     to, options = way
     if (arch, to) in UNFIT:
@@ -129,7 +134,7 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]]) -> Non
     for module in oracle.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    private = GradSampleModule(copy.deepcopy(oracle))
+    private = opacus.GradSampleModule(copy.deepcopy(oracle))
     F.cross_entropy(private(x), y).backward()
     ours = dict(private._module.named_parameters())
     for i in range(len(x)):
@@ -195,27 +200,31 @@ def test_what_no_purpose_allows(purpose: str, to: str, why: str) -> None:
     options = {"ghost_batch": 4} if to == "batchnorm" else {}
     with pytest.raises(RefusedError, match=why):
         normswap.convert(small("resnet18"), to, purpose=purpose, input_size=(3, 32, 32), **options)
-    with pytest.raises(RefusedError, match="bn1"):  # by path
+
+
+@pytest.mark.parametrize("purpose", ["opacus", "federated"])
+def test_a_norm_that_is_left_out_is_refused_by_path(purpose: str) -> None:
+    with pytest.raises(RefusedError, match="bn1"):
         normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, input_size=(3, 32, 32))
 
 
-def test_sums_in_place_of_other_peoples_networks() -> None:
+def test_sums_in_place_of_other_peoples_networks(opacus: Any) -> None:
     """`out += x` overwrites what the last layer of the branch returned."""
     torch.manual_seed(0)
     model = lived_in(Net(PreAct), torch.randn(4, 3, 33, 33, dtype=torch.float64))
     done = normswap.convert(model, "skipinit", purpose="opacus", input_size=(3, 33, 33))
     assert sum(isinstance(module, Copy) for module in done.model.modules()) == 3
     x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
-    GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
+    opacus.GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
     again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", input_size=(3, 33, 33)).model
     assert sum(isinstance(module, Copy) for module in again.modules()) == 3
 
 
-def test_without_copies_opacus_fails() -> None:
+def test_without_copies_opacus_fails(opacus: Any) -> None:
     """The test above can fail: the same network, not prepared."""
     model = normswap.convert(small("resnet18"), "skipinit", input_size=(3, 32, 32)).model
     with pytest.raises(RuntimeError, match="modified inplace"):
-        GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+        opacus.GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("arch", ["resnetv2_18", "resnet18"])
