@@ -95,7 +95,7 @@ def measured(case: Case) -> list[Drift]:
         return []
     drifts = []
     for site in case.sites:
-        if site.mean is None or site.var is None or any(site.path not in part for part in parts):
+        if not len(site.mean) or any(site.path not in part for part in parts):
             continue
         means, variances = (torch.stack([estimate[site.path][i] for estimate in parts]) for i in (0, 1))
         shifts, ratios = _compared(site, means, variances)
@@ -106,8 +106,6 @@ def measured(case: Case) -> list[Drift]:
 
 def _compared(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
     """Means less those that are kept, in kept deviations, and the logarithms of the ratios of variances, (..., C)."""
-    assert site.mean is not None
-    assert site.var is not None
     mean_there, var_there = site.mean.cpu(), site.var.cpu().clamp_min(0)
     return (mean - mean_there) / (var_there + site.eps).sqrt(), ((var + site.eps) / (var_there + site.eps)).log()
 
@@ -119,10 +117,10 @@ def _typical(parts: Tensor) -> tuple[float, float]:
 
 def roots_for_variances(case: Case) -> Iterator[Finding | str]:
     """Standard deviations where variances belong: in all norms their squares are what the images show."""
-    drifts = [drift for drift in measured(case) if drift.site.var is not None]
+    drifts = measured(case)
     if not drifts:
         return
-    kept_var = torch.cat([drift.site.var.cpu() for drift in drifts if drift.site.var is not None])
+    kept_var = torch.cat([drift.site.var.cpu() for drift in drifts])
     seen_var = torch.cat([drift.seen[1] for drift in drifts])
     varies = (kept_var > _NOTHING) & (seen_var > _NOTHING)
     kept_log, seen_log = kept_var[varies].log(), seen_var[varies].log()
@@ -293,7 +291,7 @@ def _may_be_frozen(case: Case) -> bool:
     except NormswapError:
         return False
     for site in case.sites:
-        if site.path in moments and site.mean is not None and site.var is not None:
+        if site.path in moments and len(site.mean):
             mean, var = moments[site.path].mean.to(site.mean), moments[site.path].variance.to(site.mean)
             squares = ((mean - site.mean).square() + var) / (site.var + site.eps)
             if float(squares.median()) > _EXPLODED**2:
@@ -303,15 +301,13 @@ def _may_be_frozen(case: Case) -> bool:
 
 def _distances(site: StoredNorm, foretold: Pair) -> Tensor:
     """By how many deviations the kept means are off, (C,); the larger of both deviations counts."""
-    assert site.mean is not None
-    assert site.var is not None
     return (site.mean - foretold[0]).abs() / torch.maximum(site.var, foretold[1]).clamp_min(1e-12).sqrt()
 
 
 def _exchanged(case: Case, off: list[StoredNorm], foretold: dict[str, Pair]) -> tuple[StoredNorm, StoredNorm] | None:
     """A norm whose foretold means another one keeps, which has the first one's as far as that can be foretold."""
     for first, second in itertools.product(off, case.sites):
-        if first.mean is None or second.mean is None or first is second or len(first.mean) != len(second.mean):
+        if first is second or len(first.mean) != len(second.mean):
             continue
         there = foretold.get(second.path)
         back = 1.0 if there is None else correlation(there[0], first.mean)

@@ -80,14 +80,14 @@ class StoredNorm:
     """A norm with population statistics.
 
     Args:
-        mean, var: what it keeps, (C,) float64; None where it keeps none.
+        mean, var: what it keeps, (C,) float64; empty where it keeps none.
         gamma, beta: None where it has none.
     """
 
     path: str
     module: nn.Module
-    mean: Tensor | None
-    var: Tensor | None
+    mean: Tensor
+    var: Tensor
     gamma: Tensor | None
     beta: Tensor | None
     eps: float
@@ -96,8 +96,6 @@ class StoredNorm:
     @property
     def at_init(self) -> Tensor:
         """Which channels have the statistics of a norm that was just made, mean 0 and variance 1, (C,); none: empty."""
-        if self.mean is None or self.var is None:
-            return torch.zeros(0, dtype=torch.bool)
         return (self.mean == 0) & (self.var == 1)
 
     @property
@@ -178,7 +176,7 @@ class Case:
 
     def likeness(self, site: StoredNorm) -> float | None:
         """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""
-        if site.mean is None or site.path not in self.foretold or site.starts_at_init:
+        if site.path not in self.foretold or site.starts_at_init:
             return None
         if len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
             return None
@@ -252,7 +250,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
 
 
 def _site(path: str, module: nn.Module) -> StoredNorm:
-    mean = var = None
+    mean = var = torch.zeros(0, dtype=torch.float64)
     if affine.has_moments(module):
         mean, var = affine.statistics(module)
     gamma, beta = (_double(getattr(module, name, None)) for name in ("weight", "bias"))

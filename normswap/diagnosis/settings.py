@@ -116,7 +116,7 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
 
 untracked = rule(
     "no-statistics",
-    lambda case, site: site.mean is None,
+    lambda case, site: not affine.has_moments(site.module),
     "{} keep no running statistics (track_running_stats=False)",
     "an image's answer depends on the batch that it comes in, also in eval mode",
     "build them with track_running_stats=True, then normswap recalibrate {} --data IMAGES",

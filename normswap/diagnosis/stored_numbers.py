@@ -38,7 +38,7 @@ broken_parameters = rule(
 )
 negative_variance = rule(
     "negative-variance",
-    lambda case, site: site.var is not None and bool((site.var < 0).any()),
+    lambda case, site: bool((site.var < 0).any()),
     "variances are negative in {}: statistics were mixed up, or subtracted from one another",
     "the square root is NaN, or of the wrong number",
 )
@@ -94,7 +94,7 @@ def zero_variance(case: Case) -> Iterator[Finding]:
     """A variance of 0, or far below eps, where the weights before it say that something varies."""
     hit = []
     for site in case.sites:
-        if site.var is None or site.starts_at_init:
+        if not len(site.var) or site.starts_at_init:
             continue
         missing = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
         if float(missing.double().mean()) > _SWITCHED_OFF:
@@ -111,9 +111,9 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
     Nothing does where mean and variance are 0 but for a bias, where the norm before and the weights foretell the
     variance 0, and where the weights have decayed to 0.
     """
-    values = next(values for values in (site.var, site.gamma) if values is not None)
+    values = site.var if site.gamma is None or len(site.var) else site.gamma
     reached = torch.ones_like(values, dtype=torch.bool)
-    if site.mean is not None and site.var is not None:
+    if len(site.mean):
         varies = site.var.abs() >= _TINY * site.eps
         reached &= varies | ((site.mean - case.bias_before(site)).square() >= _TINY * site.eps)
     if site.path in case.foretold:
@@ -148,4 +148,4 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
 
 
 def _width(site: StoredNorm) -> int:
-    return next((len(values) for values in (site.gamma, site.mean) if values is not None), 0)
+    return len(site.mean if site.gamma is None else site.gamma)
