@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress, tables as result_tables
+from normswap.cli import progress, tables
 from normswap.cli.options import Compared, ImageOpening, Images, Json, exported_file, last_part, open_model
 from normswap.cli.tables import facts, proof, show, small, verdict
 from normswap.errors import OptionError, SourceError
@@ -134,7 +134,7 @@ def _print(body: Body) -> None:
     compared = ("compared", directory), ("against", against)
     if figures:
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
-        answers = ("same answer", result_tables.same(figures)), ("top-1", result_tables.top1(figures))
+        answers = ("same answer", tables.same(figures)), ("top-1", tables.top1(figures))
         facts(*compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"), *answers)
     else:
         is_below = body["data"] and not body["report"]["exact"]
@@ -157,7 +157,7 @@ def _print(body: Body) -> None:
     elif departed := _departed(body):
         print(f"FAILED: under torch.compile the {departed} differs from eager mode{place}")
     elif not body["enough"]:
-        print(result_tables.TOO_LITTLE + place)
+        print(tables.TOO_LITTLE + place)
     elif place:
         print(f"warning: rounding does not explain all of it{place}")
     elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
