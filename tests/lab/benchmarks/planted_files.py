@@ -64,7 +64,7 @@ def measured(name: str, form: str, dtype: str) -> Row:
             start = time.perf_counter()
             figures = exported_file.verify(found, model, images)
             seconds = time.perf_counter() - start
-        named = figures.apart.site if figures.apart else ""
+        named = figures.apart.site if figures.apart else figures.missing.rpartition(".")[0]
         rows.append({"planted": planted, "named": named, "off": figures.relative_l2, "seconds": seconds})
     return {"rows": rows}
 
@@ -81,12 +81,15 @@ def line(form: str, dtype: str, name: str, row: Row) -> str:
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    (parser := arguments(__doc__)).add_argument("--kept", action="store_true", help="measure nothing more")
+    args = parser.parse_args()
     kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "planted_files.jsonl", fresh=args.fresh)
     lines = ["", markdown_head(*COLUMNS)]
     kinds = [(form, dtype) for form in formats.names() for dtype in ("fp32", "int8")]
     for form, dtype in track(kinds, transient=True):
         for name in NETWORKS[: 1 if dtype == "int8" else None]:
+            if args.kept and (form, dtype, name) not in kept.rows:
+                continue
             try:
                 row = kept.get((form, dtype, name), functools.partial(measured, name, form, dtype))
                 lines.append(line(form, dtype, name, row))
