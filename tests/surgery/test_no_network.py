@@ -200,7 +200,7 @@ def test_a_missing_file_is_called_missing(tmp_path: Path) -> None:
     model = network()
     place = normswap.save(normswap.convert(model, "folded", input_size=SIZE), tmp_path / "out")
     (place / "norms.safetensors").unlink()
-    with pytest.raises(NormswapError, match=r"norms.safetensors are not those .*missing or damaged"):
+    with pytest.raises(NormswapError, match=r"norms.safetensors are not those .*missing, damaged"):
         normswap.load(place, skeleton=model)
 
 
