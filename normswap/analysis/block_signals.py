@@ -150,8 +150,8 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
         module, sources = anatomy.traced.module(node), inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in MULTIPLICATIONS
-        rests = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"
-        if not (times or rests or scales_branch(module)):
+        passes = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"
+        if not (times or passes or scales_branch(module)):
             return node
         constants -= times and len(sources) == 1
         if len(tensors) != 1 or constants < 0:

@@ -201,8 +201,16 @@ class Images:
         from normswap.images.datasets import make_loader
         from normswap.models.preprocessing import assumption
 
-        options: Any = {name: getattr(self, name) for name in ("batch_size", "workers", "samples", "split")}
-        loader = make_loader(model, str(self.data), **options, seed=seed, labelled=labelled)
+        loader = make_loader(
+            model,
+            str(self.data),
+            batch_size=self.batch_size,
+            workers=self.workers,
+            samples=self.samples,
+            split=self.split,
+            seed=seed,
+            labelled=labelled,
+        )
         remark(loader.notes)
         if not find(Path(str(self.data))) and (missing := assumption(model)):
             remark([f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"])

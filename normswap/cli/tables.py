@@ -26,7 +26,6 @@ _WIDTH = 100
 _FEW = 4
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
-CHECKED_ON_NOISE = "on noise only; give --data IMAGES to check it on photographs"
 Said = TypeVar("Said", Body, Sequence[Body])
 
 

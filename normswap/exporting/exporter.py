@@ -6,8 +6,9 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -173,14 +174,8 @@ def export(
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
     """The folded network, rounded as the file is, and all that the file computes, or its bytes where nobody sees it."""
-
-    def look() -> tuple[nn.Module, Any]:
-        network, form = (rounded or folded(request)).network, request.form
-        if form.inside:
-            return network, form.open(file, inside=True)
-        return network, file.read_bytes()
-
-    return look
+    content = partial(request.form.open, file, inside=True) if request.form.inside else file.read_bytes
+    return lambda: ((rounded or folded(request)).network, content())
 
 
 def _cast(model: object, dtype: str) -> str:
@@ -209,9 +204,9 @@ def fold_for_export(network: Network) -> nn.Module:
     """
     model = network.module
     try:
-        seen = network.anatomy
-        norms = tuple(replace(norm, role="other") if norm.role == "head" else norm for norm in seen.norms)
-        anatomy = replace(seen, classifier=None, norms=norms)
+        anatomy = network.anatomy
+        norms = tuple(replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms)
+        anatomy = replace(anatomy, classifier=None, norms=norms)
     except TraceError:
         if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
             raise

@@ -38,11 +38,20 @@ State = dict[str, Tensor]
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take part."""
-    digest, names = hashlib.sha256(), sorted(state)
+    return hashlib.sha256(b"".join(_described(state).values())).hexdigest()
+
+
+def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The beginning of each tensor's SHA-256, of its name, dtype, shape and values, by name."""
+    return {name: hashlib.sha256(piece).hexdigest()[:16] for name, piece in _described(state).items()}
+
+
+def _described(state: Mapping[str, Tensor]) -> dict[str, bytes]:
+    names = sorted(state)
     with ThreadPoolExecutor() as pool:
-        for name, hashed in zip(names, pool.map(lambda name: _own_hash(state[name]), names), strict=True):
-            digest.update(f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + hashed)
-    return digest.hexdigest()
+        hashes = pool.map(lambda name: _own_hash(state[name]), names)
+        pairs = zip(names, hashes, strict=True)
+        return {name: f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + own for name, own in pairs}
 
 
 def _own_hash(tensor: Tensor) -> bytes:

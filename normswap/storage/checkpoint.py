@@ -201,16 +201,11 @@ def _check_the_same(header: Header, states: Mapping[str, Mapping[str, Tensor]], 
     for name, state in states.items():
         if name in header.hashes and weight_files.hash_tensors(state) != header.hashes[name]:
             what = f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those that were saved"
-            saved, now = header.tensors.get(name, {}), _hashes(state)
+            saved, now = header.tensors.get(name, {}), weight_files.hash_each(state)
             others = [tensor for tensor in saved | now if saved and saved.get(tensor) != now.get(tensor)]
             why = "missing, damaged, or changed by another program, and the proof is about others"
             remedy = "Get it again; `normswap.load(..., changed=True)` takes it as it is"
             raise SourceError(what, f"{weight_files.some(others or [name])}: {why}", remedy)
-
-
-def _hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The beginning of each tensor's own SHA-256."""
-    return {name: weight_files.hash_tensors({name: tensor})[:16] for name, tensor in state.items()}
 
 
 def is_checkpoint(place: Path) -> bool:
@@ -255,7 +250,7 @@ def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report
         "plan": json.loads(record.plan.to_json()),
         "report": report and asdict(report),
         "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-        "tensors": {name: _hashes(tensors) for name, tensors in files.items()},
+        "tensors": {name: weight_files.hash_each(tensors) for name, tensors in files.items()},
         "versions": {**versions, "python": platform.python_version()},
     }
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
