@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lived import distance
+from support.lived_in_networks import distance
 from torch import Tensor, nn
 
 import normswap

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import timm
-from commands import as_documented
-from small import SMALL_IMAGES, small
+from support.command_line import as_documented
+from support.model_sources import SMALL_IMAGES, small
 from torch import nn
 
 from normswap import shipped

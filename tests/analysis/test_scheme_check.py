@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from scheme_check import NETWORKS, check, check_scheme as check_scheme
+from support.scheme_check import NETWORKS, check, check_scheme as check_scheme
 
 import normswap
 from normswap import schemes

@@ -16,9 +16,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import lived_in, swapped
+from support.lived_in_networks import lived_in, swapped
+from support.tiny_modules import Net, conv
 from timm.layers import ScaledStdConv2d
-from tiny import Net, conv
 from torch import Tensor, nn
 
 from normswap import shipped
@@ -302,8 +302,8 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
 
 if __name__ == "__main__":
     import circumstances
-    from trained_networks import SHARED
-    from unpacked import unpacked
+    from support.cifar_tars import unpacked
+    from support.trained_networks import SHARED
 
     tar = str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz"))
     ((images, _),) = make_loader(timm.create_model("wide_resnet_cifar"), tar, batch_size=100, workers=0, samples=100)

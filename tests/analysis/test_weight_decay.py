@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from lived import swapped
+from support.lived_in_networks import swapped
 from timm.optim import create_optimizer_v2
 from torch import nn
 

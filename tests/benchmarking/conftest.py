@@ -1,3 +1,3 @@
 """Commands run in a folder of their own."""
 
-from commands import here as here
+from support.command_line import here as here

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import MODEL, Capture, run_json
+from support.command_line import MODEL, Capture, run_json
 from torch import Tensor
 
 from normswap.benchmarking import timing

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from crossed import crossed
-from graph_cases import outputs
-from lived import distance, lived_in, run
+from support.graph_cases import outputs
+from support.lived_in_networks import distance, lived_in, run
+from support.sampled_tables import crossed
+from support.tiny_modules import ONE, C, bn, conv, hooked, net, patched, tied
 from timm.layers import ScaledStdConv2d
-from tiny import ONE, C, bn, conv, hooked, net, patched, tied
 from torch import Tensor, nn
 
 from normswap.calibration import (

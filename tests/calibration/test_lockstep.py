@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from narrow_networks import source
+from support.narrow_networks import source
 from torch import Tensor, nn
 
 from normswap.calibration import lockstep

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from crossed import crossed
-from lived import batchnorms, distance, run
+from support.lived_in_networks import batchnorms, distance, run
+from support.sampled_tables import crossed
 from timm import layers as timm_layers
 from torch import Tensor, nn
 

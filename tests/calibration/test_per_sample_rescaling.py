@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo_networks
-from lived import distance, run
+from support import zoo_networks
+from support.lived_in_networks import distance, run
 from torch import Tensor, nn
 
 from normswap import shipped

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lived import batchnorms, distance, run
-from narrow_networks import source as lived
-from tiny import net
+from support.lived_in_networks import batchnorms, distance, run
+from support.narrow_networks import source as lived
+from support.tiny_modules import net
 from torch import Tensor, nn
 
 import normswap

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zoo_networks
-from lived import distance, run
-from small import small
+from support import zoo_networks
+from support.lived_in_networks import distance, run
+from support.model_sources import small
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models.detection import FasterRCNN

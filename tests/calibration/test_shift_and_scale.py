@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from own_networks import Branch
+from support.hand_written_networks import Branch
 from torch import Tensor, nn
 
 from normswap.analysis import block_signals

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run
+from support.lived_in_networks import distance, lived_in, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 

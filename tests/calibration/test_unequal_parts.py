@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from own_networks import Branch
-from six_networks import images, measured, trained
+from support.hand_written_networks import Branch
+from support.six_networks import images, measured, trained
 from torch import Tensor, nn
 
 import normswap

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run
+from support.lived_in_networks import distance, lived_in, run
 from torch import Tensor, nn
 
 from normswap.calibration import zero_sum_rescaling

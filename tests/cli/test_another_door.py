@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import MODEL, Capture, run_json
-from scheme_rows import ROWS, Row
-from small import small
+from support.command_line import MODEL, Capture, run_json
+from support.model_sources import small
+from support.scheme_rows import ROWS, Row
 
 import normswap
 from normswap.errors import flag

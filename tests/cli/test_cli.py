@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import DEMO, MODEL, Capture, files, refused, run_json
 from safetensors.torch import load_file, save_file
-from small import rewrite
+from support.command_line import DEMO, MODEL, Capture, files, refused, run_json
+from support.model_sources import rewrite
 from torch import Tensor, nn
 
 from normswap import shipped

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from commands import MODEL
+from support.command_line import MODEL
 
 from normswap.cli.app import main
 from normswap.errors import SourceError

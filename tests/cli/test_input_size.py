@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from lived import distance, run
+from support.lived_in_networks import distance, run
 
 from normswap import load, provenance
 from normswap.cli.app import main

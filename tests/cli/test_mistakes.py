@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from commands import DEMO, MODEL, Capture, environment, refused
 from PIL import Image
 from safetensors.torch import save_file
+from support.command_line import DEMO, MODEL, Capture, environment, refused
 
 from normswap import shipped
 from normswap.plan import VERSION

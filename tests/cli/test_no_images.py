@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from commands import Capture, refused
-from lived import run
 from safetensors.torch import save_file
+from support.command_line import Capture, refused
+from support.lived_in_networks import run
 from torch import Tensor, nn
 
 from normswap.cli.app import main

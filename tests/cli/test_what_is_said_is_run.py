@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import FEW, MODEL, QUICK, READER, Capture, named_commands, run_json
-from crossed import quick
+from support.command_line import FEW, MODEL, QUICK, READER, Capture, named_commands, run_json
+from support.sampled_tables import quick
 
 from normswap.cli.app import main
 

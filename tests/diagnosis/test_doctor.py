@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-import zoo_networks
-from commands import MODEL, Capture, run_json
+from support import zoo_networks
+from support.command_line import MODEL, Capture, run_json
+from support.trained_networks import NETWORKS
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from trained_networks import NETWORKS
 
 import normswap
 from normswap.diagnosis import weight_moments

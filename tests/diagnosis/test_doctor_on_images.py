@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo_networks
-from commands import MODEL, Capture, run_json
+from support import zoo_networks
+from support.command_line import MODEL, Capture, run_json
 from torch import Tensor, nn
 
 import normswap

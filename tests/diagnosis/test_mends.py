@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import MODEL, QUICK, Capture, here, named_commands, run_json
+from support.command_line import MODEL, QUICK, Capture, here, named_commands, run_json
 from test_doctor import FAULTS, opened
 
 import normswap

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from alone import run_alone
-from lived import calm, distance, lived_in, living, run
-from own_networks import Anchored
+from support.hand_written_networks import Anchored
+from support.lived_in_networks import calm, distance, lived_in, living, run
+from support.runtime_process import run_alone
 from torch import nn
 
 import normswap

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import timm
 import torch
-from commands import MODEL, here, made_or_refused, options_of
-from crossed import sampled
+from support.command_line import MODEL, here, made_or_refused, options_of
+from support.sampled_tables import sampled
 
 from normswap import shipped
 from normswap.exporting import formats

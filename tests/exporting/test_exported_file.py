@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from alone import skip_without
-from commands import as_documented
-from crossed import quick
-from own_networks import Answers
+from support.command_line import as_documented
+from support.hand_written_networks import Answers
+from support.runtime_process import skip_without
+from support.sampled_tables import quick
 from torch import Tensor, nn
 
 import normswap

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from alone import run_alone
-from crossed import crossed
-from lived import calm, distance, run
+from support.lived_in_networks import calm, distance, run
+from support.runtime_process import run_alone
+from support.sampled_tables import crossed
 
 import normswap
 

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from alone import run_alone, skip_without
-from crossed import sampled
-from lived import distance, lived_in, run
-from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from support.lived_in_networks import distance, lived_in, run
+from support.runtime_process import run_alone, skip_without
+from support.sampled_tables import sampled
 from torch import Tensor, nn
 
 import normswap

@@ -9,10 +9,9 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from alone import run_alone
-from crossed import quick
-from lived import distance
-from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from support.lived_in_networks import distance
+from support.runtime_process import run_alone
+from support.sampled_tables import quick
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
 

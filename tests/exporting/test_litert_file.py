@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from alone import run_alone
-from lived import calm, distance, living, run
-from own_networks import Anchored, Spectrum
+from support.hand_written_networks import Anchored, Spectrum
+from support.lived_in_networks import calm, distance, living, run
+from support.runtime_process import run_alone
 from torch import Tensor, nn
 
 import normswap

@@ -9,8 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx_operators import operators_once  # noqa: F401 (a fixture)
-from small_transformers import small
+from support.small_transformers import small
 from torch import Tensor, nn
 
 import normswap

@@ -7,9 +7,19 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
-from crossed import crossed, sampled
-from input_forms import SIZE, Boxes, Keyword, Listed, Record, Unpacked, batches, resnet, scaled, trunk
-from onnx_operators import operators_once  # noqa: F401 (a fixture)
+from support.input_forms import (
+    SIZE,
+    Boxes,
+    Keyword,
+    Listed,
+    Record,
+    Unpacked,
+    batches,
+    resnet,
+    scaled,
+    trunk,
+)
+from support.sampled_tables import crossed, sampled
 from torch import Tensor, nn
 
 import normswap

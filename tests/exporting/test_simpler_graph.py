@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lived import distance, run
+from support.lived_in_networks import distance, run
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError, quiet

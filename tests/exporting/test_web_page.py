@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from browser import CHROMIUM, FLAGS
 from docs_pages import ROOT, blocks
 from PIL import Image
+from support.browser import CHROMIUM, FLAGS
 from timm.data import create_transform
 
 from normswap import shipped

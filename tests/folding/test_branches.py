@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import lived_in
+from support.lived_in_networks import lived_in
 from timm.layers import DropPath
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn

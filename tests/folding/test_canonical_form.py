@@ -9,11 +9,11 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from crossed import sampled
-from graph_cases import CASES, EXACT, REFUSED, Case, build, outputs
-from lived import batchnorms, distance, run, step
-from narrow_networks import NORM_FREE, STANDARDIZED, applied, norm_free, randomized
-from tiny import C, conv, net
+from support.graph_cases import CASES, EXACT, REFUSED, Case, build, outputs
+from support.lived_in_networks import batchnorms, distance, run, step
+from support.narrow_networks import NORM_FREE, STANDARDIZED, applied, norm_free, randomized
+from support.sampled_tables import sampled
+from support.tiny_modules import C, conv, net
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError

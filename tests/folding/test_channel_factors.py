@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run
-from tiny import C, conv, net
+from support.lived_in_networks import distance, lived_in, run
+from support.tiny_modules import C, conv, net
 from torch import Tensor, nn
 
 from normswap.exporting import exporter

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run, step
-from small_transformers import inhabit
+from support.lived_in_networks import distance, lived_in, run, step
+from support.small_transformers import inhabit
 from timm.layers import LayerScale, LayerScale2d
 from torch import Tensor, nn
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import sampled
-from lived import batchnorms, distance, lived_in, run
-from tiny import C, bn, conv, net
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.sampled_tables import sampled
+from support.tiny_modules import C, bn, conv, net
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "coverage"))

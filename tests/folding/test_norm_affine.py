@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lived import distance, run, step
-from small_transformers import inhabit, small
-from timm.layers import LayerNorm, LayerNorm2d, LayerNormAct2d, LayerNormFp32, LayerScale, RmsNorm, RmsNorm2d
+from support.lived_in_networks import distance, run, step
+from support.small_transformers import inhabit, small
+from timm.layers import (
+    LayerNorm,
+    LayerNorm2d,
+    LayerNormAct2d,
+    LayerNormFp32,
+    LayerScale,
+    RmsNorm,
+    RmsNorm2d,
+)
 from torch import Tensor, nn
 
 import normswap

@@ -10,8 +10,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import batchnorms, distance, lived_in, run, step
-from tiny import C, conv, net
+from support.lived_in_networks import batchnorms, distance, lived_in, run, step
+from support.tiny_modules import C, conv, net
 from torch import Tensor, nn
 
 import normswap

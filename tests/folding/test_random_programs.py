@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
-from lived import batchnorms, distance, lived_in, run, step, swapped
+from support.lived_in_networks import batchnorms, distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError

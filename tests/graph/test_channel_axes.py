@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import C, conv, net
+from support.tiny_modules import C, conv, net
 from torch import Tensor
 
 from normswap.folding.plan_builder import PlanBuilder

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from tiny import ONE, Net, Untraceable, bn, conv, net
+from support.tiny_modules import ONE, Net, Untraceable, bn, conv, net
 from torch import Tensor, nn
 
 from normswap.errors import TraceError

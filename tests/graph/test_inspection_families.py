@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from lived import batchnorms, lived_in
+from support.lived_in_networks import batchnorms, lived_in
 from torch import Tensor, nn
 
 import normswap

@@ -9,9 +9,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
-from lived import batchnorms, distance, lived_in, run, step
-from tiny import ONE, C, bn, conv, net
+from support.graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
+from support.lived_in_networks import batchnorms, distance, lived_in, run, step
+from support.tiny_modules import ONE, C, bn, conv, net
 from torch import Tensor, fx, nn
 
 import normswap

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tomllib
 from docs_pages import PAGES, ROOT, WITH_TABLES, Block, blocks, filled, without_tables
-from hub_server import hub_server, use_hub
+from support.hub_server import hub_server, use_hub
 
 import normswap
 from normswap.cli.app import load, main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from docs_pages import PAGES
-from rooms import FLOOR
+from support.room_order import FLOOR
 
 from normswap import schemes
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import MODEL, refused, run_json
 from PIL import Image
+from support.command_line import MODEL, refused, run_json
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small import SMALL_IMAGES
+from support.model_sources import SMALL_IMAGES
 from torch import nn
 
 import normswap

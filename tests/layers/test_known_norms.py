@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from lived import distance, lived_in
+from support.lived_in_networks import distance, lived_in
 from timm.layers import GroupNormAct, RmsNorm, RmsNorm2d
 from timm.layers.norm import RmsNormFp32, SimpleNorm
 from torch import Tensor, nn

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo_networks
-from crossed import sampled
-from lived import batchnorms, distance, lived_in, run
+from support import zoo_networks
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.sampled_tables import sampled
 from timm.layers import Conv2dSame, ScaledStdConv2d, pad_same
 from torch import Tensor, nn
 

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from input_forms import FORMS, SIZE, Boxes, Keyword, Listed, Unpacked, batches, resnet, scaled, trunk
+from support.input_forms import (
+    FORMS,
+    SIZE,
+    Boxes,
+    Keyword,
+    Listed,
+    Unpacked,
+    batches,
+    resnet,
+    scaled,
+    trunk,
+)
 from torch import Tensor, nn
 
 import normswap

@@ -12,7 +12,7 @@ import pytest
 import torch
 from docs_pages import ROOT, blocks
 from PIL import Image
-from small import same
+from support.model_sources import same
 from torch import nn
 
 import normswap

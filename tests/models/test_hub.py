@@ -7,9 +7,9 @@ import huggingface_hub
 import pytest
 import timm
 import torch
-from hub_server import hub_server, use_hub
 from safetensors.torch import save_file
-from small import origin, small, write_folder
+from support.hub_server import hub_server, use_hub
+from support.model_sources import origin, small, write_folder
 from torch import nn
 
 from normswap import provenance

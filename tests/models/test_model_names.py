@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from hub_server import hub_server, use_hub
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import ARGS, origin, small
+from support.hub_server import hub_server, use_hub
+from support.model_sources import ARGS, origin, small
 from torch import nn
 
 import normswap

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from lived import batchnorms, distance, lived_in, run
 from PIL import Image
-from tiny import C, bn, conv
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.tiny_modules import C, bn, conv
 from torch import Tensor, nn
 
 import normswap

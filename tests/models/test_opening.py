@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from commands import DEMO, MODEL, Capture, here, refused
-from lived import distance, lived_in, run, step
-from tiny import C, Net, bn, conv
+from support.command_line import DEMO, MODEL, Capture, here, refused
+from support.lived_in_networks import distance, lived_in, run, step
+from support.tiny_modules import C, Net, bn, conv
 from torch import Tensor, nn
 
 from normswap.errors import OptionError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from small import SMALL, State, same, small
+from support.model_sources import SMALL, State, same, small
 
 from normswap.errors import SourceError
 from normswap.models.weight_files import check_finite, read, with_broken_statistics

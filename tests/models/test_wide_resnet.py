@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import distance, run, step, swapped
+from support.lived_in_networks import distance, run, step, swapped
 from torch import Tensor, nn
 
 from normswap import shipped

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from lived import distance, lived_in, run
+from support.lived_in_networks import distance, lived_in, run
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.models import quantization

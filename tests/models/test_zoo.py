@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
-from small import ARGS, SMALL, State, origin, same, small, write_folder
+from support.model_sources import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
 from normswap.errors import NormswapError, OptionError, SourceError, WeightsNote

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import as_documented
+from support.command_line import as_documented
 from torch import nn
 
 from normswap import shipped

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import as_documented
 from PIL import Image
-from reports import NETWORKS, check, source
 from safetensors.torch import load_file
+from support.command_line import as_documented
+from support.report_pages import NETWORKS, check, source
 
 import normswap
 from normswap.cli.app import main

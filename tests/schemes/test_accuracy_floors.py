@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from trained_networks import IMAGES, NETWORKS, SHARED, logits
-from unpacked import unpacked
+from support.cifar_tars import unpacked
+from support.trained_networks import IMAGES, NETWORKS, SHARED, logits
 
 import normswap
 from normswap.images import datasets

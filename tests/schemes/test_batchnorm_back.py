@@ -15,12 +15,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import batchnorms, calm, distance, lived_in, run
-from narrow_networks import NORM_FREE, norm_free, skeleton, source as lived
 from onnx import numpy_helper
+from support.lived_in_networks import batchnorms, calm, distance, lived_in, run
+from support.narrow_networks import NORM_FREE, norm_free, skeleton, source as lived
+from support.tiny_modules import ONE, C, bn, net
 from timm.layers import ScaledStdConv2d
 from timm.utils.model import reparameterize_model
-from tiny import ONE, C, bn, net
 from torch import Tensor, nn
 
 import normswap

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run, step, swapped
+from support.lived_in_networks import distance, lived_in, run, step, swapped
 from torch import Tensor, nn
 
 import normswap

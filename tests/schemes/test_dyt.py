@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from crossed import sampled
-from lived import batchnorms, distance, lived_in, run
-from small import SMALL_IMAGES
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.model_sources import SMALL_IMAGES
+from support.sampled_tables import sampled
 from torch import Tensor, nn
 
 from normswap import convert

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed, sampled
-from lived import batchnorms, distance, run, step
-from narrow_networks import RESNETS, applied, skeleton, source
-from scheme_rows import EXACT, ROWS, Row
+from support.lived_in_networks import batchnorms, distance, run, step
+from support.narrow_networks import RESNETS, applied, skeleton, source
+from support.sampled_tables import crossed, sampled
+from support.scheme_rows import EXACT, ROWS, Row
 from torch import Tensor, fx, nn
 
 from normswap import schemes

@@ -7,9 +7,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import batchnorms, distance, lived_in, run, step
-from narrow_networks import applied, skeleton, source
-from tiny import ONE, conv, net
+from support.lived_in_networks import batchnorms, distance, lived_in, run, step
+from support.narrow_networks import applied, skeleton, source
+from support.tiny_modules import ONE, conv, net
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

@@ -4,13 +4,13 @@ import copy
 import re
 from typing import Any
 
-import narrow_networks
 import pytest
 import torch
-from crossed import dice
-from lived import batchnorms, distance, run
-from scheme_rows import EXACT, ROWS, Row
-from six_networks import SIX, fits, images, measured, trained
+from support import narrow_networks
+from support.lived_in_networks import batchnorms, distance, run
+from support.sampled_tables import dice
+from support.scheme_rows import EXACT, ROWS, Row
+from support.six_networks import SIX, fits, images, measured, trained
 from torch import Tensor, nn
 
 import normswap

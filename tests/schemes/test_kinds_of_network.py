@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo_networks
-from crossed import quick
+from support import zoo_networks
+from support.sampled_tables import quick
 from torch import Tensor, nn
 
 from normswap import shipped
@@ -123,7 +123,7 @@ def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
 
 
 def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    weights = ["zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
+    weights = ["support.zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
     command = ["convert", *weights, "--to", "groupnorm", "--relative-eps", "0", "--force", "-o", str(tmp_path / "out")]
     card = tmp_path / "out" / "README.md"
     assert main(command) == 0

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from lived import batchnorms
-from narrow_networks import skeleton, source as lived
+from support.lived_in_networks import batchnorms
+from support.narrow_networks import skeleton, source as lived
 from torch import Tensor, nn
 
 import normswap

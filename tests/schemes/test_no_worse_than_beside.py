@@ -6,10 +6,10 @@ import statistics
 from typing import Any
 
 import pytest
-from crossed import crossed, dice
-from lived import distance, run
-from scheme_rows import EXACT, Row
-from six_networks import SIX, fits, images, measured, trained
+from support.lived_in_networks import distance, run
+from support.sampled_tables import crossed, dice
+from support.scheme_rows import EXACT, Row
+from support.six_networks import SIX, fits, images, measured, trained
 from torch import Tensor, nn
 
 import normswap

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from lived import distance, lived_in, run
-from own_networks import Net, PostAct, PreAct
+from support.hand_written_networks import Net, PostAct, PreAct
+from support.lived_in_networks import distance, lived_in, run
 from torch import Tensor, nn
 from torchvision.models import vgg
 from torchvision.ops.misc import FrozenBatchNorm2d

@@ -8,9 +8,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lived import distance, lived_in, run, swapped
-from small import ARGS
-from tiny import ONE, C, Net, bn, conv, net
+from support.lived_in_networks import distance, lived_in, run, swapped
+from support.model_sources import ARGS
+from support.tiny_modules import ONE, C, Net, bn, conv, net
 from torch import Tensor, nn
 
 import normswap

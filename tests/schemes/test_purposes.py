@@ -10,9 +10,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from crossed import crossed, named
-from lived import batchnorms, distance, lived_in, run
-from own_networks import Net, PreAct
+from support.hand_written_networks import Net, PreAct
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.sampled_tables import crossed, named
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 

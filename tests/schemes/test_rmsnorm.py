@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed, quick
-from lived import distance, run, step
-from small_transformers import inhabit, skeleton, small
+from support.lived_in_networks import distance, run, step
+from support.sampled_tables import crossed, quick
+from support.small_transformers import inhabit, skeleton, small
 from timm.layers import RmsNorm
 from torch import Tensor, nn
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed
-from lived import batchnorms, distance, lived_in, run, swapped
-from scheme_rows import EXACT, ROWS, Row
+from support.lived_in_networks import batchnorms, distance, lived_in, run, swapped
+from support.sampled_tables import crossed
+from support.scheme_rows import EXACT, ROWS, Row
 from torch import Tensor, nn
 
 from normswap import schemes

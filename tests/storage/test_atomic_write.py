@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small import small
+from support.model_sources import small
 from timm.data import create_transform
 from torch import nn
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
-from small import record_of, rewrite, small
+from support.model_sources import record_of, rewrite, small
 
 from normswap import convert
 from normswap.cli.app import main

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from lived import batchnorms, distance, lived_in, run
 from safetensors.torch import load_file, save_file
-from small import rewrite
+from support.lived_in_networks import batchnorms, distance, lived_in, run
+from support.model_sources import rewrite
 from torch import nn
 
 import normswap

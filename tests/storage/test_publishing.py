@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from commands import as_documented
-from hub_server import hub_server, use_hub
 from huggingface_hub import ModelCard, constants
-from lived import lived_in
-from small import write_folder
+from support.command_line import as_documented
+from support.hub_server import hub_server, use_hub
+from support.lived_in_networks import lived_in
+from support.model_sources import write_folder
 from torch import nn
 
 import normswap

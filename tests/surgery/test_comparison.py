@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import lived_in, run, step
 from pydantic import TypeAdapter
+from support.lived_in_networks import lived_in, run, step
 from torch import Tensor, nn
 
 from normswap.errors import NormswapError, PlanError, VerificationError

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed
-from lived import distance, lived_in
-from own_networks import Answers
+from support.hand_written_networks import Answers
+from support.lived_in_networks import distance, lived_in
+from support.sampled_tables import crossed
 from torch import Tensor, nn
 
 import normswap

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lived import lived_in
-from small import small
+from support.lived_in_networks import lived_in
+from support.model_sources import small
 from torch import nn
 
 import normswap

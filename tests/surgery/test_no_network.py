@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError, OptionError, OutputError, SourceError, command_line, spelled
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    OutputError,
+    SourceError,
+    command_line,
+    spelled,
+)
 from normswap.models import zoo
 
 

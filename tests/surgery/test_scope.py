@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from crossed import crossed, dice
-from lived import batchnorms, distance, run, step
-from narrow_networks import norm_free, source as lived
-from scheme_rows import ROWS, Row
-from six_networks import BRANCHLESS, SIX, fits, images, trained
+from support.lived_in_networks import batchnorms, distance, run, step
+from support.narrow_networks import norm_free, source as lived
+from support.sampled_tables import crossed, dice
+from support.scheme_rows import ROWS, Row
+from support.six_networks import BRANCHLESS, SIX, fits, images, trained
 from timm.layers import ScaledStdConv2d
 from torch import nn
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lived import distance, lived_in, run
-from scheme_rows import EXACT, Row
-from small import ARGS
+from support.lived_in_networks import distance, lived_in, run
+from support.model_sources import ARGS
+from support.scheme_rows import EXACT, Row
 from torch import Tensor, nn
 
 from normswap import convert, provenance, save, schemes, verify

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_trainings import network, recipe, train, weights, write_images
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from trained import network, recipe, train, weights, write_images
 
 from normswap.images.accuracy import Evaluation
 from normswap.training.engine import score

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from PIL import Image
+from support.small_trainings import network, recipe, train, weights, write_images
 from timm.data import create_transform
 from torch import Tensor, nn
-from trained import network, recipe, train, weights, write_images
 
 import normswap
 from normswap import provenance
@@ -28,7 +28,15 @@ from normswap.images.datasets import make_loader
 from normswap.training import engine, optimizing
 from normswap.training.optimizing import Objective, Teacher, clip_gradients, optimizer
 from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
-from normswap.training.training_images import Order, Seeded, Share, TrainingImages, drawn_by, places, transform
+from normswap.training.training_images import (
+    Order,
+    Seeded,
+    Share,
+    TrainingImages,
+    drawn_by,
+    places,
+    transform,
+)
 
 RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
 

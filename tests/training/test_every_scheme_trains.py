@@ -7,9 +7,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from crossed import crossed
-from lived import lived_in
-from scheme_rows import ROWS, Row
+from support.lived_in_networks import lived_in
+from support.sampled_tables import crossed
+from support.scheme_rows import ROWS, Row
 from torch import Tensor, nn
 
 import normswap

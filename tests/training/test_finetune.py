@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import as_documented
-from lived import lived_in
-from own_networks import Answers
+from support.command_line import as_documented
+from support.hand_written_networks import Answers
+from support.lived_in_networks import lived_in
+from support.small_trainings import CLASSES, network, recipe, train, write_images
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from trained import CLASSES, network, recipe, train, write_images
 
 import normswap
 from normswap import provenance

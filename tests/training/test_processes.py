@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.small_trainings import network, recipe, train, write_images
 from torch import nn
-from trained import network, recipe, train, write_images
 
 import normswap
 from normswap import shipped

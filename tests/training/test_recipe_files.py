@@ -8,7 +8,16 @@ import pytest
 
 from normswap.errors import RecipeError
 from normswap.training import recipe_files
-from normswap.training.recipe import Clip, Convert, Distill, Ema, Optim, Recipe, RecipeNetwork, Train
+from normswap.training.recipe import (
+    Clip,
+    Convert,
+    Distill,
+    Ema,
+    Optim,
+    Recipe,
+    RecipeNetwork,
+    Train,
+)
 
 GOOD = """\
 # a comment

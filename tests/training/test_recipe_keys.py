@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
+from support.small_trainings import TINY, merged, network, recipe, train, write_images
 from torch import Tensor, nn
-from trained import TINY, merged, network, recipe, train, write_images
 
 from normswap.training.engine import Result, finetune
 from normswap.training.recipe import Recipe

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_trainings import command, made, network, recipe, train, weights, write_images
 from torch import nn
-from trained import command, made, network, recipe, train, weights, write_images
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.training.assembly import Task

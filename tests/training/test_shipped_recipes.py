@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import as_documented
-from crossed import sampled
+from support.command_line import as_documented
+from support.sampled_tables import sampled
 
 import normswap
 from normswap.cli.app import main

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from support.small_trainings import network, recipe, write_images
 from torch import Tensor, nn
-from trained import network, recipe, write_images
 
 import normswap
 from normswap.errors import OptionError, SourceError

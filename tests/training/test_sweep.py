@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import as_documented, environment
+from support.command_line import as_documented, environment
 
 from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError

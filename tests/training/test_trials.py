@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Capture, refused, run_json
 from PIL import Image
-from trained import CLASSES, network, write_images
+from support.command_line import Capture, refused, run_json
+from support.small_trainings import CLASSES, network, write_images
 
 from normswap.analysis.advice import Advice
 from normswap.cli.app import main

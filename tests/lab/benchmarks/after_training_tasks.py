@@ -16,8 +16,8 @@ from canvases import CLASSES, canvases
 from kinds_images import score
 from recalibrate import shifts
 from schemes_table import NETWORKS, cached, logits, shuffled
+from support.zoo_networks import trained
 from torch import Tensor, nn
-from zoo_networks import trained
 
 from normswap.storage.checkpoint import open_model
 

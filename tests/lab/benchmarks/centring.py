@@ -24,7 +24,7 @@ from normswap.schemes import rmsnorm
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "tests"))
-from small_transformers import inhabit  # noqa: E402
+from support.small_transformers import inhabit  # noqa: E402
 
 PROVEN = 8_000_000
 COLUMNS = ("family", "networks", "whole", "LayerNorms", "become RMSNorms", "proven", "largest error", "why not")

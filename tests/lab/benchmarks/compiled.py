@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from kept import Kept, Row, arguments, markdown_head, markdown_row
-from lived import living
-from own_networks import Net, PostAct
-from small_transformers import small
+from support.hand_written_networks import Net, PostAct
+from support.lived_in_networks import living
+from support.small_transformers import small
 
 import normswap
 from normswap import schemes

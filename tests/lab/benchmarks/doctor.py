@@ -19,10 +19,10 @@ from typing import Any
 import test_doctor
 import test_doctor_on_images
 import torch
-import zoo_networks
 from kept import markdown_head, markdown_row
 from kinds_images import score
 from schemes_table import NETWORKS, logits, shuffled
+from support import zoo_networks
 from torch import Tensor, nn
 
 import normswap

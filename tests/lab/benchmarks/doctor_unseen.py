@@ -15,9 +15,9 @@ import kinds_images
 import timm
 import torch
 import torch.nn.functional as F
-import zoo_networks
 from doctor import Fault, Plant, in_network, mean_and_std
 from schemes_table import archive, read
+from support import zoo_networks
 from test_doctor import norms
 from torch import Tensor, nn
 

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import timm
 import torch
-from alone import run_alone
 from kept import Kept, Row, markdown_head
-from lived import calm, distance, run
 from schemes_table import NETWORKS, ROOT, archive, logits, read
+from support.lived_in_networks import calm, distance, run
+from support.runtime_process import run_alone
 from torch import Tensor, nn
 
 import normswap

@@ -43,8 +43,8 @@ from kept import Kept, Row, arguments, markdown_head, markdown_row
 from onnxruntime.quantization import CalibrationMethod, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from schemes_table import NETWORKS, ROOT, archive, logits, read
+from support.zoo_networks import trained
 from torch import Tensor
-from zoo_networks import trained
 
 import normswap
 from normswap.errors import quiet

@@ -18,8 +18,8 @@ from typing import Any
 from kept import Kept, Row, arguments, markdown_head, markdown_row
 from kinds_images import of_kind, score
 from schemes_table import ROOT, logits
+from support.zoo_networks import DATA, KINDS, known, trained
 from torch import Tensor
-from zoo_networks import DATA, KINDS, known, trained
 
 from normswap.errors import NormswapError
 from normswap.graph import inspection

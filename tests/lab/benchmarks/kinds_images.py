@@ -2,8 +2,8 @@
 
 import torch
 from schemes_table import cached, shuffled
+from support.zoo_networks import FRONTS, PREPROCESSING
 from torch import Tensor
-from zoo_networks import FRONTS, PREPROCESSING
 
 TEST, CALIBRATION = 10_000, 3000  # images that are kept of each set
 Pair = tuple[Tensor, Tensor]

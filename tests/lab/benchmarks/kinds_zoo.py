@@ -1,6 +1,6 @@
 """Train the zoo of kinds: `python tests/lab/benchmarks/kinds_zoo.py [KIND ...]`.
 
-Small networks of `tests/zoo_networks.py` on the CIFAR-10 images, by `zoo_train.yaml` and normswap's engine; the U-Net,
+Small networks of `tests/support/zoo_networks.py` on the CIFAR-10 images, by `zoo_train.yaml` and normswap's engine; the U-Net,
 whose labels are per pixel, by a loop of its own. Runs are kept in runs/zoo and continued; weights (float16), accuracy
 and recipe go to tests/data/zoo.
 """
@@ -17,8 +17,8 @@ import torch
 from kinds_images import images, of_kind, pasted, score
 from safetensors.torch import save_file
 from schemes_table import ROOT, archive, logits
+from support.zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 from torch import nn
-from zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
 
 from normswap.training import recipe_files
 from normswap.training.engine import finetune

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import timm
 import torch
 from kept import Kept, Row, arguments, markdown_head, markdown_row
-from lived import lived_in
 from rich.progress import track
+from support.lived_in_networks import lived_in
 from torch import Tensor, nn
 
 import normswap

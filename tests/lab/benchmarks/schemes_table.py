@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from kept import Kept, markdown_head, markdown_row
+from support.cifar_tars import unpacked
+from support.trained_networks import NETWORKS, SHARED
 from torch import Tensor, nn
-from trained_networks import NETWORKS, SHARED
-from unpacked import unpacked
 
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader

@@ -20,12 +20,12 @@ from kept import Kept, Row, arguments, markdown_head, markdown_row
 from kinds_images import of_kind, score
 from layer_norms import in_format
 from schemes_table import NETWORKS, ROOT, archive, read
+from support.zoo_networks import trained
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.utils import save_image
-from zoo_networks import trained
 
 import normswap
 from normswap.images.datasets import image_record, make_loader

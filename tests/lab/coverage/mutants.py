@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lived import BATCHNORMS, distance
 from network import EXACT, fold, living, outputs
+from support.lived_in_networks import BATCHNORMS, distance
 from torch import nn
 
 TRIALS, MOST = 5, 20

@@ -6,14 +6,20 @@ from typing import Any
 
 import timm
 import torch
-from lived import BATCHNORMS, batchnorms, distance, lived_in, run
+from support.lived_in_networks import BATCHNORMS, batchnorms, distance, lived_in, run
 from timm.models._registry import _model_to_module
 from torch import Tensor, fx, nn
 from torch.fx.experimental import optimization
 
 from normswap import schemes
 from normswap.errors import RefusedError, TraceError
-from normswap.folding.plan_builder import FOLDED_BACK, FOLDED_FORWARD, LEFT_AFFINE, LEFT_SHIFT, NEVER_CALLED
+from normswap.folding.plan_builder import (
+    FOLDED_BACK,
+    FOLDED_FORWARD,
+    LEFT_AFFINE,
+    LEFT_SHIFT,
+    NEVER_CALLED,
+)
 from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying

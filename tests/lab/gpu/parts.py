@@ -16,10 +16,10 @@ from typing import Any
 import circumstances
 import timm
 import torch
-import trained
 from kept import markdown_head
-from lived import distance
 from safetensors.torch import load_file
+from support import small_trainings
+from support.lived_in_networks import distance
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
@@ -158,7 +158,7 @@ def training(machine: Machine) -> Iterator[str]:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        images = trained.write_images(place / "images", per_class=8)
+        images = small_trainings.write_images(place / "images", per_class=8)
         clipped = {"optim": {"clip": {}}, "distill": {}}
         # On CPUs with AVX2 alone torch 2.14's backward of few channels last writes past its memory, also without us.
         everything = {"ema": {"decay": 0.9}, "channels_last": machine.device == "cuda"}
@@ -169,8 +169,8 @@ def training(machine: Machine) -> Iterator[str]:
             train = {"epochs": 3, "precision": precision, **(everything if has_teacher else {})}
             changed = {"train": train, "convert": {"to": "skipinit"}, **(clipped if has_teacher else {})}
             device = "cpu" if processor == "CPU" else machine.device
-            recipe = trained.recipe(images, **changed)
-            result = trained.train(trained.network(), recipe, place / name.replace(" ", "-"), device=device)
+            recipe = small_trainings.recipe(images, **changed)
+            result = small_trainings.train(small_trainings.network(), recipe, place / name.replace(" ", "-"), device=device)
             losses = [row["train_loss"] for row in result.rows[1:]]
             first = base.setdefault(has_teacher, losses)
             yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} | {losses[0] / first[0] - 1:+.1e} |"
@@ -183,7 +183,7 @@ def killed(machine: Machine, images: Path, place: Path) -> str:
     changed = json.dumps({"train": {"checkpoint": 3, "precision": "bf16"}})
     whole, cut = place / "whole", place / "cut"
     for out, more in ((whole, []), (cut, ["--kill", 7]), (cut, ["--resume", "auto"])):
-        command = trained.command(images, out, "skipinit", changed, "--device", machine.device, *more)
+        command = small_trainings.command(images, out, "skipinit", changed, "--device", machine.device, *more)
         code = subprocess.run(command, check=False).returncode
         if code != (-9 if "--kill" in more else 0):
             return f"The run {out.name} {more} ended with {code}."

@@ -19,7 +19,7 @@ from timm.models.efficientnet import EfficientNet
 from timm.models.regnet import RegNet, RegNetCfg
 from torch import Tensor, nn
 
-DATA = Path(__file__).parent / "data" / "zoo"
+DATA = Path(__file__).parents[1] / "data" / "zoo"
 PREPROCESSING = {
     "input_size": (3, 32, 32), "mean": (0.491, 0.482, 0.447), "std": (0.247, 0.243, 0.262), "crop_pct": 1.0,
     "interpolation": "bilinear", "num_classes": 10,

@@ -7,8 +7,9 @@ from typing import Any
 
 import timm
 import torch
-from lived import lived_in
 from safetensors.torch import save_file
+
+from support.lived_in_networks import lived_in
 
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "v1": ("resnet18", {"channels": [8, 16, 32, 64]}),

@@ -6,10 +6,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lived import lived_in, run
-from timm.layers import BatchNormAct2d, Conv2dSame, FrozenBatchNormAct2d, ScaledStdConv2d, StdConv2d, SyncBatchNormAct
+from timm.layers import (
+    BatchNormAct2d,
+    Conv2dSame,
+    FrozenBatchNormAct2d,
+    ScaledStdConv2d,
+    StdConv2d,
+    SyncBatchNormAct,
+)
 from timm.layers.split_batchnorm import SplitBatchNorm2d
-from tiny import (
+from torch import Tensor, nn
+from torch.nn import BatchNorm1d, BatchNorm3d, Conv1d, Conv3d, ConvTranspose2d, Linear
+from torch.nn.utils.parametrizations import weight_norm
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from support.lived_in_networks import lived_in, run
+from support.tiny_modules import (
     HEAD,
     ONE,
     V2,
@@ -26,10 +38,6 @@ from tiny import (
     patched,
     tied,
 )
-from torch import Tensor, nn
-from torch.nn import BatchNorm1d, BatchNorm3d, Conv1d, Conv3d, ConvTranspose2d, Linear
-from torch.nn.utils.parametrizations import weight_norm
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 BACK, FORWARD, MOVED, KEPT = "^folds into ", "^folds forward into ", "^scale moves to ", "^keeps scale and shift: .*"
 REFUSED = "REFUSED "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from unpacked import unpacked
 
 import normswap
+from support.cifar_tars import unpacked
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
 IMAGES = unpacked(SHARED / "data" / "cifar10" / "test.tar.xz")
 NETWORKS = {
     "resnet18_narrow": SHARED / "checkpoints" / "resnet18_narrow",

@@ -5,8 +5,6 @@ from typing import Any
 
 import timm
 import torch
-from lived import lived_in, run
-from small import SMALL_IMAGES
 from timm.layers import ScaledStdConv2d, StdConv2d
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
@@ -14,6 +12,8 @@ from torch import Tensor, nn
 from normswap.plan import Step
 from normswap.surgery import carrying_out
 from normswap.surgery.network import Network
+from support.lived_in_networks import lived_in, run
+from support.model_sources import SMALL_IMAGES
 
 RESNETS: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},

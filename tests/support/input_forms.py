@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lived import lived_in
 from torch import Tensor, nn
+
+from support.lived_in_networks import lived_in
 
 SIZE = (3, 24, 24)
 

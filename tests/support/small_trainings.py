@@ -1,6 +1,6 @@
 """Small trainings: a tiny network, a few random images, a recipe; as a script, one process of a run.
 
-python tests/trained.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill UPDATE] [--nap SECONDS]
+python tests/support/small_trainings.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill UPDATE] [--nap SECONDS]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A pytest fixture for whoever adds a scheme: it must keep what it claims, and every target must take its results.
 
-from scheme_check import check_scheme
+from support.scheme_check import check_scheme
 
 def test_my_scheme(check_scheme):
 check_scheme("mine", share=0.5)
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import timm
-from lived import living
 from torch import nn
 
 from normswap import schemes
 from normswap.errors import NormswapError, VerificationError
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
+from support.lived_in_networks import living
 
 _create = partial(timm.create_model, num_classes=10)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -118,5 +118,5 @@ def named_commands(text: str) -> Iterator[list[str]]:
 
 def environment() -> dict[str, str]:
     """Of a process that imports what these tests share."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}

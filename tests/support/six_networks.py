@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lived import batchnorms, lived_in
-from narrow_networks import skeleton
-from own_networks import Net, PostAct, PreAct
 from torch import Tensor, nn
 
 from normswap import schemes
+from support.hand_written_networks import Net, PostAct, PreAct
+from support.lived_in_networks import batchnorms, lived_in
+from support.narrow_networks import skeleton
 
 SIZE = (3, 16, 16)
 
