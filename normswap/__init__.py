@@ -1,7 +1,9 @@
-"""normswap: move a pretrained vision network to another normalization scheme, keeping the function it learned.
+"""normswap: move a pretrained vision network to another normalization scheme, keeping the function
+it learned.
 
-The public names, imported when first used, so that `import normswap` and `normswap --help` stay fast. No file of the
-package has the name of a public function: importing it would put the module in the function's place.
+The public names, imported when first used, so that `import normswap` and `normswap --help` stay
+fast. No file of the package has the name of a public function: importing it would put the module in
+the function's place.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from normswap.surgery.recalibration import recalibrate as recalibrate
     from normswap.surgery.report import Report as Report
     from normswap.training.engine import Result as Result, finetune as finetune
-    from normswap.training.optimizing import adaptive_clip_ as adaptive_clip_, teacher_loss as teacher_loss
+    from normswap.training.optimizing import (
+        adaptive_clip_ as adaptive_clip_,
+        teacher_loss as teacher_loss,
+    )
     from normswap.training.recipe import Recipe as Recipe
     from normswap.training.recipe_files import load_recipe as load_recipe
 
@@ -72,7 +77,9 @@ __all__ = sorted([*_HOMES, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"normswap.{_HOMES[name]}"), _OTHER_NAMES.get(name, name))
+    return getattr(
+        importlib.import_module(f"normswap.{_HOMES[name]}"), _OTHER_NAMES.get(name, name)
+    )
 
 
 def __dir__() -> list[str]:

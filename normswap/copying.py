@@ -1,7 +1,7 @@
 """Copies of a network: one to run, with the same parameters, and one of everything.
 
-Forward may write to attributes and buffers (caches, counters); what is run must not be the user's network. Whatever
-cannot be copied (a lock, a Python module, a tensor with a history) is shared.
+Forward may write to attributes and buffers (caches, counters); what is run must not be the user's
+network. Whatever cannot be copied (a lock, a Python module, a tensor with a history) is shared.
 """
 
 import copy
@@ -34,7 +34,9 @@ def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by every path, as `named_modules` says it, whatever a class may have put in that method's place."""
+    """Every module by every path, as `named_modules` says it, whatever a class may have put in that
+    method's place.
+    """
     modules: dict[str, nn.Module] = {}
     ahead: list[tuple[str, nn.Module]] = [("", model)]
     while ahead:
@@ -57,13 +59,16 @@ def twin(model: Module) -> Module:
 def duplicate(model: Module, memo: Memo) -> Module:
     """`copy.deepcopy`, several times as fast; what cannot be copied is shared.
 
-    `memo` gives, by identity, what takes the place of what is not to be copied; what was copied is added.
+    `memo` gives, by identity, what takes the place of what is not to be copied; what was copied is
+    added.
     """
     return _copy(model, memo, _cloned, whole=True)
 
 
 def to_double(model: Module, memo: Memo | None = None) -> Module:
-    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not copied again."""
+    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not
+    copied again.
+    """
     if memo is None:
         memo = {}
     for module in tree(model).values():
@@ -78,10 +83,13 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
     return duplicate(model, memo)
 
 
-def _copy(model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool) -> Module:
+def _copy(
+    model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool
+) -> Module:
     """A copy of the network, but of what `memo` holds; `own` copies parameters and buffers.
 
-    With `whole`, other tensors are copied, too, and a module whose class says how it is copied, in that way.
+    With `whole`, other tensors are copied, too, and a module whose class says how it is copied, in
+    that way.
     """
     fresh: list[tuple[nn.Module, nn.Module]] = []
     ahead: list[nn.Module] = [model]
@@ -89,7 +97,9 @@ def _copy(model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, w
         module = ahead.pop()
         if id(module) in memo or (whole and _copies_itself(module) and _deeply(module, memo)):
             continue
-        shell = module if isinstance(module, torch.jit.ScriptModule) else object.__new__(type(module))
+        shell = (
+            module if isinstance(module, torch.jit.ScriptModule) else object.__new__(type(module))
+        )
         memo[id(module)] = shell
         if shell is not module:
             fresh.append((module, shell))
@@ -98,7 +108,9 @@ def _copy(model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, w
                 memo[id(tensor)] = own(tensor, memo)
         ahead += [child for child in module._modules.values() if child is not None]
     for module, shell in fresh:
-        shell.__dict__.update({name: _copied(value, memo, whole) for name, value in vars(module).items()})
+        shell.__dict__.update(
+            {name: _copied(value, memo, whole) for name, value in vars(module).items()}
+        )
     copied: Module = memo[id(model)]
     return copied
 
@@ -153,7 +165,9 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table
-        table.update((_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items())
+        table.update(
+            (_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items()
+        )
         return table
     if kind is list:
         row: list[object] = []
@@ -165,6 +179,8 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if kind is MethodType:
         return MethodType(value.__func__, _copied(value.__self__, memo, whole))
     if kind is functools.partial:
-        func, args, keywords = (_copied(entry, memo, whole) for entry in (value.func, value.args, value.keywords))
+        func, args, keywords = (
+            _copied(entry, memo, whole) for entry in (value.func, value.args, value.keywords)
+        )
         return functools.partial(func, *args, **keywords)
     return memo[id(value)] if _deeply(value, memo) else value

@@ -24,7 +24,9 @@ class NormswapError(Exception):
     """
 
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
-        self.what, self.why, self.remedy = what, why, remedy
+        self.what = what
+        self.why = why
+        self.remedy = remedy
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -63,7 +65,9 @@ def called(name: str) -> str:
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
-    """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is the metavar)."""
+    """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is
+    the metavar).
+    """
     if not _TYPED.get():
         return f"{name}={metavar or _python(value)}"
     if isinstance(value, list):

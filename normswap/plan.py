@@ -1,7 +1,9 @@
-"""SAY: what will be done to a network, as data. A plan can be printed, saved, edited by hand and fed back.
+"""SAY: what will be done to a network, as data. A plan can be printed, saved, edited by hand and
+fed back.
 
-An `Edit` names a dotted module path and the layer that will stand there; a `Step` is one scheme's edits; a
-`Plan` is the steps that lead from the bare architecture to the network at hand, in order. No torch in this file.
+An `Edit` names a dotted module path and the layer that will stand there; a `Step` is one scheme's
+edits; a `Plan` is the steps that lead from the bare architecture to the network at hand, in order.
+No torch in this file.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ VERSION = 2
 
 
 class _Record:
-    """What pydantic reads from JSON without an unknown key, or a value of another type that could be cast."""
+    """What pydantic reads from JSON without an unknown key, or a value of another type that could
+    be cast.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "strict": True}
 
@@ -36,7 +40,8 @@ class Arch:
     Args:
         name: what its builder calls it.
         kwargs: the builder's arguments, as JSON has them.
-        builder: who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`), torchvision, ...
+        builder: who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`),
+            torchvision, ...
     """
 
     name: str
@@ -52,9 +57,12 @@ class Arch:
 class AbsorbMode(str, Enum):
     """How a linear layer y = W x + b absorbs a neighbour s x + t (s, t per channel).
 
-    AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta = 0.
-    BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b + W t.
-    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that stays in the layer (tune mode).
+    AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta =
+    0.
+    BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b +
+    W t.
+    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that stays in the
+    layer (tune mode).
     SUM: it is another term of the sum of which the layer is one: W' = W + W2, b' = b + b2.
     """
 
@@ -74,7 +82,9 @@ class AbsorbMode(str, Enum):
 
 @dataclass(frozen=True)
 class Absorption(_Record):
-    """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None: by all."""
+    """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None:
+    by all.
+    """
 
     way: AbsorbMode
     part: tuple[int, int] | None = None
@@ -100,11 +110,13 @@ class Edit(_Record):
 
     Args:
         path: dotted path of a module.
-        layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds the replacement.
+        layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds
+            the replacement.
         args: JSON-able keyword arguments; every number that the surgery needs.
         reads: paths of the modules whose values the replacement is built from.
         takes: how each of `reads` is absorbed, for a layer that absorbs its neighbours.
-        keep: the module at the path stays, and the replacement comes after it; its tensors are then called `inner.*`.
+        keep: the module at the path stays, and the replacement comes after it; its tensors are then
+            called `inner.*`.
         then: further layers after the replacement, which is then called `inner`.
         out_of_place: nothing in the replacement writes into its input.
     """
@@ -120,7 +132,9 @@ class Edit(_Record):
 
     def __post_init__(self) -> None:
         if self.takes and len(self.takes) != len(self.reads):
-            raise PlanError(f"the edit of {self.path} has {len(self.reads)} reads and {len(self.takes)} takes")
+            raise PlanError(
+                f"the edit of {self.path} has {len(self.reads)} reads and {len(self.takes)} takes"
+            )
 
     @property
     def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
@@ -136,7 +150,9 @@ class Edit(_Record):
 
     @property
     def depth(self) -> int:
-        """How many times `inner` stands between the path and what was there, or was placed there, first."""
+        """How many times `inner` stands between the path and what was there, or was placed there,
+        first.
+        """
         return self.keep + len(self.then)
 
 
@@ -160,7 +176,9 @@ class Outcome(_Record):
 
 @dataclass(frozen=True)
 class Step(_Record):
-    """One conversion: scheme, options, at most one edit per path; the outcomes are for the reader alone."""
+    """One conversion: scheme, options, at most one edit per path; the outcomes are for the reader
+    alone.
+    """
 
     scheme: str
     options: Body
@@ -171,7 +189,10 @@ class Step(_Record):
         paths: set[str] = set()
         for edit in self.edits:
             if edit.path in paths:
-                raise PlanError(f"step '{self.scheme}' edits {edit.path} twice", remedy="Keep one edit per path.")
+                raise PlanError(
+                    f"step '{self.scheme}' edits {edit.path} twice",
+                    remedy="Keep one edit per path.",
+                )
             paths.add(edit.path)
 
 
@@ -186,7 +207,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON but for the outcomes: two plans with the same digest do the same thing."""
+        """SHA-256 of the canonical JSON but for the outcomes: two plans with the same digest do the
+        same thing.
+        """
         body = self._body()
         for step in body["steps"]:
             del step["outcomes"]
@@ -200,22 +223,31 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Read what `to_json` wrote, possibly edited by hand: no digest is compared; raises PlanError: ill-formed."""
+        """Read what `to_json` wrote, possibly edited by hand: no digest is compared; raises
+        PlanError: ill-formed.
+        """
         try:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{origin} is not JSON", str(error)) from None
         if not isinstance(body, dict):
-            raise PlanError(f"{origin} is no plan", f"it holds a {type(body).__name__} where a plan is an object")
+            raise PlanError(
+                f"{origin} is no plan",
+                f"it holds a {type(body).__name__} where a plan is an object",
+            )
         if body.get("version") != VERSION:
-            raise PlanError(f"{origin} has plan version {body.get('version')!r}, this normswap reads {VERSION}")
+            raise PlanError(
+                f"{origin} has plan version {body.get('version')!r}, this normswap reads {VERSION}"
+            )
         from pydantic import ValidationError
 
         try:
             return Plan(_reader().validate_json(text).steps)
         except ValidationError as error:
             first = error.errors()[0]
-            place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
+            place = "".join(
+                f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]
+            )
             raise PlanError(f"{origin}{place}: {first['msg'].lower()}") from None
 
 

@@ -1,6 +1,8 @@
-"""Where a network comes from: its architecture, its source, what was done to it, the norms it once had.
+"""Where a network comes from: its architecture, its source, what was done to it, the norms it once
+had.
 
-The record rides on the module itself, so that it survives `copy.deepcopy` and needs no second argument anywhere.
+The record rides on the module itself, so that it survives `copy.deepcopy` and needs no second
+argument anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Provenance:
         arch: how to build the bare skeleton; None where that is not known.
         source: what the user named: a name, a hub id, a path.
         sha256: hash of the source's tensors (see `zoo.hash_tensors`), None for random weights.
-        pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct, label_names ...).
+        pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct,
+            label_names ...).
         plan: everything done since the bare architecture.
         norms: the tensors of every norm that was replaced, by their original dotted path.
     """
@@ -40,7 +43,8 @@ class Provenance:
     def original_paths(self) -> tuple[str, ...]:
         """Where norms stood before the network was converted, in the order of the record.
 
-        Those of branches that were merged are left out: nothing in the network has their statistics any more.
+        Those of branches that were merged are left out: nothing in the network has their statistics
+        any more.
         """
         suffix = ".running_mean"
         paths = (name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
@@ -48,7 +52,9 @@ class Provenance:
 
     @functools.cached_property
     def merged_paths(self) -> frozenset[str]:
-        """The modules that were merged with branches beside them, and what these had absorbed before."""
+        """The modules that were merged with branches beside them, and what these had absorbed
+        before.
+        """
         edits = [edit for step in self.plan.steps for edit in step.edits]
         merged = {
             path
@@ -56,7 +62,9 @@ class Provenance:
             if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes)
             for path in (edit.path, *edit.reads)
         }
-        return frozenset(merged | {read for edit in edits if edit.path in merged for read in edit.reads})
+        return frozenset(
+            merged | {read for edit in edits if edit.path in merged for read in edit.reads}
+        )
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
         """The record one step later, with the tensors of the norms that the step replaced."""

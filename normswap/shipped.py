@@ -1,7 +1,7 @@
 """What is shipped with the code: recipes, the networks that only they use, and the demo.
 
-In a checkout the recipes' folder stands beside the package, installed within it. The demo is a small trained network
-and its 500 images; as MODEL and as images both are `demo`.
+In a checkout the recipes' folder stands beside the package, installed within it. The demo is a
+small trained network and its 500 images; as MODEL and as images both are `demo`.
 """
 
 import importlib.util

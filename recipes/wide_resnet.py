@@ -1,13 +1,14 @@
 """Wide residual networks for small images, of any depth: the n-2 networks of De & Smith's tables.
 
-`wide_resnet_cifar` in timm's registry, with `depth` n = 6 k + 4 (k blocks of two 3x3 convolutions in each of three
-stages; n counts their convolutions, the stem and the three projections) and `width` (channels
-are 16, 32 and 64 times it). `order="pre"`: norm and ReLU before each convolution (v2, the one in the tables);
-`order="post"`: after it, with a ReLU on the skip path (v1). `norm=False` leaves the norms out. Convolutions start from
-He's initialization. The file is imported when a name is asked for that timm does not know, so recipes and commands have
-it.
+`wide_resnet_cifar` in timm's registry, with `depth` n = 6 k + 4 (k blocks of two 3x3 convolutions
+in each of three stages; n counts their convolutions, the stem and the three projections) and
+`width` (channels are 16, 32 and 64 times it). `order="pre"`: norm and ReLU before each convolution
+(v2, the one in the tables); `order="post"`: after it, with a ReLU on the skip path (v1).
+`norm=False` leaves the norms out. Convolutions start from He's initialization. The file is imported
+when a name is asked for that timm does not know, so recipes and commands have it.
 
-Zagoruyko & Komodakis 2016, arXiv:1605.07146, section 2; De & Smith 2020, arXiv:2002.10444, section 2.3.
+Zagoruyko & Komodakis 2016, arXiv:1605.07146, section 2; De & Smith 2020, arXiv:2002.10444, section
+2.3.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 __all__ = ["WideResNet"]  # timm adds the names it registers
 
 _STAGES = 3
-_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of CIFAR-10's training images, per channel
+_MEAN = (0.4914, 0.4822, 0.4465)
+_STD = (0.247, 0.2435, 0.2616)  # of CIFAR-10's training images, per channel
 
 
 def batchnorm(channels: int, norm: bool) -> nn.Module:
@@ -30,7 +32,8 @@ def batchnorm(channels: int, norm: bool) -> nn.Module:
 
 
 class Before(nn.Module):
-    """v2: y = skip + conv(relu(norm(conv(relu(norm(x)))))), times `factor`; (N, C, H, W) -> (N, C', H / s, W / s).
+    """v2: y = skip + conv(relu(norm(conv(relu(norm(x)))))), times `factor`; (N, C, H, W) -> (N, C',
+    H / s, W / s).
 
     Where the shape changes, the skip is a 1x1 convolution of relu(norm(x)).
     """
@@ -38,12 +41,16 @@ class Before(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int, factor: float, norm: bool) -> None:
         super().__init__()
         self.factor = factor
-        self.norm1, self.act1 = batchnorm(inside, norm), nn.ReLU()
+        self.norm1 = batchnorm(inside, norm)
+        self.act1 = nn.ReLU()
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm2, self.act2 = batchnorm(outside, norm), nn.ReLU()
+        self.norm2 = batchnorm(outside, norm)
+        self.act2 = nn.ReLU()
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
         self.downsample = (
-            None if inside == outside and stride == 1 else nn.Conv2d(inside, outside, 1, stride, bias=False)
+            None
+            if inside == outside and stride == 1
+            else nn.Conv2d(inside, outside, 1, stride, bias=False)
         )
         self.drop_path = nn.Identity()
 
@@ -55,7 +62,8 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """v1: y = relu(skip + norm(conv(relu(norm(conv(x)))))), (N, C, H, W) -> (N, C', H / stride, W / stride).
+    """v1: y = relu(skip + norm(conv(relu(norm(conv(x)))))), (N, C, H, W) -> (N, C', H / stride, W /
+    stride).
 
     Where the shape changes, the skip is a 1x1 convolution and a norm.
     """
@@ -64,7 +72,8 @@ class After(nn.Module):
         super().__init__()
         self.factor = factor
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm1, self.act1 = batchnorm(outside, norm), nn.ReLU()
+        self.norm1 = batchnorm(outside, norm)
+        self.act1 = nn.ReLU()
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
         self.norm2 = batchnorm(outside, norm)
         self.downsample = None
@@ -80,15 +89,18 @@ class After(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Stem, three stages, global average pool, classifier, with the methods that timm's networks have.
+    """Stem, three stages, global average pool, classifier, with the methods that timm's networks
+    have.
 
     Args:
         depth: 6 k + 4.
         width: factor on the channels 16, 32, 64 of the stages; the stem has 16.
         order: `pre` (v2) or `post` (v1).
         divide: residual sums are divided by sqrt(2) (Balduzzi et al. 2017, arXiv:1702.08591).
-        norm: whether there are BatchNorms. A network without them that is converted to `skipinit` has He's weights.
-        per_image: each image is standardized over all of its values, after the normalization per channel.
+        norm: whether there are BatchNorms. A network without them that is converted to `skipinit`
+            has He's weights.
+        per_image: each image is standardized over all of its values, after the normalization per
+            channel.
         drop_rate: dropout before the classifier.
     """
 
@@ -106,18 +118,27 @@ class WideResNet(nn.Module):
     ) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6 or width < 1 or order not in ("pre", "post"):
-            raise ValueError(f"depth {depth} must be 10, 16, 22 ..., width {width} >= 1, order {order!r} pre or post")
-        self.num_classes, self.num_features = num_classes, 64 * width
+            raise ValueError(
+                f"depth {depth} must be 10, 16, 22 ..., width {width} >= 1, order {order!r} pre or"
+                " post"
+            )
+        self.num_classes = num_classes
+        self.num_features = 64 * width
         self.head_hidden_size = self.num_features
         self.per_image = per_image
         self.conv1 = nn.Conv2d(in_chans, 16, 3, 1, 1, bias=False)
-        before = order == "pre"  # then the first block has the stem's norm, and the last block's is outside of it
+        before = (
+            order == "pre"
+        )  # then the first block has the stem's norm, and the last block's is outside of it
         self.norm1: nn.Module = nn.Identity() if before else batchnorm(16, norm)
         self.act1: nn.Module = nn.Identity() if before else nn.ReLU()
-        self.stages, inside = nn.Sequential(), 16
-        kind, factor = Before if before else After, math.sqrt(0.5) if divide else 1.0
+        self.stages = nn.Sequential()
+        inside = 16
+        kind = Before if before else After
+        factor = math.sqrt(0.5) if divide else 1.0
         for stage in range(_STAGES):
-            outside, blocks = 16 * 2**stage * width, nn.Sequential()
+            outside = 16 * 2**stage * width
+            blocks = nn.Sequential()
             for place in range((depth - 4) // 6):
                 blocks.append(kind(inside, outside, 2 if stage and not place else 1, factor, norm))
                 inside = outside
@@ -130,7 +151,9 @@ class WideResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He's initialization: weights ~ N(0, 2 / fan_in); the classifier's N(0, 1 / fan_in), its bias 0."""
+        """He's initialization: weights ~ N(0, 2 / fan_in); the classifier's N(0, 1 / fan_in), its
+        bias 0.
+        """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
@@ -140,7 +163,11 @@ class WideResNet(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, object]:
         """Layers as timm groups them: the stem, then every block (or stage)."""
-        blocks = r"^stages\.(\d+)" if coarse else [(r"^stages\.(\d+)\.(\d+)", None), (r"^norm2", (99999,))]
+        blocks = (
+            r"^stages\.(\d+)"
+            if coarse
+            else [(r"^stages\.(\d+)\.(\d+)", None), (r"^norm2", (99999,))]
+        )
         return {"stem": r"^(?:conv1|norm1)", "blocks": blocks}
 
     def get_classifier(self) -> nn.Module:
@@ -154,7 +181,8 @@ class WideResNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, 64 width, H / 4, W / 4)."""
         if self.per_image:
-            variance, mean = x.var((1, 2, 3), correction=0, keepdim=True), x.mean((1, 2, 3), keepdim=True)
+            variance = x.var((1, 2, 3), correction=0, keepdim=True)
+            mean = x.mean((1, 2, 3), keepdim=True)
             x = (x - mean) / (variance + 1e-6).sqrt()
         return self.act2(self.norm2(self.stages(self.act1(self.norm1(self.conv1(x))))))
 

@@ -1,10 +1,12 @@
-"""The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py` fills in the tables.
+"""The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py`
+fills in the tables.
 
-What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the command fails, and
-shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the page's slow blocks are skipped). A `text`
-block is what the block before it prints, `...` for what varies. Behind `<!-- from FILE -->` stand the tables of that
-file, which a script wrote, each below its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The
-table behind `<!-- options -->` has the options of all schemes, from their records.
+What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the
+command fails, and shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the
+page's slow blocks are skipped). A `text` block is what the block before it prints, `...` for what
+varies. Behind `<!-- from FILE -->` stand the tables of that file, which a script wrote, each below
+its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The table behind `<!--
+options -->` has the options of all schemes, from their records.
 """
 
 import itertools
@@ -90,7 +92,9 @@ def without_tables(text: str) -> str:
 
 
 def _with_headings(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
-    """The tables among some lines, each below its heading, if it has one, of the rows that the pattern fits."""
+    """The tables among some lines, each below its heading, if it has one, of the rows that the
+    pattern fits.
+    """
     heading = ""
     for line, group in itertools.groupby(lines, lambda line: line.startswith("|") or line):
         if line is not True:
@@ -109,7 +113,12 @@ def options() -> str:
         for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
     rows = [
-        (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", option.help.replace("|", "\\|"))
+        (
+            f"`{flag(option.name)}`",
+            ", ".join(names),
+            f"`{option.default}`",
+            option.help.replace("|", "\\|"),
+        )
         for option, names in schemes_of.items()
     ]
     head = [("option", "of", "default", "what it does"), ("---",) * 4]

@@ -1,4 +1,6 @@
-"""The README's two set-up commands, for CI to run what the README says: `python tests/readme_commands.py tests`."""
+"""The README's two set-up commands, for CI to run what the README says: `python
+tests/readme_commands.py tests`.
+"""
 
 import re
 import sys
@@ -9,7 +11,10 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def blocks(language: str) -> list[str]:
     """The fenced code blocks of one language."""
-    return [block.strip() for block in re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.M | re.S)]
+    return [
+        block.strip()
+        for block in re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.M | re.S)
+    ]
 
 
 def command(which: str) -> str:

@@ -23,7 +23,8 @@ class Holder(nn.Module):
 
     def __init__(self, **held: Any) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.one = nn.Linear(2, 2)
+        self.two = nn.BatchNorm1d(2)
         vars(self).update(held)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +57,8 @@ def circular() -> Holder:
 
 
 def one_memory() -> Holder:
-    made, whole = Holder(), torch.arange(4.0)
+    made = Holder()
+    whole = torch.arange(4.0)
     made.one.register_buffer("whole", whole)
     made.two.register_buffer("part", whole[:2])
     return made
@@ -64,14 +66,18 @@ def one_memory() -> Holder:
 
 def methods() -> Holder:
     made = Holder()
-    vars(made).update(call=made.bound, later=functools.partial(Holder.bound, made), tied=made.one.weight)
+    vars(made).update(
+        call=made.bound, later=functools.partial(Holder.bound, made), tied=made.one.weight
+    )
     return made
 
 
 SAME: dict[str, Callable[[nn.Module], Any]] = {  # what holds of a copy, if it is one
     "shared": lambda m: m.mine is m.one.theirs is m.again[0] and m.mine["rows"] is m.again[1],
     "circular": lambda m: m.row[0] is m.row,
-    "one_memory": lambda m: m.one.whole.untyped_storage().data_ptr() == m.two.part.untyped_storage().data_ptr(),
+    "one_memory": lambda m: (
+        m.one.whole.untyped_storage().data_ptr() == m.two.part.untyped_storage().data_ptr()
+    ),
     "methods": lambda m: m.call() is m and m.later() is m and m.tied is m.one.weight,
 }
 MAKERS = {one.__name__: one for one in (shared, circular, one_memory, methods)}
@@ -85,11 +91,14 @@ def test_what_is_one_thing_stays_one(name: str) -> None:
         assert SAME[name](model)
 
 
-@pytest.mark.parametrize("kept", [[1], {"a": [2]}, (3, [4]), {5}, OrderedDict(b=6), torch.zeros(2), nn.Linear(1, 1)])
+@pytest.mark.parametrize(
+    "kept", [[1], {"a": [2]}, (3, [4]), {5}, OrderedDict(b=6), torch.zeros(2), nn.Linear(1, 1)]
+)
 def test_nothing_is_shared(kept: Any) -> None:
     model = Holder(kept=kept)
     copied = duplicate(model, {})
-    ours, theirs = copied.kept, copy.deepcopy(kept)
+    ours = copied.kept
+    theirs = copy.deepcopy(kept)
     assert type(ours) is type(theirs)
     assert ours is not kept
     if isinstance(kept, tuple):
@@ -104,7 +113,8 @@ def test_nothing_is_shared(kept: Any) -> None:
 def test_a_copy_has_the_same_state_in_memory_of_its_own(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     next(iter(model.parameters())).requires_grad_(False)
-    mine, copied = dict(model.named_parameters()), duplicate(model, {})
+    mine = dict(model.named_parameters())
+    copied = duplicate(model, {})
     assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
     for key, ours in copied.named_parameters():
         assert torch.equal(ours, mine[key])
@@ -130,7 +140,10 @@ def test_who_says_how_it_is_copied_is_copied_so() -> None:
     assert copied[0].copied
     assert copied[1].weight is not model[1].weight
     assert torch.equal(copied[1].weight, model[1].weight)
-    assert copied[1].parametrizations.weight.original0 is not model[1].parametrizations.weight.original0  # type: ignore[union-attr]
+    assert (
+        copied[1].parametrizations.weight.original0
+        is not model[1].parametrizations.weight.original0
+    )  # type: ignore[union-attr]
 
 
 def test_what_takes_a_place_takes_it_everywhere() -> None:

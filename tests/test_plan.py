@@ -1,4 +1,6 @@
-"""Plans are data: they survive JSON, know themselves by their digest, and refuse what they do not understand."""
+"""Plans are data: they survive JSON, know themselves by their digest, and refuse what they do not
+understand.
+"""
 
 import json
 import re
@@ -24,13 +26,31 @@ values = st.recursive(
 )
 records = st.dictionaries(words, values, max_size=3)
 parts = st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))
-taken = st.lists(st.tuples(paths, st.builds(Absorption, st.sampled_from(AbsorbMode), parts)), max_size=3)
+taken = st.lists(
+    st.tuples(paths, st.builds(Absorption, st.sampled_from(AbsorbMode), parts)), max_size=3
+)
 thens = st.lists(st.builds(Then, words, records), max_size=2).map(tuple)
-edits = st.builds(Edit, paths, words, records, st.lists(paths, max_size=3).map(tuple), keep=st.booleans(), then=thens,
-                  out_of_place=st.booleans()) | st.builds(
-    lambda path, layer, args, reads: Edit(path, layer, args, *(tuple(part) for part in zip(*reads, strict=True))),
-    paths, words, records, taken)  # fmt: skip
-steps = st.builds(Step, words, records, st.lists(edits, max_size=5, unique_by=lambda e: e.path).map(tuple))
+edits = st.builds(
+    Edit,
+    paths,
+    words,
+    records,
+    st.lists(paths, max_size=3).map(tuple),
+    keep=st.booleans(),
+    then=thens,
+    out_of_place=st.booleans(),
+) | st.builds(
+    lambda path, layer, args, reads: Edit(
+        path, layer, args, *(tuple(part) for part in zip(*reads, strict=True))
+    ),
+    paths,
+    words,
+    records,
+    taken,
+)
+steps = st.builds(
+    Step, words, records, st.lists(edits, max_size=5, unique_by=lambda e: e.path).map(tuple)
+)
 plans = st.builds(Plan, st.lists(steps, max_size=3).map(tuple))
 
 
@@ -60,12 +80,19 @@ def test_the_digest_ignores_the_order_of_keys_only() -> None:
 
 
 def test_outcomes_are_saved_and_decide_nothing() -> None:
-    told = {"bn1": Outcome("folded back", "folds into conv1"), "bn2": Outcome("stay", "stays", "it has hooks")}
+    told = {
+        "bn1": Outcome("folded back", "folds into conv1"),
+        "bn2": Outcome("stay", "stays", "it has hooks"),
+    }
     edits = (Edit("bn1", "Vacant"),)
-    with_them, without = Plan((Step("folded", {}, edits, told),)), Plan((Step("folded", {}, edits),))
+    with_them = Plan((Step("folded", {}, edits, told),))
+    without = Plan((Step("folded", {}, edits),))
     read = Plan.from_json(with_them.to_json())
     assert read.steps[0].outcomes == told
-    assert [str(outcome) for outcome in told.values()] == ["folds into conv1", "stays: it has hooks"]
+    assert [str(outcome) for outcome in told.values()] == [
+        "folds into conv1",
+        "stays: it has hooks",
+    ]
     assert read.digest == without.digest == json.loads(with_them.to_json())["digest"]
     body = json.loads(without.to_json())
     del body["steps"][0]["outcomes"]  # a plan of before
@@ -76,7 +103,8 @@ def test_outcomes_are_saved_and_decide_nothing() -> None:
 
 
 def test_steps_append() -> None:
-    one, two = Step("folded", {}, ()), Step("skipinit", {"alpha": "match"}, ())
+    one = Step("folded", {}, ())
+    two = Step("skipinit", {"alpha": "match"}, ())
     assert Plan().then(one).then(two) == Plan((one, two))
 
 
@@ -84,12 +112,16 @@ BODY: dict[str, Any] = {
     "version": VERSION,
     "steps": [
         {"scheme": "folded", "options": {}, "edits": []},
-        {"scheme": "skipinit", "options": {"alpha": "match"}, "edits": [
-            {"path": "a.b", "layer": "Scale", "args": {"alpha": 1.0}, "reads": []},
-            {"path": "a.c", "layer": "Vacant"},
-        ]},
+        {
+            "scheme": "skipinit",
+            "options": {"alpha": "match"},
+            "edits": [
+                {"path": "a.b", "layer": "Scale", "args": {"alpha": 1.0}, "reads": []},
+                {"path": "a.c", "layer": "Vacant"},
+            ],
+        },
     ],
-}  # fmt: skip
+}
 EDIT = r"steps\[1\]\.edits\[1\]"
 
 
@@ -104,20 +136,38 @@ def _step(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown key": (lambda body: body.update(extra=1), r"plan\.json\.extra: unexpected"),
     "no version": (lambda body: body.pop("version"), "version None"),
-    "the version before": (lambda body: body.update(version=1), f"version 1, this normswap reads {VERSION}"),
+    "the version before": (
+        lambda body: body.update(version=1),
+        f"version 1, this normswap reads {VERSION}",
+    ),
     "version as text": (lambda body: body.update(version=str(VERSION)), "version"),
     "no steps": (lambda body: body.pop("steps"), r"steps: field required"),
     "steps as record": (lambda body: body.update(steps={}), "steps: input should be a valid"),
-    "step as text": (lambda body: body["steps"].append("folded"), r"steps\[2\]: input should be an object"),
+    "step as text": (
+        lambda body: body["steps"].append("folded"),
+        r"steps\[2\]: input should be an object",
+    ),
     "unknown key in a step": (_step(alpha=0), r"steps\[1\]\.alpha: unexpected"),
-    "no scheme": (lambda body: body["steps"][1].pop("scheme"), r"steps\[1\]\.scheme: field required"),
+    "no scheme": (
+        lambda body: body["steps"][1].pop("scheme"),
+        r"steps\[1\]\.scheme: field required",
+    ),
     "options as list": (_step(options=[]), r"steps\[1\]\.options: input should be an object"),
-    "edit as list": (lambda body: body["steps"][1]["edits"].append([]), r"edits\[2\]: input should be an object"),
+    "edit as list": (
+        lambda body: body["steps"][1]["edits"].append([]),
+        r"edits\[2\]: input should be an object",
+    ),
     "unknown key in an edit": (_edit(kept=True), EDIT + r"\.kept: unexpected"),
     "keep as number": (_edit(keep=1), EDIT + r"\.keep: input should be a valid boolean"),
     "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer: field required"),
-    "unknown way": (_edit(takes=[{"way": "sideways"}], reads=["a"]), r"takes\[0\]\.way: .*before-shift"),
-    "a part of one end": (_edit(takes=[{"way": "after", "part": [1]}], reads=["a"]), r"takes\[0\]\.part"),
+    "unknown way": (
+        _edit(takes=[{"way": "sideways"}], reads=["a"]),
+        r"takes\[0\]\.way: .*before-shift",
+    ),
+    "a part of one end": (
+        _edit(takes=[{"way": "after", "part": [1]}], reads=["a"]),
+        r"takes\[0\]\.part",
+    ),
     "more takes than reads": (_edit(takes=[{"way": "after"}]), r"a\.c has 0 reads and 1 takes"),
     "path as number": (_edit(path=3), EDIT + r"\.path: input should be a valid string"),
     "args as null": (_edit(args=None), EDIT + r"\.args: input should be an object"),
@@ -144,14 +194,22 @@ def test_not_a_plan_at_all(text: str) -> None:
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 5, 1)))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 5, 1))
+    )
 
 
 AFTER = Absorption(AbsorbMode.AFTER)
 UNFIT: dict[str, tuple[Edit, str]] = {
-    "unknown layer": (Edit("1", "Scales", {"alpha": 1.0}), "edit of 1 names an unknown layer 'Scales'.*Vacant"),
+    "unknown layer": (
+        Edit("1", "Scales", {"alpha": 1.0}),
+        "edit of 1 names an unknown layer 'Scales'.*Vacant",
+    ),
     "private layer": (Edit("1", "Chain"), "unknown layer 'Chain'"),
-    "unknown path": (Edit("3.7", "Vacant"), r"step 'mine' names '3\.7', which is not in Sequential"),
+    "unknown path": (
+        Edit("3.7", "Vacant"),
+        r"step 'mine' names '3\.7', which is not in Sequential",
+    ),
     "path of a tensor": (Edit("1.weight", "Vacant"), "no module but a Parameter"),
     "path of a method": (Edit("1.forward", "Vacant"), "no module but a method"),
     "empty path": (Edit("", "Vacant"), "names ''"),
@@ -160,10 +218,19 @@ UNFIT: dict[str, tuple[Edit, str]] = {
     "unknown argument": (Edit("1", "Vacant", {"alpha": 1.0}), "edit of 1 does not fit.*alpha"),
     "argument of another type": (Edit("1", "Scale", {"alpha": "much"}), "edit of 1 does not fit"),
     "a read that is not taken": (Edit("0", "Folded", {}, ("1",)), "edit of 0 does not fit"),
-    "takes of a layer that takes nothing": (Edit("1", "Vacant", {}, ("0",), (AFTER,)), "edit of 1 does not fit"),
+    "takes of a layer that takes nothing": (
+        Edit("1", "Vacant", {}, ("0",), (AFTER,)),
+        "edit of 1 does not fit",
+    ),
     "read of no norm": (Edit("0", "Folded", {}, ("2",), (AFTER,)), "edit of 0 does not fit"),
-    "read of other channels": (Edit("3.0", "Folded", {}, ("1",), (AFTER,)), r"edit of 3\.0 does not fit"),
-    "then an unknown layer": (Edit("1", "Vacant", then=(Then("Scales"),)), "unknown layer 'Scales'"),
+    "read of other channels": (
+        Edit("3.0", "Folded", {}, ("1",), (AFTER,)),
+        r"edit of 3\.0 does not fit",
+    ),
+    "then an unknown layer": (
+        Edit("1", "Vacant", then=(Then("Scales"),)),
+        "unknown layer 'Scales'",
+    ),
     "fold of no convolution": (Edit("2", "Folded", {"gain": 2.0}), "edit of 2 does not fit"),
     "affine of no norm": (Edit("2", "ChannelAffine"), "edit of 2 does not fit"),
 }

@@ -21,7 +21,9 @@ DEMO = Path(normswap.__file__).parent / "demo_data"
 
 
 class Odd(nn.BatchNorm2d):
-    """Computes what BatchNorm computes, by a forward of its own, which small maps do not get to see."""
+    """Computes what BatchNorm computes, by a forward of its own, which small maps do not get to
+    see.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         assert input.shape[-1] > 4
@@ -56,7 +58,9 @@ def network(norm: nn.Module) -> nn.Module:
 
 
 def test_an_unknown_norm_is_refused_with_the_way_to_register_it() -> None:
-    with pytest.raises(RefusedError, match=r"1: Odd has a forward of its own.*normswap\.register_norm\(Odd"):
+    with pytest.raises(
+        RefusedError, match=r"1: Odd has a forward of its own.*normswap\.register_norm\(Odd"
+    ):
         normswap.convert(network(Odd(4)), to="folded", input_size=(3, 8, 8))
 
 
@@ -101,15 +105,22 @@ def test_a_norm_with_statistics_per_sample_is_left_alone_and_can_be_estimated() 
 
     model = network(Mine(2, 4))
     with pytest.raises(RefusedError, match="nothing to convert"):
-        normswap.convert(model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+        normswap.convert(
+            model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)]
+        )
     normswap.register_norm(Mine, per_sample=True)
-    done = normswap.convert(model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+    done = normswap.convert(
+        model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)]
+    )
     assert not any(affine.is_norm(module) for module in done.model.modules())
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(nn.GroupNorm, {}), (Odd, {"affine": lambda norm: (norm.weight, norm.bias), "per_sample": True})],
+    [
+        (nn.GroupNorm, {}),
+        (Odd, {"affine": lambda norm: (norm.weight, norm.bias), "per_sample": True}),
+    ],
 )
 def test_what_cannot_be_vouched_for(kind: type[nn.Module], options: dict[str, object]) -> None:
     with pytest.raises(OptionError):
@@ -131,7 +142,17 @@ def test_a_scheme_has_a_name_of_its_own() -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the example package is installed."""
     site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(site),
+    ]
     done = subprocess.run([*command, str(PACKAGE)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
@@ -143,27 +164,49 @@ def cli(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_an_installed_scheme_is_a_target_of_the_command_line(installed: dict[str, str], tmp_path: Path) -> None:
+def test_an_installed_scheme_is_a_target_of_the_command_line(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
     listed = json.loads(cli(installed, "schemes", "--json").stdout)
     mine = next(row for row in listed if row["name"] == "halved-skipinit")
     assert mine["options"] == {"share": 0.5}
     assert not mine["exact"]
-    words = ("convert", str(DEMO), "--to", "halved-skipinit", "--share", "0.25", "-o", str(tmp_path / "out"), "--json")
+    words = (
+        "convert",
+        str(DEMO),
+        "--to",
+        "halved-skipinit",
+        "--share",
+        "0.25",
+        "-o",
+        str(tmp_path / "out"),
+        "--json",
+    )
     done = cli(installed, *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"][0]["options"]["share"] == 0.25
     assert cli(installed, "inspect", str(tmp_path / "out")).returncode == 0
 
 
-def test_an_installed_norm_folds(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_norm_folds(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(installed["PYTHONPATH"].split(os.pathsep)[0])
     plugins.load.cache_clear()
     name = "normswap_example.tempered"
     assert name not in sys.modules
     normswap.convert(network(nn.BatchNorm2d(4)), to="folded", input_size=(3, 8, 8))
-    done = normswap.convert(network(sys.modules[name].TemperedNorm(4)), to="folded", input_size=(3, 8, 8))
+    done = normswap.convert(
+        network(sys.modules[name].TemperedNorm(4)), to="folded", input_size=(3, 8, 8)
+    )
     assert done.report.passed
-    assert [type(m).__name__ for m in done.model] == ["Conv2d", "Vacant", "ReLU", "Flatten", "Linear"]
+    assert [type(m).__name__ for m in done.model] == [
+        "Conv2d",
+        "Vacant",
+        "ReLU",
+        "Flatten",
+        "Linear",
+    ]
 
 
 def test_a_broken_plugin_is_one_line(installed: dict[str, str], tmp_path: Path) -> None:
@@ -171,7 +214,11 @@ def test_a_broken_plugin_is_one_line(installed: dict[str, str], tmp_path: Path) 
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[normswap.schemes]\nbroken = nowhere_at_all\n")
-    done = cli({**installed, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"}, "schemes")
+    done = cli(
+        {**installed, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"}, "schemes"
+    )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the plugin nowhere_at_all cannot be loaded: ModuleNotFoundError")
+    assert done.stderr.startswith(
+        "error: the plugin nowhere_at_all cannot be loaded: ModuleNotFoundError"
+    )
     assert done.stderr.count("\n") == 1

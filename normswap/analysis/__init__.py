@@ -1,1 +1,3 @@
-"""The views of a network, as data: signal propagation, decay groups, summaries, advice, and its plots."""
+"""The views of a network, as data: signal propagation, decay groups, summaries, advice, and its
+plots.
+"""

@@ -1,9 +1,10 @@
 """Which target to choose: three rules, and the first target that the network admits.
 
-1. For inference `folded`. 2. Private training allows no statistics of the batch: `skipinit`, which keeps the function,
-then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer its statistics are too noisy (Wu & He
-2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with 16, 24.8 % with 8, 27.3 % with 4,
-34.7 % with 2). Then `skipinit`, or `groupnorm` where there are no residual blocks.
+1. For inference `folded`. 2. Private training allows no statistics of the batch: `skipinit`, which
+keeps the function, then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer
+its statistics are too noisy (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32
+images, 23.7 % with 16, 24.8 % with 8, 27.3 % with 4, 34.7 % with 2). Then `skipinit`, or
+`groupnorm` where there are no residual blocks.
 """
 
 import shlex
@@ -29,7 +30,9 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {"groupnorm": [{}, {"relative_ep
 
 @dataclass(frozen=True)
 class Advice:
-    """A scheme, as it is typed after --to, why, the command, whether the function is kept exactly, and the options."""
+    """A scheme, as it is typed after --to, why, the command, whether the function is kept exactly,
+    and the options.
+    """
 
     scheme: str
     target: str
@@ -40,7 +43,13 @@ class Advice:
 
 
 def advise(
-    network: Network, name: str, batch_size: int, *, private: bool = False, deploy: bool = False, data: str = "DATA"
+    network: Network,
+    name: str,
+    batch_size: int,
+    *,
+    private: bool = False,
+    deploy: bool = False,
+    data: str = "DATA",
 ) -> tuple[list[Advice], dict[str, str]]:
     """Find the possible targets for a network, the best first, and why others are not possible.
 
@@ -49,22 +58,29 @@ def advise(
         batch_size: the images that would share statistics: those of a device, or of a client.
         data: images to fit to, in the commands.
 
-    Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is possible.
+    Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is
+    possible.
     """
     if batch_size < 1:
         raise OptionError(spelled("batch_size", batch_size), "a batch has at least one image")
     if private and deploy:
         raise OptionError(
-            f"{spelled('private', True)} and {spelled('deploy', True)}", "one trains, the other does not", "Ask twice"
+            f"{spelled('private', True)} and {spelled('deploy', True)}",
+            "one trains, the other does not",
+            "Ask twice",
         )
-    possible, refused = [], {}
+    possible = []
+    refused = {}
     purpose = {"purpose": "opacus"} if private else {}
     wishes = _wishes(network.module, batch_size, private, deploy)
-    for to, why, variant in ((*wish, variant) for wish in wishes for variant in _VARIANTS.get(wish[0], [{}])):
+    for to, why, variant in (
+        (*wish, variant) for wish in wishes for variant in _VARIANTS.get(wish[0], [{}])
+    ):
         if to == "batchnorm":
             possible.append(Advice(to, to, why, "", True))
             continue
-        scheme, options = schemes.get(to), {**variant, **purpose}
+        scheme = schemes.get(to)
+        options = {**variant, **purpose}
         is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
         if variant:
             why += "; with the eps of other libraries, which keeps less at once"
@@ -84,8 +100,12 @@ def advise(
     return possible, refused
 
 
-def elsewhere(network: Network, batch_size: int, *, private: bool = False) -> tuple[str, dict[str, str]]:
-    """Return which task of the table is most like this one, and where targets ended in it: top-1, with a deviation."""
+def elsewhere(
+    network: Network, batch_size: int, *, private: bool = False
+) -> tuple[str, dict[str, str]]:
+    """Return which task of the table is most like this one, and where targets ended in it: top-1,
+    with a deviation.
+    """
     task = "labels"
     if private:
         task = "private"
@@ -104,18 +124,35 @@ def elsewhere(network: Network, batch_size: int, *, private: bool = False) -> tu
     return about, {row[2].replace("BatchNorm", "batchnorm"): row[6] for row in rows}
 
 
-def _wishes(model: nn.Module, batch_size: int, private: bool, deploy: bool) -> list[tuple[str, str]]:
+def _wishes(
+    model: nn.Module, batch_size: int, private: bool, deploy: bool
+) -> list[tuple[str, str]]:
     if deploy:
         return [("folded", "inference: nothing is left to normalize, and the function is kept")]
     without = [
         ("skipinit", "keeps the function; no norm, one scalar per branch"),
         ("groupnorm", "normalizes still, each sample by itself"),
-        ("frozen-bn", "statistics as constants; in federated training often ahead of GroupNorm (arXiv:2303.06530)"),
+        (
+            "frozen-bn",
+            (
+                "statistics as constants; in federated training often ahead of GroupNorm"
+                " (arXiv:2303.06530)"
+            ),
+        ),
     ]
     if private:
-        return [(scheme, f"gradients per sample need norms without the batch: {why}") for scheme, why in without]
+        return [
+            (scheme, f"gradients per sample need norms without the batch: {why}")
+            for scheme, why in without
+        ]
     if batch_size >= ENOUGH and any(affine.is_batchnorm(module) for module in model.modules()):
         enough = f"{batch_size} images are enough for its statistics ({ENOUGH} or more)"
-        return [("batchnorm", f"keep it: {enough}"), ("tune", "frozen statistics, where the domain stays the same")]
+        return [
+            ("batchnorm", f"keep it: {enough}"),
+            ("tune", "frozen statistics, where the domain stays the same"),
+        ]
     few = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
-    return [*((scheme, f"{few}: {why}") for scheme, why in without), ("tune", "frozen statistics, for a short tuning")]
+    return [
+        *((scheme, f"{few}: {why}") for scheme, why in without),
+        ("tune", "frozen statistics, for a short tuning"),
+    ]

@@ -1,14 +1,18 @@
-"""Signal propagation: how mean and variance of the hidden activations change from one residual block to the next.
+"""Signal propagation: how mean and variance of the hidden activations change from one residual
+block to the next.
 
-Signal propagation plots (SPPs): Brock et al. 2021, arXiv:2101.08692, as the ICLR 2022 blog post "Normalization is dead,
-long live normalization!" defines and codes them. For an activation (N, C, H, W):
+Signal propagation plots (SPPs): Brock et al. 2021, arXiv:2101.08692, as the ICLR 2022 blog post
+"Normalization is dead, long live normalization!" defines and codes them. For an activation (N, C,
+H, W):
 
 - average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
-- average channel variance: the variance over N, H and W, averaged over C (shows explosion and attenuation).
+- average channel variance: the variance over N, H and W, averaged over C (shows explosion and
+attenuation).
 
-Both are taken after the sum of every residual block, before an activation that follows it. The third curve is the
-average channel variance at the end of the residual branch: here that of f in y = skip + alpha f(x), before a scalar
-(SkipInit's, NF's alpha), which shows whether f keeps the variance. `added_variance` is that of alpha f(x).
+Both are taken after the sum of every residual block, before an activation that follows it. The
+third curve is the average channel variance at the end of the residual branch: here that of f in y =
+skip + alpha f(x), before a scalar (SkipInit's, NF's alpha), which shows whether f keeps the
+variance. `added_variance` is that of alpha f(x).
 """
 
 import copy
@@ -40,7 +44,8 @@ class Point:
 
     Args:
         block: path of the block, and `stage` that of its stage; `depth` counts blocks from 1.
-        mean_sq: average channel squared mean after the sum; `variance`: average channel variance there.
+        mean_sq: average channel squared mean after the sum; `variance`: average channel variance
+            there.
         branch_variance: average channel variance at the end of the branch, before a scalar on it.
         added_variance: the same after that scalar: what the sum receives.
     """
@@ -61,21 +66,29 @@ def signal_propagation(
 
     Args:
         model: a network, or its record.
-        batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the network is called with.
-            Statistics are taken over all of them together. Of a list of images each is a batch of its own.
-        batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh network say nothing.
+        batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the
+            network is called with. Statistics are taken over all of them together. Of a list of
+            images each is a batch of its own.
+        batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh
+            network say nothing.
 
     Returns:
         A point for each block, in order: Brock et al. 2021, arXiv:2101.08692.
 
-    Raises TraceError: it cannot be traced; RefusedError: it has no residual blocks, or does not run on such inputs.
+    Raises TraceError: it cannot be traced; RefusedError: it has no residual blocks, or does not run
+    on such inputs.
     """
     network = Network.of(model)
-    anatomy, model = network.anatomy, network.module
+    anatomy = network.anatomy
+    model = network.module
     examples = network.calls if batches is None else calling.batches(batches, network.form)
     if not anatomy.blocks:
-        raise RefusedError("the network has no residual blocks", "the signal is measured after residual sums")
-    nodes = [(block.total, _before_scalars(anatomy, block), block.branch) for block in anatomy.blocks]
+        raise RefusedError(
+            "the network has no residual blocks", "the signal is measured after residual sums"
+        )
+    nodes = [
+        (block.total, _before_scalars(anatomy, block), block.branch) for block in anatomy.blocks
+    ]
     names = {node.name for of_block in nodes for node in of_block}
     moments: _Moments = {}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
@@ -83,7 +96,9 @@ def signal_propagation(
         model = copy.deepcopy(model)
         for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
             # Without running statistics it takes those of the batch.
-            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+            norm.track_running_stats = False
+            norm.running_mean = None
+            norm.running_var = None
     with torch.no_grad(), undisturbed(model):
         for example in examples:
             # A record of a network that takes a list of images is one of a single image.
@@ -108,7 +123,8 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
 def awake(model: nn.Module) -> nn.Module:
     """Return a copy in which gammas, gains and scalars that are 0 throughout are 1.
 
-    timm starts each branch with a last gamma, gain or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
+    timm starts each branch with a last gamma, gain or `skipinit_gain` of 0; SkipInit may start from
+    alpha = 0.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
@@ -124,7 +140,9 @@ def _averages(moments: ChannelMoments) -> tuple[float, float]:
     return float(moments.mean.square().mean()), float((moments.square / moments.count).mean())
 
 
-def _run(model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool) -> None:
+def _run(
+    model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool
+) -> None:
     missing = set(names)
 
     def look(name: str, x: object) -> None:
@@ -138,16 +156,20 @@ def _run(model: nn.Module, batch: Example, names: set[str], moments: _Moments, *
     try:
         record_once(model, batch, look)
     except TraceError as error:
-        raise RefusedError(f"the network does not run on inputs of size {size}", error.why, "Try larger ones") from None
+        raise RefusedError(
+            f"the network does not run on inputs of size {size}", error.why, "Try larger ones"
+        ) from None
     if missing:
         raise RefusedError(f"inputs of size {size} take another way through the network")
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
     """Return the end of the branch before drop path, learnable scalars and one constant factor."""
-    node, constants = block.branch, 1
+    node = block.branch
+    constants = 1
     while True:
-        module, sources = anatomy.traced.module(node), inputs(node)
+        module = anatomy.traced.module(node)
+        sources = inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
         times = node.target in MULTIPLICATIONS
         passes = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"

@@ -1,4 +1,6 @@
-"""Signal propagation plots. matplotlib, an optional package, is imported when a picture is drawn; torch is not."""
+"""Signal propagation plots. matplotlib, an optional package, is imported when a picture is drawn;
+torch is not.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ if TYPE_CHECKING:
 
 Curves = Mapping[str, Sequence["Point"]]
 
-# Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision; yellow is too light for lines.
+# Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision; yellow is
+# too light for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 PANELS = {
     "mean_sq": "Average channel squared mean",
     "variance": "Average channel variance",
     "branch_variance": "Average variance of the branch",
 }
-# An axis is logarithmic where its values' ratio is larger than this; then it ends at the floor or above.
-_LOG_ABOVE, _FLOOR = 30.0, 1e-3
+# An axis is logarithmic where its values' ratio is larger than this; then it ends at the floor or
+# above.
+_LOG_ABOVE = 30.0
+_FLOOR = 1e-3
 
 
 def plot(curves: Curves, file: Path) -> Path:
@@ -43,15 +48,19 @@ def plot(curves: Curves, file: Path) -> Path:
 
 
 def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
-    """Draw a quantity of `Point` for every network, on a logarithmic axis where its values vary much."""
+    """Draw a quantity of `Point` for every network, on a logarithmic axis where its values vary
+    much.
+    """
     drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
-        depths, values = [point.depth for point in points], [getattr(point, quantity) for point in points]
+        depths = [point.depth for point in points]
+        values = [getattr(point, quantity) for point in points]
         # Markers get smaller from network to network, so that equal curves stay visible.
         style: Any = {"marker": "o", "markersize": max(3, 11 - 3 * i), "fillstyle": "none"}
         axes.plot(depths, values, label=name, color=COLOURS[i % len(COLOURS)], **style)
         drawn += [value for value in values if 0 < value < math.inf]
-    high, low = max(drawn, default=1.0), max(min(drawn, default=1.0), _FLOOR)
+    high = max(drawn, default=1.0)
+    low = max(min(drawn, default=1.0), _FLOOR)
     if high / low > _LOG_ABOVE:
         axes.set_yscale("log")
         axes.set_ylim(bottom=low / 1.6)
@@ -78,15 +87,22 @@ def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
 def save(figure: Figure, file: Path) -> Path:
     """Write a matplotlib figure, whole or not at all, in the format that the suffix names."""
     picture_format = format_of(file)
-    return atomic_write.whole(file, lambda aside: figure.savefig(aside, format=picture_format, dpi=100))
+    return atomic_write.whole(
+        file, lambda aside: figure.savefig(aside, format=picture_format, dpi=100)
+    )
 
 
 def format_of(file: Path) -> str:
-    """Return the suffix's picture format; raises OptionError: no matplotlib; OutputError: it has no such format."""
+    """Return the suffix's picture format; raises OptionError: no matplotlib; OutputError: it has no
+    such format.
+    """
     require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase
 
-    suffix, formats = file.suffix.removeprefix(".").lower(), sorted(FigureCanvasBase.get_supported_filetypes())
+    suffix = file.suffix.removeprefix(".").lower()
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if suffix not in formats:
-        raise OutputError(f"{file}: no picture format {suffix!r}", remedy=f"Use one of {', '.join(formats)}")
+        raise OutputError(
+            f"{file}: no picture format {suffix!r}", remedy=f"Use one of {', '.join(formats)}"
+        )
     return suffix

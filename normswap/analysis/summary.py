@@ -23,7 +23,9 @@ _ROLES = ("stem", "last", "down", "other", "head")
 
 def of_network(network: Network, source: str) -> Body:
     """Describe a network, every residual block (`blocks`) and every norm (`sites`)."""
-    model, anatomy, record = network.module, network.anatomy, network.provenance
+    model = network.module
+    anatomy = network.anatomy
+    record = network.provenance
     folding = fold_norms(anatomy)
     roles = Counter(norm.role for norm in anatomy.norms)
     return {
@@ -62,7 +64,10 @@ def _block(block: Block, anatomy: Anatomy) -> Body:
     alpha = None
     if block.tail and scales_branch(tail := anatomy.traced.modules[block.tail]):
         alpha = tail.alpha.item()
-    return {name: getattr(block, name) for name in fields} | {"norms": list(block.norms), "alpha": alpha}
+    return {name: getattr(block, name) for name in fields} | {
+        "norms": list(block.norms),
+        "alpha": alpha,
+    }
 
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
@@ -102,7 +107,9 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
         "outcomes": counts(outcomes.values()),
         "left": {},
-        "alphas": {edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"},
+        "alphas": {
+            edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"
+        },
         "notes": list(getattr(builder, "notes", ())),
         "renames": [],
         "report": None,
@@ -110,8 +117,13 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Describe the steps of a conversion, with measurements of the last; `scheme` names `unfold`, which has no step."""
-    steps = [of_step(step) for step in conversion.plan.steps[-conversion.steps :] or [Step(scheme, {}, ())]]
+    """Describe the steps of a conversion, with measurements of the last; `scheme` names `unfold`,
+    which has no step.
+    """
+    steps = [
+        of_step(step)
+        for step in conversion.plan.steps[-conversion.steps :] or [Step(scheme, {}, ())]
+    ]
     steps[-1] |= {
         "verdicts": {path: str(outcome) for path, outcome in conversion.outcomes.items()},
         "outcomes": counts(conversion.outcomes.values()),
@@ -124,12 +136,16 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """Describe a report, and which errors are within tolerance; without agreement on noise of approximate results."""
+    """Describe a report, and which errors are within tolerance; without agreement on noise of
+    approximate results.
+    """
     body = dataclasses.asdict(report)
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
     for error in body["logits"]:
         if not report.exact:
             error |= {"agreement": None, "answer": "", "axis": None}
-        error["within"] = bool(error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf))
+        error["within"] = bool(
+            error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf)
+        )
     return body

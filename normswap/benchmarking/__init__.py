@@ -1,1 +1,3 @@
-"""How fast each runtime runs a network: checked first, then timed in turns. Imports: `analysis` and above."""
+"""How fast each runtime runs a network: checked first, then timed in turns. Imports: `analysis` and
+above.
+"""

@@ -1,7 +1,8 @@
-"""Time networks and exported files in turns: in one process, on the same images, with the same number of threads.
+"""Time networks and exported files in turns: in one process, on the same images, with the same
+number of threads.
 
-Each contender answers once first. One whose answers are not the network's is reported, not timed; so is one that does
-not run. `torch.utils.benchmark` times the passes.
+Each contender answers once first. One whose answers are not the network's is reported, not timed;
+so is one that does not run. `torch.utils.benchmark` times the passes.
 """
 
 import random
@@ -18,8 +19,9 @@ from normswap.errors import first_line
 from normswap.plan import Body
 
 ROUNDS = 15
-# Relative L2 of the answers by precision. Runtimes sum in other orders, and transform convolutions. The ranges of int8
-# were read off images, and what is timed is noise: what int8 costs, `normswap export` measures.
+# Relative L2 of the answers by precision. Runtimes sum in other orders, and transform convolutions.
+# The ranges of int8 were read off images, and what is timed is noise: what int8 costs, `normswap
+# export` measures.
 BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
 # A GPU rounds what it convolves to 10 bits of mantissa (TF32) unless told otherwise.
 _TF32 = 1e-2
@@ -55,13 +57,15 @@ def run(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Body]:
-    """Check the contenders of a network against the first that runs, and time those that are right in turns.
+    """Check the contenders of a network against the first that runs, and time those that are right
+    in turns.
 
     Args:
         threads: of every pass; seconds: how long each contender is timed, all turns together.
 
-    Returns a row for each: `status` is ok, wrong (its answers are not the network's: it is not timed) or failed, and
-    `reason` says why; `error` is the relative L2 of its answers; times are in ms, the median and quartiles.
+    Returns a row for each: `status` is ok, wrong (its answers are not the network's: it is not
+    timed) or failed, and `reason` says why; `error` is the relative L2 of its answers; times are in
+    ms, the median and quartiles.
     """
     rows = compare(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []
@@ -81,13 +85,17 @@ def run(
             names = {"run": contender.run, "images": prepared}
             timer = Timer("run(images)", globals=names, timer=now, num_threads=threads)
             passes += timer.blocked_autorange(min_run_time=seconds / ROUNDS).times
-    for row, (_, _, passes) in zip((row for row in rows if row["status"] == "ok"), timed, strict=True):
+    for row, (_, _, passes) in zip(
+        (row for row in rows if row["status"] == "ok"), timed, strict=True
+    ):
         row |= figures(passes, len(images), first=timed[0][2])
     return rows
 
 
 def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Body:
-    """The figures of a contender whose passes took so many seconds; speed is relative to the first one's."""
+    """The figures of a contender whose passes took so many seconds; speed is relative to the first
+    one's.
+    """
     low, median, high = np.percentile(passes, [25, 50, 75]).tolist()
     speed = {"images_per_s": images / median, "speedup": float(np.median(first)) / median}
     return {"ms": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high, **speed}
@@ -95,7 +103,9 @@ def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Bod
 
 @torch.inference_mode()
 def compare(contenders: Sequence[Contender], images: Tensor, device: torch.device) -> list[Body]:
-    """Let each answer once; return a row for each that says whether it runs, and answers what the first one says."""
+    """Let each answer once; return a row for each that says whether it runs, and answers what the
+    first one says.
+    """
     first: Tensor | None = None
     rows = []
     for contender in contenders:

@@ -1,6 +1,7 @@
 """Mean and variance per channel of layers' inputs, streamed over batches of images of any size.
 
-Batches are merged in float64 (Chan, Golub & LeVeque 1979), so that large means do not cancel the variance.
+Batches are merged in float64 (Chan, Golub & LeVeque 1979), so that large means do not cancel the
+variance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from normswap.models.modes import Progress, evaluating, hooked
 
 @dataclass
 class ChannelMoments:
-    """How many values a channel has, their mean, and the sum of the squared distances from it; float64 (C,)."""
+    """How many values a channel has, their mean, and the sum of the squared distances from it;
+    float64 (C,).
+    """
 
     count: int
     mean: Tensor
@@ -41,7 +44,9 @@ class ChannelMoments:
         count = self.count + values.shape[1]
         mean = values.mean(1)
         apart = mean - self.mean
-        self.square += (values - mean[:, None]).square().sum(1) + apart.square() * self.count * values.shape[1] / count
+        self.square += (values - mean[:, None]).square().sum(
+            1
+        ) + apart.square() * self.count * values.shape[1] / count
         self.mean += apart * values.shape[1] / count
         self.count = count
 
@@ -68,7 +73,9 @@ class ChannelLine:
         mean, variance = self.moments()
         _, target, square, product = self.sums / self.count
         varies = variance > 1e-12 * square
-        slope = torch.where(varies, (product - mean * target) / torch.where(varies, variance, 1.0), 0.0)
+        slope = torch.where(
+            varies, (product - mean * target) / torch.where(varies, variance, 1.0), 0.0
+        )
         return slope, target - slope * mean
 
 
@@ -80,25 +87,38 @@ class Measured:
     images: int
 
     def store(self, norms: Mapping[str, Any]) -> None:
-        """Set the running statistics of norms, in place; raises VerificationError: a variance overflows its dtype."""
+        """Set the running statistics of norms, in place; raises VerificationError: a variance
+        overflows its dtype.
+        """
         for path, moments in self.moments.items():
             norms[path].running_mean.copy_(moments.mean)
             norms[path].running_var.copy_(moments.variance)
             if not bool(torch.isfinite(norms[path].running_var).all()):
-                raise VerificationError(f"the variance at {path} is more than {norms[path].running_var.dtype} holds")
+                raise VerificationError(
+                    f"the variance at {path} is more than {norms[path].running_var.dtype} holds"
+                )
 
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[object], progress: Progress | None = None
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[object],
+    progress: Progress | None = None,
 ) -> Measured:
-    """Run `model` in eval mode on batches (`checked`), and measure the input (N, C, ...) of each of `layers`.
+    """Run `model` in eval mode on batches (`checked`), and measure the input (N, C, ...) of each of
+    `layers`.
 
-    Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not finite.
+    Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not
+    finite.
     """
     moments: dict[str, ChannelMoments] = {}
-    total, images = operator.length_hint(batches), 0
-    handles = (layer.register_forward_pre_hook(partial(_add_input, moments, path)) for path, layer in layers.items())
+    total = operator.length_hint(batches)
+    images = 0
+    handles = (
+        layer.register_forward_pre_hook(partial(_add_input, moments, path))
+        for path, layer in layers.items()
+    )
     examples = checked(model, batches)
     with evaluating(model), hooked(handles):
         for number, example in enumerate(examples, 1):
@@ -110,12 +130,18 @@ def measure(
         raise SourceError("0 calibration images", "at least 1 is needed")
     for path, moment in moments.items():
         if moment.count < 2:
-            raise SourceError(f"{path} sees one value per channel", "its variance is not defined", "Give more images")
+            raise SourceError(
+                f"{path} sees one value per channel",
+                "its variance is not defined",
+                "Give more images",
+            )
         if not bool(torch.isfinite(moment.mean).all() and torch.isfinite(moment.square).all()):
             raise VerificationError(f"what reaches {path} is not finite on these images")
     return Measured(moments, images)
 
 
-def _add_input(moments: dict[str, ChannelMoments], path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _add_input(
+    moments: dict[str, ChannelMoments], path: str, _: nn.Module, args: tuple[Tensor, ...]
+) -> None:
     values = args[0].detach().double().transpose(0, 1).flatten(1)
     moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)

@@ -14,7 +14,8 @@ from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 
-COUNT, BATCH = 128, 64
+COUNT = 128
+BATCH = 64
 # The side of an image of dead leaves at most, by its number of dimensions.
 LARGEST = {1: 4096, 2: 128, 3: 32}
 
@@ -35,7 +36,9 @@ def observed(
         x = args[0].detach()
         values.setdefault(path, []).append(observe(layer, x.reshape(*x.shape[:2], -1)))
 
-    handles = (layer.register_forward_pre_hook(partial(look, path)) for path, layer in layers.items())
+    handles = (
+        layer.register_forward_pre_hook(partial(look, path)) for path, layer in layers.items()
+    )
     with evaluating(model), hooked(handles):
         for example in examples:
             run(model, example)
@@ -43,14 +46,18 @@ def observed(
 
 
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
-    """Each image's means and mean squares per channel about the mean that the norm expects, (2, N, C) float64."""
+    """Each image's means and mean squares per channel about the mean that the norm expects, (2, N,
+    C) float64.
+    """
     about = x - _expected(norm)[0].to(x.dtype)[:, None]
     square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
     return torch.stack([about.mean(2).double(), square])
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The running mean and variance of a norm; 0 and 1 for a layer without statistics, whose input is whitened."""
+    """The running mean and variance of a norm; 0 and 1 for a layer without statistics, whose input
+    is whitened.
+    """
     if affine.holds_statistics(layer):
         return affine.statistics(layer)
     weight = anchor(layer).detach().double()
@@ -58,7 +65,9 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Module]) -> list[Example]:
+def dead_leaves(
+    model: nn.Module, example: Example, norms: Mapping[str, nn.Module]
+) -> list[Example]:
     """Batches of dead leaves as calls like `example`; none where the network takes no such images.
 
     Their standard deviation gives the first norm its running variance.
@@ -66,13 +75,17 @@ def dead_leaves(model: nn.Module, example: Example, norms: Mapping[str, nn.Modul
     like = anchor(model)
     for size in _sizes(model, example.size):
         try:
-            moments = observed(model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments)
+            moments = observed(
+                model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments
+            )
             path, (first, *_) = next(iter(moments.items()))
         except Exception:
             continue
         ratio = float(_expected(norms[path])[1].mean() / first[1].mean())
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
-        return [example.of((deviation * leaves(BATCH, size, i)).to(like)) for i in range(COUNT // BATCH)]
+        return [
+            example.of((deviation * leaves(BATCH, size, i)).to(like)) for i in range(COUNT // BATCH)
+        ]
     return []
 
 
@@ -82,4 +95,6 @@ def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
     # At the recorded size the last layers of networks for photographs have few positions.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
-    return [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
+    return (
+        [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
+    )

@@ -8,13 +8,15 @@ from torch import nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
-# The most numbers in the images of a part. Then a network's values fit into memory that was used before, and a CPU
-# spends more time on new memory than on products.
+# The most numbers in the images of a part. Then a network's values fit into memory that was used
+# before, and a CPU spends more time on new memory than on products.
 NUMBERS = 2**20
 
 
 def parts(batch: Example, device: torch.device) -> list[Example]:
-    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS` numbers, if the batch can be split."""
+    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS` numbers, if the batch
+    can be split.
+    """
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
@@ -22,18 +24,22 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
-    """The batches, read once, such as images (N, C, H, W) or (images, labels), as calls of `model` (`Example.read`).
+    """The batches, read once, such as images (N, C, H, W) or (images, labels), as calls of `model`
+    (`Example.read`).
 
     Raises SourceError: no images, images of another size, or NaN or infinite values.
     """
-    called, size = form(model), None
+    called = form(model)
+    size = None
     for i, batch in enumerate(batches):
         example, _ = called.read(batch)
         _check_images(example, i)
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
             shown = [each[0] if each and len(each) == 1 else each for each in (sizes, size)]
-            raise SourceError(f"calibration batch {i} has images of size {shown[0]}", f"not {shown[1]}")
+            raise SourceError(
+                f"calibration batch {i} has images of size {shown[0]}", f"not {shown[1]}"
+            )
         size = sizes
         yield example.like(model)
 
@@ -51,15 +57,25 @@ def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Ite
 def _check_images(example: Example, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
-    if not tensors or not (floats or example.kwargs) or (not example.listed and example.images.ndim < 2):
+    if (
+        not tensors
+        or not (floats or example.kwargs)
+        or (not example.listed and example.images.ndim < 2)
+    ):
         remedy = "Give them as the network takes them: floating-point (N, C, H, W), normalized"
         types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors})) or "none"
-        raise SourceError(f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy)
+        raise SourceError(
+            f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy
+        )
     if not all(bool(torch.isfinite(t).all()) for t in floats):
-        raise SourceError(f"calibration batch {index} has values that are not finite", "NaN or infinite pixels")
+        raise SourceError(
+            f"calibration batch {index} has values that are not finite", "NaN or infinite pixels"
+        )
 
 
-def run(model: nn.Module, example: Example, what: str = "the calibration images do not fit the network") -> object:
+def run(
+    model: nn.Module, example: Example, what: str = "the calibration images do not fit the network"
+) -> object:
     """The network's output; a SourceError where it does not run."""
     try:
         return example.call(model)

@@ -1,6 +1,7 @@
 """Several networks run over the same images, in lockstep, from one layer to the next.
 
-At each stop the values that later nodes read are stored, batch by batch. The next stop continues from them.
+At each stop the values that later nodes read are stored, batch by batch. The next stop continues
+from them.
 """
 
 import copy
@@ -28,11 +29,15 @@ LARGE = 2**20
 
 
 class Interpreter:
-    """One network, run node by node, with a record for each size of its input, or each input where values decide."""
+    """One network, run node by node, with a record for each size of its input, or each input where
+    values decide.
+    """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         # The number of images in a list decides which operations run, so a list is not shortened.
-        self.traced = record_once(model, example) if example.listed else record(model, example.first(2))
+        self.traced = (
+            record_once(model, example) if example.listed else record(model, example.first(2))
+        )
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
@@ -45,16 +50,23 @@ class Interpreter:
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
-            ways = [[(node.name, str(node.target)) for node in nodes] for nodes in (record.nodes, self.nodes)]
+            ways = [
+                [(node.name, str(node.target)) for node in nodes]
+                for nodes in (record.nodes, self.nodes)
+            ]
             if ways[0] != ways[1]:
                 why = "the way depends on how many there are, too" * example.listed
-                raise SourceError(f"images of size {example} take another way through the network", why)
+                raise SourceError(
+                    f"images of size {example} take another way through the network", why
+                )
             self.records[key] = record
         entries = (node.name for node in self.nodes if node.op == "placeholder")
         return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
-        """`values` after the nodes from `begin` up to, but not including, `end`, without those that no node reads."""
+        """`values` after the nodes from `begin` up to, but not including, `end`, without those that
+        no node reads.
+        """
         record = self.records[values[SIZE]]
         for i in range(begin, end):
             node = record.nodes[i]
@@ -75,7 +87,8 @@ class Interpreter:
 
 
 class Lockstep:
-    """Networks in eval mode, recorded on the first batch (`checked`), and the values of each batch at the latest stop.
+    """Networks in eval mode, recorded on the first batch (`checked`), and the values of each batch
+    at the latest stop.
 
     The first `mirrored` images are followed by their mirror images.
 
@@ -83,7 +96,9 @@ class Lockstep:
     """
 
     @torch.no_grad()
-    def __init__(self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0
+    ) -> None:
         self.batches: list[list[Values]] = []
         # Images, and rows of the stored batches: mirror images count here.
         self.images = self.rows = 0
@@ -95,7 +110,9 @@ class Lockstep:
         try:
             self.interpreters = [Interpreter(model, first) for model in models]
         except TraceError as error:
-            raise SourceError("the calibration images do not fit the network", error.why or error.what) from None
+            raise SourceError(
+                "the calibration images do not fit the network", error.why or error.what
+            ) from None
         for model in models:
             run(model, first.first(1).map(torch.clone))
         self.device = first.images.device
@@ -117,11 +134,16 @@ class Lockstep:
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Run up to the given node of each network, which is not run itself; yields each batch's values there.
+        """Run up to the given node of each network, which is not run itself; yields each batch's
+        values there.
 
-        The caller may add the value of such a node. Raises VerificationError after the last batch: NaN or infinity.
+        The caller may add the value of such a node. Raises VerificationError after the last batch:
+        NaN or infinity.
         """
-        ends = [interpreter.index[node] for interpreter, node in zip(self.interpreters, nodes, strict=True)]
+        ends = [
+            interpreter.index[node]
+            for interpreter, node in zip(self.interpreters, nodes, strict=True)
+        ]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
         finite: list[Tensor] = []
         for i, stored in enumerate(self.batches):
@@ -130,25 +152,35 @@ class Lockstep:
                 # The next stop starts from the stored values, so this one must not write into them.
                 batch = copy.deepcopy(batch)
             try:
-                for interpreter, values, begin, end in zip(self.interpreters, batch, self.reached, ends, strict=True):
+                for interpreter, values, begin, end in zip(
+                    self.interpreters, batch, self.reached, ends, strict=True
+                ):
                     interpreter.run(values, begin, end)
             except Exception as error:
-                raise misfit(error, "these images take another way through the network than the first") from None
+                raise misfit(
+                    error, "these images take another way through the network than the first"
+                ) from None
             for values, before in zip(batch, stored, strict=True):
                 finite += _finite(values[name] for name in values.keys() - before.keys())
             yield batch
             if advances:
-                self.batches[i] = [_stored(values, before) for values, before in zip(batch, stored, strict=True)]
+                self.batches[i] = [
+                    _stored(values, before) for values, before in zip(batch, stored, strict=True)
+                ]
         # One question for all batches, as a device is waited for.
         if finite and not bool(torch.stack(finite).all()):
-            raise VerificationError("the network gives values that are not finite on the calibration images")
+            raise VerificationError(
+                "the network gives values that are not finite on the calibration images"
+            )
         if advances:
             self.reached = ends
 
 
 def _stored(values: Values, before: Values) -> Values:
     # Views of one memory stay in it: a network may write into one and read the other.
-    sharing = Counter(value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor))
+    sharing = Counter(
+        value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor)
+    )
     stored: Values = {}
     for name, value in values.items():
         stored[name] = before.get(name, value)
@@ -171,13 +203,19 @@ def _mapped(value: Tensor) -> Tensor:
 def _loaded(values: Values, device: torch.device) -> Values:
     loaded = dict(values)
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.untyped_storage().filename is not None:
+        if (
+            isinstance(value, Tensor)
+            and value.device.type == "cpu"
+            and value.untyped_storage().filename is not None
+        ):
             loaded[name] = value.to(device)
     return loaded
 
 
 def _finite(values: Iterable[object]) -> Iterator[Tensor]:
-    """For each floating-point tensor, whether all its values are finite, as a bool () on its device."""
+    """For each floating-point tensor, whether all its values are finite, as a bool () on its
+    device.
+    """
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             least, most = value.aminmax()

@@ -1,10 +1,12 @@
-"""Each channel's sign and scale before a per-sample norm, chosen so that the sample's own statistics cost least.
+"""Each channel's sign and scale before a per-sample norm, chosen so that the sample's own
+statistics cost least.
 
-Such a norm subtracts each sample's group mean and divides by its group deviation; gamma and beta compensate the sign
-and scale of a channel. Correlated channels cancel in the group's mean where their signs differ. For independent
-channels, where one deviation of channel c moves the output by a_c, the best deviations are sqrt(a_c): sum(phi^2)
-sum(a^2 / phi^2) has its minimum at phi^4 = a^2. From there, with the signs of `least_sum`, gradient descent lowers
-`NormInputs.loss`. Means and mean squares come from dead leaves and from the user's images.
+Such a norm subtracts each sample's group mean and divides by its group deviation; gamma and beta
+compensate the sign and scale of a channel. Correlated channels cancel in the group's mean where
+their signs differ. For independent channels, where one deviation of channel c moves the output by
+a_c, the best deviations are sqrt(a_c): sum(phi^2) sum(a^2 / phi^2) has its minimum at phi^4 = a^2.
+From there, with the signs of `least_sum`, gradient descent lowers `NormInputs.loss`. Means and mean
+squares come from dead leaves and from the user's images.
 """
 
 from __future__ import annotations
@@ -29,25 +31,34 @@ MOST = 256
 # The search for signs starts from so many random ones.
 STARTS = 8
 # Steps and learning rate of the descent, and the largest change of a scale's logarithm.
-STEPS, RATE, FARTHEST = 24, 0.12, 1.5
+STEPS = 24
+RATE = 0.12
+FARTHEST = 1.5
 # This share of the channels' own variances of means is added, as their correlations may be chance.
 CHANCE = 0.2
 # Lower bounds of a channel's cost and variance, in units of its group's mean.
-LEAST_COST, LEAST_VARIANCE = 0.03, 1e-4
+LEAST_COST = 0.03
+LEAST_VARIANCE = 1e-4
 
 Numbers = npt.NDArray[np.float64]
 
 
 def rescalable(step: Step) -> dict[str, Body]:
     """The arguments of the norms of a step before which channels may be rescaled, by path."""
-    return {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm" and "eps" in edit.args}
+    return {
+        edit.path: edit.args
+        for edit in step.edits
+        if edit.layer == "GroupNorm" and "eps" in edit.args
+    }
 
 
 @torch.no_grad()
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Rescale both networks before each norm, in place; the target keeps its function (`groupnorm.fitting_target`)."""
+    """Rescale both networks before each norm, in place; the target keeps its function
+    (`groupnorm.fitting_target`).
+    """
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: last(target.get_submodule(path)) for path in args}
@@ -56,7 +67,9 @@ def choose_rescaling(
         for path, moments in observed(target, norms, images, image_moments).items():
             means, squares = torch.cat(moments, 1).cpu()
             if bool(means.isfinite().all() and squares.isfinite().all()):
-                values = NormInputs.of(means, squares, norms[path], args[path]["groups"], args[path]["eps"])
+                values = NormInputs.of(
+                    means, squares, norms[path], args[path]["groups"], args[path]["eps"]
+                )
                 inputs[path] = inputs[path].beside(values) if path in inputs else values
     for path, scale in _scales(inputs).items():
         norm = norms[path]
@@ -69,14 +82,18 @@ def choose_rescaling(
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
-    """The signed scales (C,) of each norm; norms of one shape go through one descent, with fewer calls of torch."""
+    """The signed scales (C,) of each norm; norms of one shape go through one descent, with fewer
+    calls of torch.
+    """
     alike: dict[torch.Size, list[str]] = {}
     for path, norm_inputs in inputs.items():
         alike.setdefault(norm_inputs.means.shape[1:], []).append(path)
     scales: dict[str, Tensor] = {}
     for paths in alike.values():
         together = NormInputs.joined([inputs[path] for path in paths]).least_costly()
-        scales |= dict(zip(paths, together.split([inputs[path].var.numel() for path in paths]), strict=True))
+        scales |= dict(
+            zip(paths, together.split([inputs[path].var.numel() for path in paths]), strict=True)
+        )
     return scales
 
 
@@ -85,7 +102,8 @@ class NormInputs:
     """The inputs of a norm with G groups of c channels, and the cost of errors there.
 
     Args:
-        means, squares: each image's mean and mean square per channel, about the mean of all images, (G, N, c).
+        means, squares: each image's mean and mean square per channel, about the mean of all images,
+            (G, N, c).
         var: the running variance of each channel, (G, c).
         effect: the cost of a squared error in a channel, (G, c).
         eps: the norm's, (G, 1), in units of a group of mean variance.
@@ -98,38 +116,52 @@ class NormInputs:
     eps: Tensor
 
     @classmethod
-    def of(cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float) -> NormInputs:
-        """Inputs with each image's means and mean squares (N, C); a squared error costs (gamma / deviation)^2.
+    def of(
+        cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float
+    ) -> NormInputs:
+        """Inputs with each image's means and mean squares (N, C); a squared error costs (gamma /
+        deviation)^2.
 
-        Every channel is scaled to its running variance: the network was not trained on dead leaves, and a channel that
-        is nearly constant on them would dominate its group on other images.
+        Every channel is scaled to its running variance: the network was not trained on dead leaves,
+        and a channel that is nearly constant on them would dominate its group on other images.
         """
         effect = affine.read(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
-        # Rounding can give a constant channel less than this, and its mean would outweigh all others.
+        # Rounding can give a constant channel less than this, and its mean would outweigh all
+        # others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
-        effect, var = torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
+        effect, var = (
+            torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
+        )
         ratio = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
-        x, e = x * ratio, e * ratio.square()
+        x = x * ratio
+        e = e * ratio.square()
         mean_var = var.mean(1, keepdim=True)
-        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(affine.epsilon(norm))
+        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(
+            affine.epsilon(norm)
+        )
         # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
-        x, e = torch.where(constant[:, None], 0.0, x), torch.where(constant[:, None], 1.0, e)
+        x = torch.where(constant[:, None], 0.0, x)
+        e = torch.where(constant[:, None], 1.0, e)
         var = torch.where(constant, 1.0, var)
         return cls(*(value.float().contiguous() for value in (x, e, var, effect, own_eps)))
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
         """The groups of all inputs, which have as many images, and channels to a group."""
-        tensors = zip(*((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs), strict=True)
+        tensors = zip(
+            *((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs),
+            strict=True,
+        )
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
-        means, squares = torch.cat([self.means, other.means], 1), torch.cat([self.squares, other.squares], 1)
+        means = torch.cat([self.means, other.means], 1)
+        squares = torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
@@ -169,21 +201,33 @@ class NormInputs:
         With z = scale x, the norm of z, matched to the average image and taken back to x, errs by
         (r - 1) x - r mean(z) / scale, r = sqrt((v + eps) / (a sample's variance + eps)).
         """
-        channels, per = scale.shape[1], self.effect / scale.square()
-        mean, back = (self.means @ torch.stack([scale / channels, self.effect / scale], 2)).unbind(2)
+        channels = scale.shape[1]
+        per = self.effect / scale.square()
+        mean, back = (self.means @ torch.stack([scale / channels, self.effect / scale], 2)).unbind(
+            2
+        )
         energy, cost = (self.squares @ torch.stack([scale.square(), self.effect], 2)).unbind(2)
         var = (energy / channels - mean.square()).clamp_min(0)
         ratio = ((var.mean(1, keepdim=True) + self.eps) / (var + self.eps)).sqrt()
-        off, moved_mean = ratio - 1, ratio * mean
-        cost = off.square() * cost - 2 * off * moved_mean * back + moved_mean.square() * per.sum(1, keepdim=True)
+        off = ratio - 1
+        moved_mean = ratio * mean
+        cost = (
+            off.square() * cost
+            - 2 * off * moved_mean * back
+            + moved_mean.square() * per.sum(1, keepdim=True)
+        )
         alone = self.means.var(1) * scale.square()
         return cost.mean(1) + CHANCE * per.sum(1) * alone.sum(1) / channels**2
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of some descents that flip one sign at a time."""
+    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of some descents that flip one
+    sign at a time.
+    """
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
+    starts = (
+        torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
+    )
     diagonal = quadratic.diagonal()
     # Smaller gains are rounding, and could flip signs forever.
     least = -1e-12 * diagonal.sum() / 2
@@ -198,5 +242,6 @@ def least_sum(quadratic: Numbers) -> Numbers:
             signs[at] = -signs[at]
         value = (diagonal - 2 * gains).sum()
         if value < lowest:
-            best, lowest = signs, value
+            best = signs
+            lowest = value
     return best

@@ -1,6 +1,8 @@
-"""Population statistics of BatchNorm, estimated anew (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithm 2, lines 8-10).
+"""Population statistics of BatchNorm, estimated anew (Ioffe & Szegedy 2015, arXiv:1502.03167,
+algorithm 2, lines 8-10).
 
-The network runs with each norm on the statistics of its batch. Per norm and channel, with m values in a batch:
+The network runs with each norm on the statistics of its batch. Per norm and channel, with m values
+in a batch:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
 """
@@ -22,14 +24,20 @@ from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating, hooked
 
-_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SiteNorm.forward, norm_act.BatchNormAct2d.forward}
-# The largest standard error of a channel's mean, in its deviations, in the median channel of the worst norm. Above it,
-# four trained networks lost 2 to 20 points of top-1 by 2 to 8 images; below it 0 to 4.
+_FORWARDS = {
+    _BatchNorm.forward,
+    nn.SyncBatchNorm.forward,
+    SiteNorm.forward,
+    norm_act.BatchNormAct2d.forward,
+}
+# The largest standard error of a channel's mean, in its deviations, in the median channel of the
+# worst norm. Above it, four trained networks lost 2 to 20 points of top-1 by 2 to 8 images; below
+# it 0 to 4.
 MOST_ERROR = 0.3
 _MISFIT = "the network does not run on these images as in training"
 
-# By path: the sums (3, C), float64, over batches of mean, unbiased variance and mean square of the images' means; and
-# the number of batches.
+# By path: the sums (3, C), float64, over batches of mean, unbiased variance and mean square of the
+# images' means; and the number of batches.
 _Sums = dict[str, tuple[Tensor, int]]
 
 
@@ -40,7 +48,10 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
         if not isinstance(module, _BatchNorm):
             continue
         if type(module).forward not in _FORWARDS or "forward" in vars(module):
-            raise RefusedError(f"cannot estimate {path}", f"what a {type(module).__name__} does in training is unknown")
+            raise RefusedError(
+                f"cannot estimate {path}",
+                f"what a {type(module).__name__} does in training is unknown",
+            )
         if module.running_mean is not None and module.running_var is not None:
             norms[path] = module
     holders: dict[int, str] = {}
@@ -48,7 +59,11 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
         other = holders.setdefault(id(norm.running_mean), path)
         if other != path:
             remedy = "Give each a clone of running_mean and running_var"
-            raise RefusedError(f"{other} and {path} share their running statistics", "each reads other values", remedy)
+            raise RefusedError(
+                f"{other} and {path} share their running statistics",
+                "each reads other values",
+                remedy,
+            )
     if not norms:
         remedy = "Only norms that take statistics of the batch in training have some to estimate"
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
@@ -57,15 +72,21 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
 
 @torch.no_grad()
 def estimate_population(
-    model: nn.Module, batches: Iterable[object], progress: Progress | None = None, *, most_error: float = float("inf")
+    model: nn.Module,
+    batches: Iterable[object],
+    progress: Progress | None = None,
+    *,
+    most_error: float = float("inf"),
 ) -> str:
-    """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the images.
+    """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the
+    images.
 
     Args:
         batches: of what it takes (`checked`). Those of another size than the first are left out.
         most_error: the largest standard error of a mean, in deviations (`MOST_ERROR`).
 
-    Raises RefusedError: see `norms_of`; SourceError: unusable images, too few, or batches of less than two;
+    Raises RefusedError: see `norms_of`; SourceError: unusable images, too few, or batches of less
+    than two;
     VerificationError: the network gives values that are not finite.
     """
     norms = norms_of(model)
@@ -75,7 +96,9 @@ def estimate_population(
         for example in checked(model, batches):
             size = size or example.count
             if size < 2:
-                raise SourceError("a batch of 1 image", "the statistics of a batch need at least two")
+                raise SourceError(
+                    "a batch of 1 image", "the statistics of a batch need at least two"
+                )
             if example.count != size:
                 left_out += example.count
                 continue
@@ -99,24 +122,38 @@ def estimate_population(
 
 
 def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None:
-    """Raise SourceError where the standard error of the mean, sqrt(Var[image mean] / N), exceeds `most` deviations."""
+    """Raise SourceError where the standard error of the mean, sqrt(Var[image mean] / N), exceeds
+    `most` deviations.
+    """
     mean, var, square = moments
-    error = float(((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median())
+    error = float(
+        ((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median()
+    )
     if error > most:
-        why = f"at {path} the standard error of a channel's mean is {error:.2f} deviations, more than {most:g}"
+        why = (
+            f"at {path} the standard error of a channel's mean is {error:.2f} deviations, more than"
+            f" {most:g}"
+        )
         remedy = (
-            f"Give {math.ceil(count * (error / most) ** 2)} or more; then 'normswap verify OUTPUT --data OTHERS' "
-            "measures on other images what is kept"
+            f"Give {math.ceil(count * (error / most) ** 2)} or more; then 'normswap verify OUTPUT"
+            " --data OTHERS' measures on other images what is kept"
         )
         raise SourceError(f"{count} images are too few", why, remedy)
 
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterator[_Sums]:
-    """Put the norms alone into training mode, and sum the moments of their inputs; restores all afterwards."""
+    """Put the norms alone into training mode, and sum the moments of their inputs; restores all
+    afterwards.
+    """
     sums: _Sums = {}
-    before = {buffer: buffer.clone() for norm in norms.values() for buffer in norm.buffers(recurse=False)}
-    handles = (norm.register_forward_pre_hook(partial(_add_input, sums, path)) for path, norm in norms.items())
+    before = {
+        buffer: buffer.clone() for norm in norms.values() for buffer in norm.buffers(recurse=False)
+    }
+    handles = (
+        norm.register_forward_pre_hook(partial(_add_input, sums, path))
+        for path, norm in norms.items()
+    )
     try:
         with evaluating(model), hooked(handles):
             for norm in norms.values():
@@ -132,7 +169,9 @@ def _add_input(sums: _Sums, path: str, norm: nn.Module, args: tuple[Tensor, ...]
     for batch in args[0].split(sizes):
         values = batch.detach().double().transpose(0, 1).flatten(1)
         if values.shape[1] < 2:
-            raise SourceError(f"{path} sees one value per channel in a batch", "its variance is not defined")
+            raise SourceError(
+                f"{path} sees one value per channel in a batch", "its variance is not defined"
+            )
         squares = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
         both, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
         sums[path] = both + torch.stack([values.mean(1), values.var(1), squares]), number + 1

@@ -4,8 +4,9 @@ With m and d the mean and deviation of a channel on the images, and m', d' those
 
     r = d' / d,      W <- r W,      b <- r (b - m) + m'
 
-Each layer reads what the corrected layers before it give. Moments of several references are averaged (Jordan et al.
-2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+Each layer reads what the corrected layers before it give. Moments of several references are
+averaged (Jordan et al. 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019,
+arXiv:1906.04721, section 4.2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,10 @@ from normswap.models.modes import Progress, evaluating, undisturbed
 
 # Run node by node, a network differs from itself by far less than this relative L2.
 _ROUNDING = 1e-3
-# A channel's variance is left alone where it is less than the first share of the reference's, or the reference's
-# deviation is less than the second share of its mean.
-_CONSTANT, _EQUAL = 1e-10, 1e-12
+# A channel's variance is left alone where it is less than the first share of the reference's, or
+# the reference's deviation is less than the second share of its mean.
+_CONSTANT = 1e-10
+_EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
@@ -50,28 +52,35 @@ def restore(
     means_only: bool = False,
     progress: Progress | None = None,
 ) -> tuple[str, ...]:
-    """Set weights and biases of `model`, in place, so that its layers' outputs have the references' moments.
+    """Set weights and biases of `model`, in place, so that its layers' outputs have the references'
+    moments.
 
     Args:
-        references: networks with the same layers at the same paths; of several the moments are averaged.
+        references: networks with the same layers at the same paths; of several the moments are
+            averaged.
         batches: of what they take (`checked`).
         means_only: change the biases alone.
 
-    Returns what the user should know. Raises SourceError: unusable or too few images; RefusedError: the networks share
-    no layer, a weight is made of other tensors, or the network computes what its modules do not (another library's
-    hooks).
+    Returns what the user should know. Raises SourceError: unusable or too few images; RefusedError:
+    the networks share no layer, a weight is made of other tensors, or the network computes what its
+    modules do not (another library's hooks).
     """
     with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
         places = list(_places(lockstep.interpreters))
         if not places:
-            why = "its convolutions and linear maps are other ones, at other paths, or are called more than once"
+            why = (
+                "its convolutions and linear maps are other ones, at other paths, or are called"
+                " more than once"
+            )
             raise RefusedError("the reference has no layer of the network's", why)
         _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
         for number, place in enumerate(places, 1):
             *targets, current = _moments(lockstep, place)
             if current.count < 2:
-                raise SourceError(f"{place.path} sees one value per channel", "its variance is not defined")
+                raise SourceError(
+                    f"{place.path} sees one value per channel", "its variance is not defined"
+                )
             _set(place.layer, current, targets, means_only=means_only)
             if progress is not None:
                 progress(number, len(places))
@@ -93,52 +102,83 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
         for reference in references:
             same = reference.modules.get(str(node.target))
             calls = reference.calls.get(id(same), [])
-            if len(calls) == 1 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape:
+            if (
+                len(calls) == 1
+                and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape
+            ):
                 nodes += calls
         if len(nodes) != len(references):
             continue
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             raise RefusedError(
-                f"the weight of {node.target} is made of other tensors, by a pruning hook or a parametrization",
+                f"the weight of {node.target} is made of other tensors, by a pruning hook or a"
+                " parametrization",
                 "moments cannot be set through them",
-                "Bake them first: torch.nn.utils.prune.remove, or parametrize.remove_parametrizations",
+                "Bake them first: torch.nn.utils.prune.remove, or"
+                " parametrize.remove_parametrizations",
             )
         yield _Place(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Raise RefusedError where the network, run node by node, computes something else than as a whole."""
+    """Raise RefusedError where the network, run node by node, computes something else than as a
+    whole.
+    """
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
     for whole, by_nodes in zip(outputs.values(), ends, strict=False):
-        if not isinstance(by_nodes, Tensor) or whole.shape != by_nodes.shape or not whole.is_floating_point():
+        if (
+            not isinstance(by_nodes, Tensor)
+            or whole.shape != by_nodes.shape
+            or not whole.is_floating_point()
+        ):
             continue
         if float((whole - by_nodes).norm()) > _ROUNDING * float(whole.norm()):
-            why = "another library hooks something in, such as fake quantizers, that no module shows"
-            raise RefusedError("the network computes something else than its modules", why, "Restore it before that")
+            why = (
+                "another library hooks something in, such as fake quantizers, that no module shows"
+            )
+            raise RefusedError(
+                "the network computes something else than its modules",
+                why,
+                "Restore it before that",
+            )
 
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
     moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
     for batch in lockstep.run_to([*place.nodes]):
-        for interpreter, values, node, each in zip(lockstep.interpreters, batch, place.nodes, moments, strict=True):
+        for interpreter, values, node, each in zip(
+            lockstep.interpreters, batch, place.nodes, moments, strict=True
+        ):
             layer = interpreter.traced.linear(str(node.target))
             output = layer(values[inputs(node)[0].name])
             # The network's own value will be another one when the layer is set.
             if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
-            rows = output.flatten(0, -2).T if isinstance(layer, nn.Linear) else output.transpose(0, 1).flatten(1)
+            rows = (
+                output.flatten(0, -2).T
+                if isinstance(layer, nn.Linear)
+                else output.transpose(0, 1).flatten(1)
+            )
             each.add(rows.detach().double().cpu())
     return moments
 
 
-def _set(layer: Linearity, current: ChannelMoments, targets: Sequence[ChannelMoments], *, means_only: bool) -> None:
+def _set(
+    layer: Linearity,
+    current: ChannelMoments,
+    targets: Sequence[ChannelMoments],
+    *,
+    means_only: bool,
+) -> None:
     mean = torch.stack([target.mean for target in targets]).mean(0)
     factor = torch.ones_like(mean)
     if not means_only:
         deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
-        varies = (current.variance > _CONSTANT * deviation.square()) & (deviation > _EQUAL * mean.abs())
+        varies = (current.variance > _CONSTANT * deviation.square()) & (
+            deviation > _EQUAL * mean.abs()
+        )
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
     if layer.bias is not None:

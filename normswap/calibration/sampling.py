@@ -1,4 +1,6 @@
-"""The inputs and targets of a layer as rows: its input patches, at places drawn at random, never all of them."""
+"""The inputs and targets of a layer as rows: its input patches, at places drawn at random, never
+all of them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +19,18 @@ def fits(module: nn.Module) -> bool:
         return False
     if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
         return False
-    return is_reparametrized(module) or not own_forwards.is_own(module) or own_forwards.computes(module)
+    return (
+        is_reparametrized(module)
+        or not own_forwards.is_own(module)
+        or own_forwards.computes(module)
+    )
 
 
-def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Input patches (N, G, p, f) and targets (N, G, p, o) at p <= `count` places, the same for all images.
+def patches(
+    layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Input patches (N, G, p, f) and targets (N, G, p, o) at p <= `count` places, the same for all
+    images.
 
     G counts the layer's groups; f runs as in its weight.
 
@@ -30,14 +39,17 @@ def patches(layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch
         y: the target, of the shape of its output.
     """
     if isinstance(layer, nn.Linear):
-        x, y = x.reshape(len(x), -1, x.shape[-1]), y.reshape(len(y), -1, y.shape[-1])
+        x = x.reshape(len(x), -1, x.shape[-1])
+        y = y.reshape(len(y), -1, y.shape[-1])
         places = draw(x.shape[1], count, generator).to(x.device)
         return x[:, None, places], y[:, None, places]
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, torch.unravel_index(places, sides))
     read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
-    targets = y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
+    targets = (
+        y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
+    )
     return read, targets
 
 
@@ -50,10 +62,13 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """The inputs (N, C, p, taps) of places of the output (indices on the CPU); the padding's zeros are not written."""
+    """The inputs (N, C, p, taps) of places of the output (indices on the CPU); the padding's zeros
+    are not written.
+    """
     maps, padding = own_forwards.read(conv, x)
     sides = maps.shape[2:]
-    flat, inside = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+    flat = torch.zeros(1, dtype=torch.long)
+    inside = torch.ones(1, dtype=torch.bool)
     for side, place in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
         index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side][0]
@@ -67,7 +82,9 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:
-    """The numbers of at most `count` of so many places; all of them in order where there are no more."""
+    """The numbers of at most `count` of so many places; all of them in order where there are no
+    more.
+    """
     if places <= count:
         return torch.arange(places)
     return torch.randperm(places, generator=generator)[:count]

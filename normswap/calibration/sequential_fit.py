@@ -1,13 +1,15 @@
-"""Sequential regression: each layer of the converted network is fitted to the source's values, on its own inputs.
+"""Sequential regression: each layer of the converted network is fitted to the source's values, on
+its own inputs.
 
-Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the source's output of the
-same layer. The input is what the layers fitted so far make of the same images. Where a layer's output goes straight
-into a sum, the target is the source's sum less the converted network's other arm: this corrects the residual stream,
-too. Closed form, no gradient, no labels.
+Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the
+source's output of the same layer. The input is what the layers fitted so far make of the same
+images. Where a layer's output goes straight into a sum, the target is the source's sum less the
+converted network's other arm: this corrects the residual stream, too. Closed form, no gradient, no
+labels.
 
-A fit to few images may err more on others, and least squares shrinks every layer towards the mean. So only the share of
-the fit is kept that gives the best answers to held-out images. A share of 0 has the weights without the fit, 1 those of
-the fit; between them tensors are interpolated.
+A fit to few images may err more on others, and least squares shrinks every layer towards the mean.
+So only the share of the fit is kept that gives the best answers to held-out images. A share of 0
+has the weights without the fit, 1 those of the fit; between them tensors are interpolated.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ from normswap.models.modes import Progress, evaluating, undisturbed
 
 # At most so many positions of an image give rows.
 PLACES = 64
-# Rows from all images together. A fit to n rows of f numbers has about f / n more squared error than the best weights,
-# so wide patches need more rows.
-LEAST_ROWS, MOST_ROWS = 2**11, 2**15
+# Rows from all images together. A fit to n rows of f numbers has about f / n more squared error
+# than the best weights, so wide patches need more rows.
+LEAST_ROWS = 2**11
+MOST_ROWS = 2**15
 # Rows per number in a patch: the least, and as many as are worth their time.
-LEAST_FOR_EACH, ENOUGH_FOR_EACH = 12, 128
+LEAST_FOR_EACH = 12
+ENOUGH_FOR_EACH = 128
 # The first images are mirrored, too, which helps most where there are few.
 MIRRORED = 100
 # The first of equally good shares is taken.
@@ -72,19 +76,26 @@ def refit(
     """Fit the layers of `result`, in place, to those of `source` at the same paths.
 
     Args:
-        batches: of what they take (`checked`). If some images are held out (`HeldOut`), these choose how much of the
-            fit is kept (`keep_share`).
-        zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the ridge applies to the
-            weights before that scaling. Such filters are useless without the fit, so all of it is kept.
+        batches: of what they take (`checked`). If some images are held out (`HeldOut`), these
+            choose how much of the fit is kept (`keep_share`).
+        zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the
+            ridge applies to the weights before that scaling. Such filters are useless without the
+            fit, so all of it is kept.
         mirrored: how many images are mirrored, too; `MIRRORED` by default.
 
     Raises SourceError: unusable or too few images, or values whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
-        lockstep = Lockstep([source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored)
+        lockstep = Lockstep(
+            [source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored
+        )
         pair = lockstep.interpreters
-        layers = [layer for layer in fittable_layers(*(interpreter.traced for interpreter in pair)) if only(layer[2])]
+        layers = [
+            layer
+            for layer in fittable_layers(*(interpreter.traced for interpreter in pair))
+            if only(layer[2])
+        ]
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
             try:
@@ -97,7 +108,9 @@ def refit(
                     _fit_linear(module, source.get_submodule(path), place, factors)
             except torch.linalg.LinAlgError as error:
                 why = f"{error}: on these images its input overflows when squared"
-                remedy = "Check that these are the network's trained weights, and images prepared for it"
+                remedy = (
+                    "Check that these are the network's trained weights, and images prepared for it"
+                )
                 raise SourceError(f"{path} cannot be fitted", why, remedy) from None
             if progress is not None:
                 progress(number + 1, len(layers))
@@ -106,15 +119,18 @@ def refit(
 
 
 def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
-    """Every layer that can be fitted, in order: its node in the source, in the result, its path and the module.
+    """Every layer that can be fitted, in order: its node in the source, in the result, its path and
+    the module.
 
-    Layers behind a detector's choice of boxes are left out: each network chooses its own, so their rows do not match.
+    Layers behind a detector's choice of boxes are left out: each network chooses its own, so their
+    rows do not match.
     """
     boxes = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
     layers = []
     for node in ours.nodes:
-        module, path = ours.module(node), str(node.target)
+        module = ours.module(node)
+        path = str(node.target)
         if module is None or path not in calls or calls[path] in boxes:
             continue
         other = theirs.modules[path]
@@ -131,7 +147,9 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:
-    """The nodes that depend on non-maximum suppression: values decide which boxes their rows stand for."""
+    """The nodes that depend on non-maximum suppression: values decide which boxes their rows stand
+    for.
+    """
     boxes: set[fx.Node] = set()
     for node in record.nodes:
         if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
@@ -141,30 +159,39 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms` (source's, result's)."""
+    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms` (source's,
+    result's).
+    """
 
     scale: Tensor
     arms: tuple[fx.Node, ...]
 
     @classmethod
     def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
-        """Follow both networks; there are arms only where both end in a sum, whose other arms are computed before."""
+        """Follow both networks; there are arms only where both end in a sum, whose other arms are
+        computed before.
+        """
         nodes = (theirs, ours)
         ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
         arms = tuple(arm for end in ends for arm in end.arms)
         if len(arms) < 2 or any(
-            each.index[arm] >= each.index[node] for each, arm, node in zip(interpreters, arms, nodes, strict=True)
+            each.index[arm] >= each.index[node]
+            for each, arm, node in zip(interpreters, arms, nodes, strict=True)
         ):
             arms = ()
         return cls(ends[0].scale, arms)
 
     @functools.cached_property
     def alive(self) -> bool:
-        """Whether no channel's scale is 0, so that the target can be divided by it; read from the device once."""
+        """Whether no channel's scale is 0, so that the target can be divided by it; read from the
+        device once.
+        """
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """The target for a source value (N, C, ...): plus the difference between the other arms, if it can be."""
+        """The target for a source value (N, C, ...): plus the difference between the other arms, if
+        it can be.
+        """
         if not self.arms or not self.alive:
             return source_value
         their_arm, our_arm = self.arms
@@ -186,7 +213,9 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
             factor, _ = affine.read(module)
             scale = scale.to(factor) * factor
-        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (arms or not normalizes(module)):
+        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (
+            arms or not normalizes(module)
+        ):
             break
         act = None if module is None else affine.activation(module) or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):
@@ -207,7 +236,8 @@ class Place:
 
     def batches(self) -> Iterator[tuple[Values, Values, Tensor, Tensor]]:
         """For each batch the values of source and result, and the layer's input in each of them."""
-        their_input, our_input = inputs(self.theirs)[0].name, inputs(self.ours)[0].name
+        their_input = inputs(self.theirs)[0].name
+        our_input = inputs(self.ours)[0].name
         for theirs, ours in self.lockstep.run_to([self.theirs, self.ours]):
             yield theirs, ours, theirs[their_input], ours[our_input]
 
@@ -215,16 +245,20 @@ class Place:
 def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
     groups = getattr(module, "groups", 1)
     weight = standardized.computed(source).detach()
-    units, zero_sum = torch.ones(groups, 1, 1).to(weight), None
+    units = torch.ones(groups, 1, 1).to(weight)
+    zero_sum = None
     if factors is not None:
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
-    folds, generator = Folds(biased=module.bias is not None), torch.Generator().manual_seed(place.seed)
+    folds = Folds(biased=module.bias is not None)
+    generator = torch.Generator().manual_seed(place.seed)
     for theirs, ours, their_input, our_input in place.batches():
         source_value = theirs[place.theirs.name] = source(their_input)
-        x, y = patches(module, our_input, place.end.target(theirs, ours, source_value), count, generator)
+        x, y = patches(
+            module, our_input, place.end.target(theirs, ours, source_value), count, generator
+        )
         folds.add(x if factors is None else x / units, y)
     fit = regress(folds, prior, zero_sum=zero_sum)
     standardized.compute(module, (fit.weight / units).reshape(weight.shape))
@@ -233,19 +267,25 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
 
 
 def rows_needed(fan: int) -> int:
-    """How many rows, from all images together, a layer with `fan` numbers in its patch is fitted to."""
+    """How many rows, from all images together, a layer with `fan` numbers in its patch is fitted
+    to.
+    """
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
 def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set gamma and beta per channel by the least-squares line from the normalized input to the source's output."""
+    """Set gamma and beta per channel by the least-squares line from the normalized input to the
+    source's output.
+    """
     s, t = affine.read(source)
     generator = torch.Generator().manual_seed(place.seed)
     line = ChannelLine(len(s), s.device)
     for theirs, ours, before, after in place.batches():
         at = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
-        x = columns(normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at)
+        x = columns(
+            normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at
+        )
         y = s[:, None] * columns(before, at) + t[:, None]
         if place.end.arms:
             their_arm, our_arm = place.end.arms
@@ -257,7 +297,9 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
 
 
 def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set a BatchNorm to what a per-sample norm does on average: statistics of its input, gamma and beta by a line."""
+    """Set a BatchNorm to what a per-sample norm does on average: statistics of its input, gamma and
+    beta by a line.
+    """
     plain = copy.deepcopy(source).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):
@@ -280,8 +322,11 @@ def values_of(model: nn.Module) -> Values:
 
 
 @torch.no_grad()
-def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]) -> float:
-    """Set `result`, in place, to the share of its fit whose answers to `held` are nearest to the source's.
+def keep_share(
+    source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]
+) -> float:
+    """Set `result`, in place, to the share of its fit whose answers to `held` are nearest to the
+    source's.
 
     `before` has its values without the fit. Returns the share; 1 where no images are held out.
     """
@@ -293,7 +338,9 @@ def keep_share(source: nn.Module, result: nn.Module, before: Values, held: Seque
         answers = [dict(named_tensors(example.like(source).call(source))) for example in held]
         for share in SHARES:
             _set(result, before, fitted, share)
-            losses[share] = sum(_loss(answer, result, each) for answer, each in zip(answers, held, strict=True))
+            losses[share] = sum(
+                _loss(answer, result, each) for answer, each in zip(answers, held, strict=True)
+            )
     best = min(SHARES, key=losses.__getitem__)
     _set(result, before, fitted, best)
     return best
@@ -304,13 +351,17 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
         value = fitted[name] if share else before[name]
         if 0 < share < 1 and tensor.is_floating_point():
             # Interpolating between equal infinities gives NaN.
-            value = torch.where(before[name] == value, value, torch.lerp(before[name], value, share))
+            value = torch.where(
+                before[name] == value, value, torch.lerp(before[name], value, share)
+            )
         tensor.copy_(value)
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:
     answers = dict(named_tensors(example.like(result).call(result)))
-    if answers.keys() != expected.keys() or any(answers[name].shape != expected[name].shape for name in expected):
+    if answers.keys() != expected.keys() or any(
+        answers[name].shape != expected[name].shape for name in expected
+    ):
         return float("inf")
     floats = [name for name, value in expected.items() if value.is_floating_point()]
     total = sum(float(divergence(expected[name], answers[name])) for name in floats)
@@ -319,7 +370,10 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
 
 def divergence(expected: Tensor, answers: Tensor) -> Tensor:
     """The sum of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2; float64 ()."""
-    expected, answers = expected.double(), answers.double()
+    expected = expected.double()
+    answers = answers.double()
     if expected.ndim == 2 and expected.shape[1] > 1:
-        return F.kl_div(answers.log_softmax(1), expected.log_softmax(1), reduction="sum", log_target=True)
+        return F.kl_div(
+            answers.log_softmax(1), expected.log_softmax(1), reduction="sum", log_target=True
+        )
     return (expected - answers).square().sum()

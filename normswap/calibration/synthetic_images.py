@@ -1,9 +1,10 @@
 """Images made where the user has none: from a network's BatchNorm statistics, or at random.
 
-Gradient descent changes noise with the spectrum of natural images until each BatchNorm sees its running mean and
-variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795). The noise's amplitude falls as 1/f
-(Field 1987), and its colours are correlated. Dead leaves, which have edges as well, are shapes that hide one another,
-of sizes r with a density of 1/r^3 (Lee, Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
+Gradient descent changes noise with the spectrum of natural images until each BatchNorm sees its
+running mean and variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
+The noise's amplitude falls as 1/f (Field 1987), and its colours are correlated. Dead leaves, which
+have edges as well, are shapes that hide one another, of sizes r with a density of 1/r^3 (Lee,
+Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,14 @@ from normswap.models.calling import Example
 from normswap.models.modes import Progress, hooked, undisturbed
 
 # So many images are made, and so many at a time.
-COUNT, BATCH = 128, 32
-STEPS, RATE = 30, 0.2
+COUNT = 128
+BATCH = 32
+STEPS = 30
+RATE = 0.2
 # Leaves to an image, and the smallest and largest of them as shares of its side.
-LEAVES, SMALLEST, LARGEST = 40, 0.03, 0.6
+LEAVES = 40
+SMALLEST = 0.03
+LARGEST = 0.6
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,19 +47,31 @@ class SyntheticImages:
 
 
 def make(
-    model: nn.Module, form: Example, size: Sequence[int], *, seed: int, progress: Progress | None = None
+    model: nn.Module,
+    form: Example,
+    size: Sequence[int],
+    *,
+    seed: int,
+    progress: Progress | None = None,
 ) -> list[Tensor]:
-    """Batches of images of `size` (C, H, W), or of signals or clips, on the network's device and in its dtype.
+    """Batches of images of `size` (C, H, W), or of signals or clips, on the network's device and in
+    its dtype.
 
-    Raises OptionError: no norm keeps statistics, or the network takes more than images; SourceError: it has no
-    gradients, or its numbers overflow.
+    Raises OptionError: no norm keeps statistics, or the network takes more than images;
+    SourceError: it has no gradients, or its numbers overflow.
     """
     remedy = f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
-    norms = [m for m in nn.Module.modules(model) if affine.is_batchnorm(m) and affine.refusal(m) is None]
+    norms = [
+        m for m in nn.Module.modules(model) if affine.is_batchnorm(m) and affine.refusal(m) is None
+    ]
     if not norms:
-        raise OptionError("synthetic images cannot be made", "no BatchNorm is left in the network", remedy)
+        raise OptionError(
+            "synthetic images cannot be made", "no BatchNorm is left in the network", remedy
+        )
     if not form.only_images or len(size) < 2:
-        raise OptionError("synthetic images cannot be made", "the network takes more than images, or none", remedy)
+        raise OptionError(
+            "synthetic images cannot be made", "the network takes more than images, or none", remedy
+        )
     like = next(p for p in model.parameters() if p.is_floating_point())
     batches: list[Tensor] = []
     total = COUNT // BATCH
@@ -63,7 +80,12 @@ def make(
         white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
         level = 1 / coloured(white.detach()).std()
         optimizer = torch.optim.Adam([white], lr=RATE)
-        with undisturbed(model), torch.inference_mode(False), torch.enable_grad(), _distances(norms) as distances:
+        with (
+            undisturbed(model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _distances(norms) as distances,
+        ):
             for step in range(STEPS):
                 distances.clear()
                 with explained(SourceError, "synthetic images cannot be made", remedy):
@@ -71,7 +93,9 @@ def make(
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
                 if not bool(torch.isfinite(loss)):
-                    raise SourceError("synthetic images cannot be made", "the network's numbers overflow", remedy)
+                    raise SourceError(
+                        "synthetic images cannot be made", "the network's numbers overflow", remedy
+                    )
                 optimizer.step()
                 if progress is not None:
                     progress(i * STEPS + step + 1, total * STEPS)
@@ -81,7 +105,9 @@ def make(
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """In a run each norm appends the mean squared errors of its input's mean and deviation, in running deviations."""
+    """In a run each norm appends the mean squared errors of its input's mean and deviation, in
+    running deviations.
+    """
     distances: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:
@@ -97,7 +123,9 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def coloured(noise: Tensor) -> Tensor:
-    """White noise (N, C, H, W), or (N, C, ...), with the spectrum of natural images, up to a factor; differentiable."""
+    """White noise (N, C, H, W), or (N, C, ...), with the spectrum of natural images, up to a
+    factor; differentiable.
+    """
     sides = noise.shape[2:]
     places = tuple(range(2, noise.ndim))
     along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
@@ -115,7 +143,9 @@ def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
 
 
 def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Dead leaves of unit variance; contrast, colours and a grain of noise are drawn for each image."""
+    """Dead leaves of unit variance; contrast, colours and a grain of noise are drawn for each
+    image.
+    """
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size
     per = (count, *(1,) * (len(sides) + 1))
@@ -123,7 +153,9 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
     def drawn(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
 
-    places = torch.stack(torch.meshgrid(*(torch.linspace(0, 1, side) for side in sides), indexing="ij"))
+    places = torch.stack(
+        torch.meshgrid(*(torch.linspace(0, 1, side) for side in sides), indexing="ij")
+    )
     images = drawn(count, channels, *per[2:]).expand(count, *size)
     vivid = drawn(*per)
     for i in range(LEAVES):
@@ -131,10 +163,16 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
         # The first leaves are large, so that no pixel stays empty.
         radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else span**-0.5
         turn = torch.randn(count, len(sides), len(sides), generator=generator)
-        turn = turn / turn.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides)) / radius.view(-1, 1, 1)
+        turn = (
+            turn
+            / turn.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides))
+            / radius.view(-1, 1, 1)
+        )
         away = places - drawn(count, len(sides)).view(count, -1, *per[2:])
         away = torch.einsum("nij,nj...->ni...", turn, away)
-        far = torch.where(drawn(*per) < 0.5, away.square().sum(1, keepdim=True), away.abs().amax(1, keepdim=True))
+        far = torch.where(
+            drawn(*per) < 0.5, away.square().sum(1, keepdim=True), away.abs().amax(1, keepdim=True)
+        )
         colour = drawn(*per) + vivid / 2 * (drawn(count, channels, *per[2:]) - 0.5)
         shade = (drawn(*per) - 0.5) / 2 * away[:, :1]
         images = torch.where(far < 1, colour + shade, images)

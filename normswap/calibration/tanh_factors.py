@@ -1,7 +1,8 @@
 """Factors for channels with long tails before a tanh, so that each loses no more than N(0, 1) does.
 
-The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. gamma compensates a
-factor before the tanh, so every channel gets the largest factor, at most 1, with a small enough loss.
+The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. gamma
+compensates a factor before the tanh, so every channel gets the largest factor, at most 1, with a
+small enough loss.
 """
 
 from collections.abc import Iterable
@@ -17,11 +18,13 @@ from normswap.models.calling import Example
 from normswap.plan import Step
 
 # At most so many of the user's images are used, with so many values of each channel.
-MOST, PLACES = 512, 16
+MOST = 512
+PLACES = 16
 # With fewer values of a channel, dead leaves are used.
 ENOUGH = 256
 # Factors go down in quarters of an octave, at most so many octaves.
-STEPS, OCTAVES = 4, 5
+STEPS = 4
+OCTAVES = 5
 # Quantiles that stand for N(0, 1).
 NORMAL = 2**14
 
@@ -30,7 +33,8 @@ NORMAL = 2**14
 def choose_factors(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Set each channel's factor, in place, in both networks; the target keeps its function (`dyt.fitting_target`).
+    """Set each channel's factor, in place, in both networks; the target keeps its function
+    (`dyt.fitting_target`).
 
     The target has no tanh. Images of dead leaves are used where the user's give too few values.
     """
@@ -44,7 +48,9 @@ def choose_factors(
         return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
 
     parts = observed(target, layers, first_images(target, batches, MOST), some_values)
-    values = {path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH}
+    values = {
+        path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH
+    }
     if len(values) < len(layers):
         generator.manual_seed(0)
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
@@ -53,7 +59,9 @@ def choose_factors(
             # The network was not trained on dead leaves, so their deviation is not its images'.
             values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
     for path, x in values.items():
-        alpha, straight, bent = alphas[path], layers[path], last(result.get_submodule(path))
+        alpha = alphas[path]
+        straight = layers[path]
+        bent = last(result.get_submodule(path))
         factor = factors(x, alpha).double().to(straight.weight.device)
         for network in (target, result):
             move(before(network, path, holders), factor)
@@ -62,14 +70,18 @@ def choose_factors(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """The factors (C,) for values x (C, n) and alpha, in quarters of an octave; 1 where values are not finite."""
+    """The factors (C,) for values x (C, n) and alpha, in quarters of an octave; 1 where values are
+    not finite.
+    """
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     most = lost(quantiles, torch.tensor([alpha]))
-    low, high = torch.zeros(len(x)), torch.full((len(x),), float(STEPS * OCTAVES))
+    low = torch.zeros(len(x))
+    high = torch.full((len(x),), float(STEPS * OCTAVES))
     while bool((low < high).any()):
         middle = ((low + high) / 2).floor()
         fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > most)
-        low, high = torch.where(fits, low, middle + 1), torch.where(fits, middle, high)
+        low = torch.where(fits, low, middle + 1)
+        high = torch.where(fits, middle, high)
     return 2 ** (-low / STEPS)
 
 

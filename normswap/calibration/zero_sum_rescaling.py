@@ -1,8 +1,10 @@
-"""Fits of filters that must sum to zero: channels are rescaled first, so that removing the sums costs little.
+"""Fits of filters that must sum to zero: channels are rescaled first, so that removing the sums
+costs little.
 
-A filter loses its sum s. Of all corrections with sum -s, the best one costs s^2 / (1' C^-1 1), C the covariance of what
-the filter reads. Channels may be scaled by f > 0 where a factor passes (`channel_factors`). With u = 1 / f, S the
-filters' sums by channel and C the covariance of the channels' sums under the kernel, a layer of k taps loses
+A filter loses its sum s. Of all corrections with sum -s, the best one costs s^2 / (1' C^-1 1), C
+the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes
+(`channel_factors`). With u = 1 / f, S the filters' sums by channel and C the covariance of the
+channels' sums under the kernel, a layer of k taps loses
 
     sum over filters of (S u / k)^2 / (u' C^-1 u).
 
@@ -29,8 +31,11 @@ from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
 
 # The least and the most images, and the most positions of each.
-ENOUGH, MOST, PLACES = 16, 64, 32
-STEPS, RATE = 120, 0.05
+ENOUGH = 16
+MOST = 64
+PLACES = 32
+STEPS = 120
+RATE = 0.05
 # The weight of the mean square of the factors' logarithms in the loss.
 STIFF = 0.03
 # The bound of a factor's logarithm.
@@ -41,7 +46,13 @@ Which: TypeAlias = Callable[[str, nn.Module], bool]
 
 
 def fit_zero_sum(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], only: Part, *, seed: int, progress: Progress | None
+    target: nn.Module,
+    result: nn.Module,
+    batches: Iterable[object],
+    only: Part,
+    *,
+    seed: int,
+    progress: Progress | None,
 ) -> None:
     """Rescale channels of both networks, then fit the result's filters, in place (`refit`).
 
@@ -62,9 +73,14 @@ def _sums_to_zero(path: str, module: nn.Module) -> bool:
 
 
 def rescale(
-    target: nn.Module, result: nn.Module, batches: Iterable[object], zero_sum: Which, only: Part = lambda path: True
+    target: nn.Module,
+    result: nn.Module,
+    batches: Iterable[object],
+    zero_sum: Which,
+    only: Part = lambda path: True,
 ) -> dict[str, Tensor]:
-    """Scale channels of both networks, in place, for layers `zero_sum`; the target keeps its function.
+    """Scale channels of both networks, in place, for layers `zero_sum`; the target keeps its
+    function.
 
     Returns the factors (I,) of each layer's input channels, by path.
     """
@@ -74,7 +90,9 @@ def rescale(
     anatomy = inspection.inspect(target, examples[0].first(2))
     outside = frozenset(path for path in anatomy.traced.modules if not only(path))
     channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
-    losing = [reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))]
+    losing = [
+        reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))
+    ]
     try:
         best = factors(_losses(target, losing, examples), channels.count)
     except torch.linalg.LinAlgError:
@@ -90,7 +108,8 @@ class Loss:
 
     Args:
         reads: the group of factors of each input channel (I,).
-        sums: S' S / k^2 by group of the convolution (G, i, i); inverse: of the covariance, the same shape.
+        sums: S' S / k^2 by group of the convolution (G, i, i); inverse: of the covariance, the same
+            shape.
         variance: of the layer's outputs together.
     """
 
@@ -118,7 +137,9 @@ def factors(losses: list[Loss], count: int) -> Tensor:
         optimizer = torch.optim.Adam([logs], lr=RATE)
         for _ in range(STEPS if losses else 0):
             optimizer.zero_grad()
-            total = torch.stack([loss(logs) for loss in losses]).sum() + STIFF * logs.square().mean()
+            total = (
+                torch.stack([loss(logs) for loss in losses]).sum() + STIFF * logs.square().mean()
+            )
             total.backward()
             optimizer.step()
             with torch.no_grad():
@@ -130,36 +151,48 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 @torch.no_grad()
 def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
     moments = {reach.path: _Moments() for reach in layers}
-    handles = (model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items())
+    handles = (
+        model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items()
+    )
     with evaluating(model), hooked(handles):
         for example in examples:
             run(model, example)
     convolutions = (cast(_ConvNd, model.get_submodule(reach.path)) for reach in layers)
-    return [moments.pop(reach.path).loss(conv, reach.reads) for reach, conv in zip(layers, convolutions, strict=True)]
+    return [
+        moments.pop(reach.path).loss(conv, reach.reads)
+        for reach, conv in zip(layers, convolutions, strict=True)
+    ]
 
 
 class _Moments:
     """Moments of a convolution's inputs and outputs, by group, about the first batch's mean."""
 
     def __init__(self) -> None:
-        self.count, self.generator = 0, torch.Generator().manual_seed(0)
+        self.count = 0
+        self.generator = torch.Generator().manual_seed(0)
         self.at: Tensor | None = None
         self.x = self.xx = self.y = self.yy = torch.zeros((), dtype=torch.float64)
 
-    def look(self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def look(
+        self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor
+    ) -> None:
         read, written = patches(layer, args[0], output, PLACES, self.generator)
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
         if self.at is None:
             self.at = x.mean(1, keepdim=True)
         # The products are in float32: they take most of the time of wide layers.
-        x, y = x - self.at, y.double()
+        x = x - self.at
+        y = y.double()
         self.count += x.shape[1]
-        self.x, self.xx = self.x + x.double().sum(1), self.xx + (x.transpose(1, 2) @ x).double()
-        self.y, self.yy = self.y + y.sum(1), self.yy + y.square().sum(1)
+        self.x = self.x + x.double().sum(1)
+        self.xx = self.xx + (x.transpose(1, 2) @ x).double()
+        self.y = self.y + y.sum(1)
+        self.yy = self.yy + y.square().sum(1)
 
     def loss(self, layer: _ConvNd, reads: Tensor) -> Loss:
-        mean, width = self.x / self.count, self.x.shape[1]
+        mean = self.x / self.count
+        width = self.x.shape[1]
         spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
         level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
         # The fewer rows, the more of their correlation may be chance.
@@ -167,5 +200,6 @@ class _Moments:
         sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(spread))
-        lost, inverse = ((sums.transpose(1, 2) @ sums).float().cpu(), inverse.float().cpu())
+        lost = (sums.transpose(1, 2) @ sums).float().cpu()
+        inverse = inverse.float().cpu()
         return Loss(reads, lost, inverse, float(variance) + 1e-30)

@@ -1,4 +1,6 @@
-"""Progress by rich (imported as in `tables`), on stderr: only where that is a terminal, so that logs stay clean."""
+"""Progress by rich (imported as in `tables`), on stderr: only where that is a terminal, so that
+logs stay clean.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,34 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar, moved by calls with the images done and their total (0 when unknown)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = _console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
         task = shown.add_task(what, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total or None)
 
 
 @contextmanager
-def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
-    """A bar over all updates of a training run, and a way to say something beside it; a line per epoch in a log.
+def training(
+    *, quiet: bool = False
+) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
+    """A bar over all updates of a training run, and a way to say something beside it; a line per
+    epoch in a log.
 
     The first function takes the engine's `TrainingProgress`, the second a sentence.
     """
@@ -53,10 +71,15 @@ def training(*, quiet: bool = False) -> Iterator[tuple[Callable[[TrainingProgres
         task = shown.add_task("starting", total=None)
 
         def show(moment: TrainingProgress) -> None:
-            words = f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr {moment.lr:.3g}"
+            words = (
+                f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr"
+                f" {moment.lr:.3g}"
+            )
             words += f"  loss {moment.loss:.4f}"
             top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"
-            shown.update(task, completed=moment.update, total=moment.updates, description=words + top1)
+            shown.update(
+                task, completed=moment.update, total=moment.updates, description=words + top1
+            )
             if hidden and not quiet and moment.epoch == int(moment.epoch):
                 print(words, file=sys.stderr)
 

@@ -1,4 +1,5 @@
-"""What commands print on stdout: JSON, or tables and lines by rich at the terminal's width; in a pipe COLUMNS, or 100.
+"""What commands print on stdout: JSON, or tables and lines by rich at the terminal's width; in a
+pipe COLUMNS, or 100.
 
 rich is imported inside functions: it takes a third of the time that `normswap --help` has.
 """
@@ -30,7 +31,9 @@ Said = TypeVar("Said", Body, Sequence[Body])
 
 
 def show(body: Said, as_json: bool, human: Callable[[Said], None], *following: object) -> None:
-    """Print `body` as strict JSON, or let `human` print it, and then the words of the command that follows."""
+    """Print `body` as strict JSON, or let `human` print it, and then the words of the command that
+    follows.
+    """
     if as_json:
         print(json.dumps(plain(body), indent=2, allow_nan=False))
         return
@@ -56,15 +59,25 @@ def _print(renderable: RenderableType, least: int = 0) -> None:
     """Print it; in a pipe without the blanks that fill its lines up, and at least so wide."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
+    width = (
+        None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
+    )
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(renderable)
     sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().splitlines())
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, without the columns that are empty in every row; `right`: numbers, which are never wrapped."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+) -> None:
+    """Print a table, without the columns that are empty in every row; `right`: numbers, which are
+    never wrapped.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -77,7 +90,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     filled = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
     for i in filled:
         number = columns[i] in right
-        shown.add_column(columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold")
+        shown.add_column(
+            columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
     for texts in cells:
         shown.add_row(*(Text(texts[i]) for i in filled))
     _print(shown)
@@ -91,7 +106,8 @@ def facts(*pairs: tuple[str, object]) -> None:
     grid = Table(box=None, show_header=False, pad_edge=False)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    names, words = [0], [0]
+    names = [0]
+    words = [0]
     for name, value in pairs:
         if value not in (None, ""):
             grid.add_row(Text(name), Text(cell(value)))
@@ -101,19 +117,24 @@ def facts(*pairs: tuple[str, object]) -> None:
 
 
 def next_step(*words: object) -> None:
-    """The command that most people want next, as the last line; words in capitals stand for what is the reader's."""
+    """The command that most people want next, as the last line; words in capitals stand for what is
+    the reader's.
+    """
     print(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
-    """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for all paths with it."""
+    """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for
+    all paths with it.
+    """
     listed: list[str] = []
     groups: dict[str, list[tuple[str, str, str]]] = {}
     for line in lines:
         # A line without a path is a group by itself.
         groups.setdefault(line.partition(": ")[2] or line, []).append(line.partition(": "))
     for group in groups.values():
-        paths, (_, colon, said) = [path for path, _, _ in group], group[0]
+        paths = [path for path, _, _ in group]
+        _, colon, said = group[0]
         if len(paths) > _FEW:
             paths = [*paths[:3], f"{len(paths) - 3} more"]
         listed.append(f"{', '.join(paths)}{colon}{said}")
@@ -126,7 +147,11 @@ def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
 def network(body: Body) -> None:
     """Print a network in a few lines, as `inspect` and `demo` do."""
     architecture = f" ({body['architecture']})" if body["architecture"] else ""
-    skips = Counter(block["skip"] for block in body["blocks"]) if "blocks" in body else Counter(body["skips"])
+    skips = (
+        Counter(block["skip"] for block in body["blocks"])
+        if "blocks" in body
+        else Counter(body["skips"])
+    )
     norms = sum(body["norms"].values())
     facts(
         ("network", f"{body['source']}: {body['class']}{architecture}"),
@@ -203,7 +228,9 @@ def print_conversion(body: Body) -> None:
 
 def print_step(source: str, step: Body, *, dry: bool) -> None:
     """Print one step; `dry`: it was planned, not carried out."""
-    options = ", ".join(f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items())
+    options = ", ".join(
+        f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items()
+    )
     report = step["report"]
     facts(
         (
@@ -211,11 +238,18 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
             f"{source} to {step['scheme']}" + (f" ({options})" if options else ""),
         ),
         # `unfold`, which is exact, is no scheme that could fit values.
-        ("result", report and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None)),
+        (
+            "result",
+            report
+            and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None),
+        ),
         ("norms", counts(step["outcomes"]) or counts(step["left"])),
     )
     if dry:
-        edits = [(edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"])) for edit in step["edits"]]
+        edits = [
+            (edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"]))
+            for edit in step["edits"]
+        ]
         table("Plan (--json has all)", ("path", "layer", "arguments", "reads"), edits)
     elif step["alphas"]:
         table("Scalars", ("path", "alpha"), step["alphas"].items(), right=("alpha",))
@@ -226,13 +260,18 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
 
 
 def verdict(body: Body, *, fits: bool = False) -> str:
-    """Say what the result keeps of its source; `fits`: whether the scheme can fit its values to images."""
+    """Say what the result keeps of its source; `fits`: whether the scheme can fit its values to
+    images.
+    """
     if body["exact"]:
         last = body["logits"][-1]
         measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
         allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
         is_kept = all(error["within"] for error in body["logits"])
-        return f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}: {measured}, {allowed}"
+        return (
+            f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}:"
+            f" {measured}, {allowed}"
+        )
     if body.get("kept"):
         return f"kept: {body['kept']['said']}"
     if body["unmeasured"]:
@@ -246,7 +285,12 @@ def proof(body: Body) -> None:
     exact = body["exact"]
     rows: list[list[object]] = []
     for error in body["logits"]:
-        row = [error["precision"], size(error["size"]), small(error["relative_l2"]), small(error["largest"])]
+        row = [
+            error["precision"],
+            size(error["size"]),
+            small(error["relative_l2"]),
+            small(error["largest"]),
+        ]
         if exact:
             same = "" if error["agreement"] is None else f"{100 * error['agreement']:.4g} %"
             outcome = "ok" if error["within"] else "FAILED"
@@ -255,7 +299,9 @@ def proof(body: Body) -> None:
     title = "Verification on {}" if exact else "Distance from the source on {}"
     table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
     # A classifier's scores, on axis 1, need no word.
-    answers = [error["answer"] for error in body["logits"] if error["answer"] and error["axis"] != 1]
+    answers = [
+        error["answer"] for error in body["logits"] if error["answer"] and error["axis"] != 1
+    ]
     listing("agreement", dict.fromkeys(f"by {answer}" for answer in answers))
     listing("warning", body["vacuous"], most=5)
 
@@ -264,7 +310,8 @@ def same(figures: Body) -> str:
     """How many answers of a file are those of its network."""
     if figures["agreement"] is None:
         return ""
-    answers, unit = figures["answers"], figures["unit"]
+    answers = figures["answers"]
+    unit = figures["unit"]
     of = "" if unit == "images" else f" {unit} of {figures['count']} images"
     return f"{round(figures['agreement'] * answers)} of {answers}{of} ({figures['inputs']})"
 
@@ -273,8 +320,12 @@ def top1(figures: Body) -> str:
     """The accuracies of network and file, on labelled images."""
     if figures["top1"] is None:
         return ""
-    source, result = figures["source_top1"], figures["top1"]
-    return f"{source:.2f} % -> {result:.2f} % ({result - source:+.2f} points), on {figures['count']} images"
+    source = figures["source_top1"]
+    result = figures["top1"]
+    return (
+        f"{source:.2f} % -> {result:.2f} % ({result - source:+.2f} points), on {figures['count']}"
+        " images"
+    )
 
 
 def operators(nodes: Mapping[str, int] | None) -> str:
@@ -286,17 +337,30 @@ def operators(nodes: Mapping[str, int] | None) -> str:
 
 def described(body: Body) -> None:
     """A file in a few lines, and what its sidecar says of what it takes and gives."""
-    noted, sidecar = body["metadata"], body["sidecar"]
+    noted = body["metadata"]
+    sidecar = body["sidecar"]
     if isinstance(figures := sidecar.get("checked"), dict):
-        distance = f"relative L2 {small(figures['relative_l2'])}, allowed {small(figures['tolerance'])}"
+        distance = (
+            f"relative L2 {small(figures['relative_l2'])}, allowed {small(figures['tolerance'])}"
+        )
         checked = f"{distance}; {figures['count']} samples, {figures['inputs']}"
-        sidecar = {**sidecar, "checked": checked, "agreement": same(figures), "top-1": top1(figures)}
+        sidecar = {
+            **sidecar,
+            "checked": checked,
+            "agreement": same(figures),
+            "top-1": top1(figures),
+        }
     missing = "`normswap export` did not write it: nothing says how images are prepared for it"
     facts(
         ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
         ("format", body["format"]),
         ("operators", operators(body["nodes"])),
-        ("made from", " ".join(dict.fromkeys(noted[key] for key in ("architecture", "source") if noted.get(key)))),
+        (
+            "made from",
+            " ".join(
+                dict.fromkeys(noted[key] for key in ("architecture", "source") if noted.get(key))
+            ),
+        ),
         *((name, text(value)) for name, value in sidecar.items()),
         ("note", None if sidecar else missing),
     )

@@ -35,9 +35,17 @@ CHECKS: tuple[Check, ...] = (
     contradicted,
 )
 
-ON_IMAGES: tuple[Check, ...] = (roots_for_variances, unfit_preprocessing, settings.unfit_eps, drifted)
+ON_IMAGES: tuple[Check, ...] = (
+    roots_for_variances,
+    unfit_preprocessing,
+    settings.unfit_eps,
+    drifted,
+)
 # What only images show.
-_NOT_LOOKED_AT = "only images show whether they are prepared as in training, and whether statistics and eps fit them"
+_NOT_LOOKED_AT = (
+    "only images show whether they are prepared as in training, and whether statistics and eps fit"
+    " them"
+)
 
 
 def diagnose(
@@ -52,8 +60,8 @@ def diagnose(
 
     Args:
         inputs: what it takes, as in `convert`.
-        images: batches of what it takes, such as images (N, C, H, W) or (images, labels), for the checks of how its
-            statistics fit them; at most 512 are looked at.
+        images: batches of what it takes, such as images (N, C, H, W) or (images, labels), for the
+            checks of how its statistics fit them; at most 512 are looked at.
         name: how the commands shall call the network.
         data: how they shall call the images.
 
@@ -63,18 +71,25 @@ def diagnose(
     Raises:
         SourceError: `model` is no network; unusable images, or too few.
     """
-    network = model if isinstance(model, Network) else Network(network_input.require_module(model), inputs)
+    network = (
+        model
+        if isinstance(model, Network)
+        else Network(network_input.require_module(model), inputs)
+    )
     try:
-        anatomy, notes = network.anatomy, list[str]()
+        anatomy = network.anatomy
+        notes = list[str]()
     except NormswapError as error:
-        anatomy, notes = None, [f"its forward was not looked at: {error}"]
+        anatomy = None
+        notes = [f"its forward was not looked at: {error}"]
     sites = sites_of(network.module, anatomy)
     batches = None if images is None else ImageBatches.read(network.module, images)
     case = Case(network, anatomy, sites, name, data, batches)
     faults, open_questions = _split(check(case) for check in CHECKS)
     notes += open_questions
     if not faults and not open_questions and sites and images is not None:
-        # The first fault explains those behind it: images that are prepared wrongly fit no statistics.
+        # The first fault explains those behind it: images that are prepared wrongly fit no
+        # statistics.
         for check in ON_IMAGES:
             faults, open_questions = _split([check(case)])
             if faults or open_questions:
@@ -93,6 +108,9 @@ def _split(checks: Iterable[Iterable[Finding | str]]) -> tuple[list[Finding], li
 
 def body_of(diagnosis: Diagnosis, source: str) -> Body:
     """Return a diagnosis as a JSON-able record."""
-    rows = [{**asdict(finding), "certainty": finding.certainty.name.lower()} for finding in diagnosis.faults]
+    rows = [
+        {**asdict(finding), "certainty": finding.certainty.name.lower()}
+        for finding in diagnosis.faults
+    ]
     body = {"source": source, "norms": diagnosis.norms, "findings": rows}
     return {**body, "faults": len(rows), "notes": list(diagnosis.notes)}

@@ -1,4 +1,6 @@
-"""The records of a diagnosis: one network that is looked at, one trouble that was seen, all of them."""
+"""The records of a diagnosis: one network that is looked at, one trouble that was seen, all of
+them.
+"""
 
 import copy
 import statistics
@@ -28,7 +30,8 @@ from normswap.surgery.network import Network
 
 # A correlation over fewer channels says nothing.
 _FEWEST = 8
-# Kept and foretold means correlate by more than this where they are of the same weights (by 0.99 usually).
+# Kept and foretold means correlate by more than this where they are of the same weights (by 0.99
+# usually).
 _OF_THESE_WEIGHTS = 0.9
 
 
@@ -95,7 +98,9 @@ class StoredNorm:
 
     @property
     def at_init(self) -> Tensor:
-        """Which channels have the statistics of a norm that was just made, mean 0 and variance 1, (C,); none: empty."""
+        """Which channels have the statistics of a norm that was just made, mean 0 and variance 1,
+        (C,); none: empty.
+        """
         return (self.mean == 0) & (self.var == 1)
 
     @property
@@ -105,7 +110,9 @@ class StoredNorm:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether gamma is one number, 1 or 0, and beta 0 in every channel, as in a norm that was just made."""
+        """Whether gamma is one number, 1 or 0, and beta 0 in every channel, as in a norm that was
+        just made.
+        """
         plain = self.gamma is None or any(bool((self.gamma == value).all()) for value in (0, 1))
         return plain and (self.beta is None or bool((self.beta == 0).all()))
 
@@ -116,7 +123,8 @@ class Case:
 
     Args:
         anatomy: None where its forward cannot be recorded.
-        sites: its norms with population statistics, in order of the forward pass as far as that is known.
+        sites: its norms with population statistics, in order of the forward pass as far as that is
+            known.
         name, data: how commands call the network and the images.
         images: what the checks that need images look at; None where there are none.
     """
@@ -150,23 +158,32 @@ class Case:
 
     def bias_before(self, site: StoredNorm) -> Tensor:
         """The bias that is added right before a norm; 0 where there is none."""
-        return doubled(getattr(self.layer_before(site), "bias", None), torch.zeros((), dtype=torch.float64))
+        return doubled(
+            getattr(self.layer_before(site), "bias", None), torch.zeros((), dtype=torch.float64)
+        )
 
     @cached_property
     def foretold(self) -> dict[str, Pair]:
-        """Mean and variance of what norms read, by path, as far as the norms before and the weights foretell it."""
+        """Mean and variance of what norms read, by path, as far as the norms before and the weights
+        foretell it.
+        """
         return {} if self.traced is None else weight_moments.foretold(self.traced)
 
     @cached_property
     def estimates(self) -> list[dict[str, Pair]]:
-        """Mean and variance (C,) of what reaches each norm, by path, in each part of the images; none without them."""
+        """Mean and variance (C,) of what reaches each norm, by path, in each part of the images;
+        none without them.
+        """
         if self.images is None:
             return []
         try:
             renewed = [population.norms_of(self.renewed(calls)) for calls in self.images.parts]
         except NormswapError:
             return []
-        return [{path: affine.statistics(norm.cpu()) for path, norm in norms.items()} for norms in renewed]
+        return [
+            {path: affine.statistics(norm.cpu()) for path, norm in norms.items()}
+            for norms in renewed
+        ]
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
         """A copy of the network with the statistics of these images."""
@@ -175,7 +192,9 @@ class Case:
         return other
 
     def likeness(self, site: StoredNorm) -> float | None:
-        """Correlation of a norm's means with the foretold ones, without a bias that stands in both; None of too few."""
+        """Correlation of a norm's means with the foretold ones, without a bias that stands in both;
+        None of too few.
+        """
         if site.path not in self.foretold or site.starts_at_init:
             return None
         if len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
@@ -185,19 +204,27 @@ class Case:
 
     @cached_property
     def of_other_weights(self) -> bool:
-        """Whether the statistics of most norms are those of other weights, be it that training went on with them."""
-        likenesses = [likeness for site in self.sites if (likeness := self.likeness(site)) is not None]
+        """Whether the statistics of most norms are those of other weights, be it that training went
+        on with them.
+        """
+        likenesses = [
+            likeness for site in self.sites if (likeness := self.likeness(site)) is not None
+        ]
         return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it, whatever eps and momentum this one has; None where nobody knows."""
+        """The network as its library builds it, whatever eps and momentum this one has; None where
+        nobody knows.
+        """
 
         def set_alike(bare: nn.Module) -> nn.Module:
             set_here = dict(self.model.named_modules())
             for path, norm in bare.named_modules():
                 if affine.is_batchnorm(norm) and path in set_here:
-                    vars(norm).update({name: vars(set_here[path]).get(name) for name in ("eps", "momentum")})
+                    vars(norm).update(
+                        {name: vars(set_here[path]).get(name) for name in ("eps", "momentum")}
+                    )
             return bare
 
         try:
@@ -215,8 +242,8 @@ class Case:
     def recalibrate_and_measure(self) -> str:
         """The same where the network may have been trained with the statistics that it keeps."""
         return (
-            f"{self.recalibrate}, and measure before and after: if the training ended with frozen statistics, they are "
-            f"right as they are, and this undoes it"
+            f"{self.recalibrate}, and measure before and after: if the training ended with frozen"
+            " statistics, they are right as they are, and this undoes it"
         )
 
 
@@ -224,11 +251,14 @@ class Case:
 Check: TypeAlias = Callable[[Case], Iterator[Finding | str]]
 
 
-def rule(name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = "") -> Check:
+def rule(
+    name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = ""
+) -> Check:
     """A check of each norm by itself, certain.
 
     Args:
-        evidence: "{}" stands for how many norms have it; mend: "{}" for the network's name; by default new statistics.
+        evidence: "{}" stands for how many norms have it; mend: "{}" for the network's name; by
+            default new statistics.
     """
 
     def check(case: Case) -> Iterator[Finding | str]:
@@ -246,7 +276,9 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
     modules = dict(model.named_modules())
     order = [norm.path for norm in getattr(anatomy, "norms", ())]
     ordered = {path: modules[path] for path in [*order, *modules] if path in modules}
-    return tuple(_site(path, module) for path, module in ordered.items() if affine.is_batchnorm(module))
+    return tuple(
+        _site(path, module) for path, module in ordered.items() if affine.is_batchnorm(module)
+    )
 
 
 def _site(path: str, module: nn.Module) -> StoredNorm:
@@ -266,13 +298,18 @@ def _double(value: object) -> Tensor | None:
 
 def correlation(first: Tensor, second: Tensor) -> float:
     """Pearson's; 0 where one is constant."""
-    first, second = first - first.mean(), second - second.mean()
+    first = first - first.mean()
+    second = second - second.mean()
     return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
 
 
 def share(hit: Sized, norms: Sized) -> str:
     """`3 of 22 norms`; `all 22 norms`."""
-    return f"all {len(norms)} norms" if len(hit) == len(norms) > 1 else f"{len(hit)} of {len(norms)} norms"
+    return (
+        f"all {len(norms)} norms"
+        if len(hit) == len(norms) > 1
+        else f"{len(hit)} of {len(norms)} norms"
+    )
 
 
 def paths_of(sites: Iterable[StoredNorm]) -> tuple[str, ...]:

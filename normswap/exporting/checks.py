@@ -1,9 +1,10 @@
-"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was made from.
+"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was
+made from.
 
-As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the source in float32 and
-in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors grow from block to block). A file
-in half precision may be off by a few times what rounding to that precision costs the network in PyTorch, on the same
-inputs.
+As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the
+source in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding
+errors grow from block to block). A file in half precision may be off by a few times what rounding
+to that precision costs the network in PyTorch, on the same inputs.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from normswap.surgery.departure import Departure, first_apart
 _STRAYING = 4
 # Samples that rounding is measured on.
 _ROUNDED = 16
-# int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by 1.
+# int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by
+# 1.
 _INT8 = 1.0
-# Rounding to int8 costs most layers up to 0.05, and those of one kind about the same: 5 times their median stands out.
+# Rounding to int8 costs most layers up to 0.05, and those of one kind about the same: 5 times their
+# median stands out.
 _INT8_LIMITS = (0.1, 5.0)
 # Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
-# The network that a file holds, a copy; and from the file's inputs to all that it computes, or its bytes.
+# The network that a file holds, a copy; and from the file's inputs to all that it computes, or its
+# bytes.
 Inside = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -48,13 +52,17 @@ class Figures:
 
     Args:
         relative_l2: |file - source| / |source|, over the answers to all images.
-        agreement: fraction of images, or of positions in maps, with the same argmax, where there is one answer.
-        count: number of images; inputs: what both were run on; tolerance: the largest relative_l2 allowed.
-        answers: the number of answers that `agreement` is a fraction of; unit: images, pixels, voxels ...
+        agreement: fraction of images, or of positions in maps, with the same argmax, where there is
+            one answer.
+        count: number of images; inputs: what both were run on; tolerance: the largest relative_l2
+            allowed.
+        answers: the number of answers that `agreement` is a fraction of; unit: images, pixels,
+            voxels ...
         source_top1, top1: in percent, of source and file, where the images have labels.
         output: of several outputs the one that differs most, to which the errors belong.
-        apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's runtime gives no
-            values from inside, the first weight or bias that is nowhere in the file.
+        apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's
+            runtime gives no values from inside, the first weight or bias that is nowhere in the
+            file.
     """
 
     relative_l2: float
@@ -84,7 +92,9 @@ class Figures:
 
     @property
     def points_lost(self) -> float | None:
-        """Points of top-1 that the file loses, or of agreement where there are no labels; None where neither is."""
+        """Points of top-1 that the file loses, or of agreement where there are no labels; None
+        where neither is.
+        """
         if self.top1 is not None and self.source_top1 is not None:
             return self.source_top1 - self.top1
         if self.agreement is None:
@@ -100,8 +110,10 @@ class Reference:
         source: the network, in float32.
         softmax: the file gives probabilities, the softmax of the source's scores.
         raw: from images as `source` takes them to images as the file does.
-        rounded: the network with its numbers rounded to the file's precision, called as the file is.
-        anatomy: of the source, which tells scores of classes from waves and features; None where it cannot be had.
+        rounded: the network with its numbers rounded to the file's precision, called as the file
+            is.
+        anatomy: of the source, which tells scores of classes from waves and features; None where it
+            cannot be had.
     """
 
     source: nn.Module
@@ -135,7 +147,8 @@ def check(
         described: the name of the images in reports; what: the file's in errors.
         refuse: raise if the file computes something else.
 
-    Raises VerificationError: the file computes something else, does not run, or gives another number of tensors.
+    Raises VerificationError: the file computes something else, does not run, or gives another
+    number of tensors.
     """
     signature = reference.signature
     every = {name: _AnswerSums() for name in signature.outputs}
@@ -148,13 +161,21 @@ def check(
         answers = signature.answers(reference.source, x)
         if any(value.is_complex() or value.is_sparse for value in answers.values()):
             remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
-            raise OptionError("the network gives complex numbers or a sparse tensor", "files hold neither", remedy)
+            raise OptionError(
+                "the network gives complex numbers or a sparse tensor", "files hold neither", remedy
+            )
         with explained(VerificationError, f"{what} does not run on {example}"):
             outputs = reference.answers(runs, x)
         if len(outputs) != len(answers):
-            raise VerificationError(f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}")
+            raise VerificationError(
+                f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}"
+            )
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
-        rounded = reference.answers(reference.rounded, x) if measures and reference.rounded else [None] * len(outputs)
+        rounded = (
+            reference.answers(reference.rounded, x)
+            if measures and reference.rounded
+            else [None] * len(outputs)
+        )
         axes = comparison.class_axes(answers, reference.anatomy)
         for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
@@ -209,8 +230,12 @@ def _looked_into(
     return figures
 
 
-def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums) -> float:
-    """The relative L2 error allowed at the output `name`; the source's rounding is measured on the batch `first`."""
+def _allowed(
+    reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums
+) -> float:
+    """The relative L2 error allowed at the output `name`; the source's rounding is measured on the
+    batch `first`.
+    """
     if dtype == "int8":
         # Labels may be off by half of the squares that chance would be off by.
         return 0.5**0.5 if sums.distance.discrete else _INT8
@@ -226,10 +251,16 @@ def _allowed(reference: Reference, dtype: str, first: Example, name: str, sums: 
 
 
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
-    """How far the source itself is from its own float64 values (a chaotic network), on the first batch."""
+    """How far the source itself is from its own float64 values (a chaotic network), on the first
+    batch.
+    """
     signature = reference.signature
     outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
-    wide = list(outputs.values())[signature.outputs.index(name)] if signature.whole else answer(outputs)
+    wide = (
+        list(outputs.values())[signature.outputs.index(name)]
+        if signature.whole
+        else answer(outputs)
+    )
     assert sums.first is not None
     own = Distance()
     own.add(wide, sums.first)
@@ -237,7 +268,9 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
 
 
 class Distance:
-    """The relative L2 between values, over the batches; of labels, masks and counts relative to chance."""
+    """The relative L2 between values, over the batches; of labels, masks and counts relative to
+    chance.
+    """
 
     def __init__(self) -> None:
         self.off = self.sum = self.squares = 0.0
@@ -247,9 +280,11 @@ class Distance:
     def add(self, expected: Tensor, values: Tensor) -> None:
         self.discrete = not expected.is_floating_point()
         fits = expected.shape == values.shape and bool(torch.isfinite(values).all())
-        expected, values = expected.double(), values.double()
+        expected = expected.double()
+        values = values.double()
         self.off += float((expected - values).square().sum()) if fits else math.inf
-        self.sum, self.squares = self.sum + float(expected.sum()), self.squares + float(expected.square().sum())
+        self.sum = self.sum + float(expected.sum())
+        self.squares = self.squares + float(expected.square().sum())
         self.count += expected.numel()
 
     @property
@@ -265,7 +300,8 @@ class _AnswerSums:
     """Sums over the batches."""
 
     def __init__(self) -> None:
-        self.distance, self.rounding = Distance(), Distance()
+        self.distance = Distance()
+        self.rounding = Distance()
         self.peak = 0.0
         self.count = self.argued = self.same = self.compared = 0
         self.unit = "images"
@@ -274,9 +310,17 @@ class _AnswerSums:
         self.labelled = 0
 
     def add(
-        self, count: int, logits: Tensor, expected: Tensor, actual: Tensor, labels: Tensor | None, axis: int | None
+        self,
+        count: int,
+        logits: Tensor,
+        expected: Tensor,
+        actual: Tensor,
+        labels: Tensor | None,
+        axis: int | None,
     ) -> None:
-        """Add a batch of so many images; `axis`: of the classes, where the answers are scores of some."""
+        """Add a batch of so many images; `axis`: of the classes, where the answers are scores of
+        some.
+        """
         if self.first is None:
             self.first = logits
         self.distance.add(expected, actual)
@@ -287,8 +331,14 @@ class _AnswerSums:
             return
         self.compared += count
         same = expected.argmax(axis) == actual.argmax(axis)
-        self.argued, self.same, self.unit = self.argued + same.numel(), self.same + int(same.sum()), unit(expected)
-        if labels is not None and expected.ndim == 2 and bool(((labels >= 0) & (labels < expected.shape[1])).all()):
+        self.argued = self.argued + same.numel()
+        self.same = self.same + int(same.sum())
+        self.unit = unit(expected)
+        if (
+            labels is not None
+            and expected.ndim == 2
+            and bool(((labels >= 0) & (labels < expected.shape[1])).all())
+        ):
             self.labelled += count
             for who, scores in (("source", expected), ("file", actual)):
                 self.right[who] += int((scores.argmax(1) == labels).sum())
@@ -308,7 +358,9 @@ class _AnswerSums:
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
-    """The same images, one at a time or in their batches; then the first image is a batch, so that sizes differ."""
+    """The same images, one at a time or in their batches; then the first image is a batch, so that
+    sizes differ.
+    """
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)
         sizes = [len(images)]

@@ -1,4 +1,5 @@
-"""Core ML: the directory FILE.mlpackage, an ML program for Apple's devices, made from a traced network by coremltools.
+"""Core ML: the directory FILE.mlpackage, an ML program for Apple's devices, made from a traced
+network by coremltools.
 
 coremltools writes it on every system; macOS runs it.
 """
@@ -32,8 +33,11 @@ _TOOL = "com.github.apple.coremltools."
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
     if file.suffix != _ENDING:
-        raise RefusedError(f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}")
-    whole, half = contents.in_float32, contents.network.dtype == torch.float16
+        raise RefusedError(
+            f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}"
+        )
+    whole = contents.in_float32
+    half = contents.network.dtype == torch.float16
     converted = or_simpler(whole, lambda network: _converted(network, whole, half=half))
     try:
         _require_names(converted.get_spec(), contents.network.signature)
@@ -75,7 +79,9 @@ def _require_names(spec: Model, signature: Signature) -> None:
     names = [feature.name for side in (described.input, described.output) for feature in side]
     expected = [*signature.inputs, *signature.outputs]
     if wrong := [name for name, other in zip(expected, names, strict=True) if name != other]:
-        raise RefusedError("Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx")
+        raise RefusedError(
+            "Core ML cannot express the network", f"{wrong[0]} gets another name", "Try onnx"
+        )
 
 
 def open(file: Path) -> Runs:
@@ -85,7 +91,9 @@ def open(file: Path) -> Runs:
 
         model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
         interface = model.get_spec().description
-    inputs, outputs = ([feature.name for feature in side] for side in (interface.input, interface.output))
+    inputs, outputs = (
+        [feature.name for feature in side] for side in (interface.input, interface.output)
+    )
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         answers = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})

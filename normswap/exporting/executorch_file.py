@@ -1,7 +1,9 @@
-"""ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable kernels the rest.
+"""ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable
+kernels the rest.
 
-The method `normswap` returns the metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights have 8 bits:
-XNNPACK adds products of bytes in 32 bits on every CPU. ExecuTorch's tracer gives no value from inside XNNPACK's graph.
+The method `normswap` returns the metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights
+have 8 bits: XNNPACK adds products of bytes in 32 bits on every CPU. ExecuTorch's tracer gives no
+value from inside XNNPACK's graph.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _traced(contents: FileContents) -> ExportedProgram:
-    """The network as torch.export records it, with constants, which a file would compute at each run."""
+    """The network as torch.export records it, with constants, which a file would compute at each
+    run.
+    """
     return pt2_file.traced(contents, simpler_graph.with_constants(contents))
 
 
@@ -41,7 +45,9 @@ def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
         from executorch.exir import to_edge_transform_and_lower
 
         noted = {_METADATA: json.dumps(dict(contents.metadata))}
-        edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=noted)
+        edge = to_edge_transform_and_lower(
+            program, partitioner=[XnnpackPartitioner()], constant_methods=noted
+        )
         return bytes(edge.to_executorch().buffer)
 
 
@@ -51,7 +57,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     with silent():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 
-        quantizer = XNNPACKQuantizer().set_global(pt2_file.quantization_config(torch.int8, how.levels))
+        quantizer = XNNPACKQuantizer().set_global(
+            pt2_file.quantization_config(torch.int8, how.levels)
+        )
         rounded = pt2_file.calibrated(program.module(), quantizer, how.images)
     file.write_bytes(_lowered(pt2_file.traced(contents, rounded), contents))
 

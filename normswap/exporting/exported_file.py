@@ -1,4 +1,6 @@
-"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is, held to another."""
+"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is,
+held to another.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime, with its metadata and its sidecar, which is empty for others' files."""
+    """A file for another runtime, with its metadata and its sidecar, which is empty for others'
+    files.
+    """
 
     file: Path
     form: Format
@@ -36,7 +40,9 @@ class ExportedFile:
 
     @classmethod
     def find(cls, name: str) -> ExportedFile | None:
-        """The file that MODEL names, or None; raises OptionError: its package is missing; SourceError: unreadable."""
+        """The file that MODEL names, or None; raises OptionError: its package is missing;
+        SourceError: unreadable.
+        """
         file = Path(name)
         if file.suffix.lower() not in kinds.EXPORTED:
             return None
@@ -46,7 +52,9 @@ class ExportedFile:
         try:
             metadata = form.functions.metadata(file)
         except Exception as error:
-            raise SourceError(f"{file} is no readable {form.name} file", first_line(error)) from None
+            raise SourceError(
+                f"{file} is no readable {form.name} file", first_line(error)
+            ) from None
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
     @property
@@ -61,36 +69,57 @@ class ExportedFile:
 
     def described(self) -> Body:
         """The file as plain records, read without running it."""
-        form, nodes = self.form, self.form.functions.nodes(self.file)
+        form = self.form
+        nodes = self.form.functions.nodes(self.file)
         figures = {"format": form.name, "bytes": form.size(self.file), "nodes": nodes}
-        return {"source": str(self.file), **figures, "metadata": dict(self.metadata), "sidecar": self.body}
+        return {
+            "source": str(self.file),
+            **figures,
+            "metadata": dict(self.metadata),
+            "sidecar": self.body,
+        }
 
     def network(self) -> nn.Module:
-        """The file as a network, with the preprocessing of its images and the meaning of its answers.
+        """The file as a network, with the preprocessing of its images and the meaning of its
+        answers.
 
-        Raises SourceError: it does not state these, or takes more than images; otherwise as `opened`.
+        Raises SourceError: it does not state these, or takes more than images; otherwise as
+        `opened`.
         """
         self._require_images()
-        image_input, normalization = self.body["input"], self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
-        labels, assumed = self.body["output"]["labels"], self.body["assumed"]
+        image_input = self.body["input"]
+        normalization = self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
+        labels = self.body["output"]["labels"]
+        assumed = self.body["assumed"]
         stated: Cfg = {**self.body["resize"], **normalization}
-        record: Cfg = {key: value for key, value in stated.items() if key != "to" and key not in assumed}
+        record: Cfg = {
+            key: value for key, value in stated.items() if key != "to" and key not in assumed
+        }
         record["input_size"] = tuple(image_input["size"])
         if labels is not None:
             record |= {"num_classes": len(labels), "label_names": labels}
         probabilities = self.body["output"]["name"] == "probabilities"
-        network = FileNetwork(self.opened(), image_input["batch"], probabilities=probabilities).eval()
+        network = FileNetwork(
+            self.opened(), image_input["batch"], probabilities=probabilities
+        ).eval()
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:
-        """The file in its runtime; raises OptionError: not on this system; VerificationError: it rejects the file."""
+        """The file in its runtime; raises OptionError: not on this system; VerificationError: it
+        rejects the file.
+        """
         if not self.form.runs_here:
-            raise OptionError(f"{self.file} does not run here", f"{self.form.name} has no runtime on {sys.platform}")
+            raise OptionError(
+                f"{self.file} does not run here",
+                f"{self.form.name} has no runtime on {sys.platform}",
+            )
         return self.form.open(self.file)
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
-        """How many images it takes at once (None: any), and their size (C, H, W); raises SourceError: it says none."""
+        """How many images it takes at once (None: any), and their size (C, H, W); raises
+        SourceError: it says none.
+        """
         if not self.takes_images:
             self._require_images()
         if "input" in self.body:
@@ -101,12 +130,16 @@ class ExportedFile:
     def request(self, model: nn.Module) -> ExportRequest:
         """The request to export `model` as this file.
 
-        Raises SourceError: the file does not say how it was made; OptionError: the network takes other images.
+        Raises SourceError: the file does not say how it was made; OptionError: the network takes
+        other images.
         """
-        dtype, inputs = self.precision, self.body.get("inputs")
+        dtype = self.precision
+        inputs = self.body.get("inputs")
         if inputs and not self.takes_images:
             stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}
-            settings = FileSettings(self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None)
+            settings = FileSettings(
+                self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None
+            )
             return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
         batch, size = self.shape
         settings = FileSettings(
@@ -121,19 +154,22 @@ class ExportedFile:
 
     def _require_images(self) -> None:
         if not {"input", "normalize", "output"} <= self.body.keys():
-            what, why = "does not say how images are prepared for it", "`normswap export` did not write it"
+            what = "does not say how images are prepared for it"
+            why = "`normswap export` did not write it"
             remedy = "Run it in its own runtime, or export the network again"
             if self.body:
-                what, why = "takes more than images", "it was exported with inputs by name"
+                what = "takes more than images"
+                why = "it was exported with inputs by name"
                 remedy = f"`normswap verify {self.file} --against MODEL` runs it beside its network"
             raise SourceError(f"{self.file} {what}", why, remedy)
 
 
 def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = None) -> Figures:
-    """Compare a file with a network on the same images, as in `export`; `Figures.passed`: it is the network's file.
+    """Compare a file with a network on the same images, as in `export`; `Figures.passed`: it is the
+    network's file.
 
-    Raises SourceError: the file does not say how it was made; OptionError, VerificationError: the network or the file
-    does not run on the images, or the file not on this system.
+    Raises SourceError: the file does not say how it was made; OptionError, VerificationError: the
+    network or the file does not run on the images, or the file not on this system.
     """
     runs = exported.opened()
     request, _ = exported.request(model).answered()
@@ -142,16 +178,22 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     batches, described = request.batches(images)
-    reference, inside = request.reference(rounded), exporter.inside(request, exported.file, rounded)
-    return checks.check(reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside)
+    reference = request.reference(rounded)
+    inside = exporter.inside(request, exported.file, rounded)
+    return checks.check(
+        reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside
+    )
 
 
 class FileNetwork(nn.Module):
-    """From images (N, C, H, W) to the file's answer (log-probabilities as scores), at most `batch` images at a time."""
+    """From images (N, C, H, W) to the file's answer (log-probabilities as scores), at most `batch`
+    images at a time.
+    """
 
     def __init__(self, runs: Runs, batch: int | None, *, probabilities: bool) -> None:
         super().__init__()
-        self.batch, self.probabilities = batch, probabilities
+        self.batch = batch
+        self.probabilities = probabilities
         # torch.export's module has no eval(), so it must not be a child of this one.
         self.runs = (runs,)
 

@@ -22,11 +22,13 @@ from normswap.models.modes import hooked
 
 
 class Shipped(nn.Module):
-    """A network with the signature's inputs and outputs in float32: by default images (N, C, H, W) to (N, classes).
+    """A network with the signature's inputs and outputs in float32: by default images (N, C, H, W)
+    to (N, classes).
 
     Args:
         network: a folded network, in float32.
-        normalization: mean and std, (C, 1, 1) each, where it takes pixels in 0..1 and normalizes them itself.
+        normalization: mean and std, (C, 1, 1) each, where it takes pixels in 0..1 and normalizes
+            them itself.
         softmax: give probabilities.
 
     Attributes:
@@ -45,19 +47,25 @@ class Shipped(nn.Module):
         softmax: bool = False,
     ) -> None:
         super().__init__()
-        self.network, self.signature = network, signature or Signature.of_images(network, "logits")
+        self.network = network
+        self.signature = signature or Signature.of_images(network, "logits")
         self.dtype = self.stored = torch.float32
-        self.normalization, self.softmax = normalization, softmax
+        self.normalization = normalization
+        self.softmax = softmax
         for name, values in zip(("mean", "std"), normalization or (None, None), strict=True):
             self.register_buffer(name, values)
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
         """The same, with another network inside, in float32."""
-        return Shipped(network, self.signature, normalization=self.normalization, softmax=self.softmax)
+        return Shipped(
+            network, self.signature, normalization=self.normalization, softmax=self.softmax
+        )
 
     def in_half(self, dtype: torch.dtype) -> Shipped:
-        """Change to float16, or to bfloat16 for weights alone, with arithmetic in float32; returns itself."""
+        """Change to float16, or to bfloat16 for weights alone, with arithmetic in float32; returns
+        itself.
+        """
         self.stored = dtype
         if dtype == torch.float16:
             self.network.half()
@@ -70,7 +78,9 @@ class Shipped(nn.Module):
 
     @torch.no_grad()
     def rounded(self, dtype: torch.dtype) -> Shipped:
-        """A copy that computes in float32 with weights, and for float16 layers' outputs, rounded to `dtype`."""
+        """A copy that computes in float32 with weights, and for float16 layers' outputs, rounded to
+        `dtype`.
+        """
         twin = copy.deepcopy(self.network)
         for tensor in twin.parameters():
             tensor.copy_(tensor.to(dtype))
@@ -99,9 +109,11 @@ class Shipped(nn.Module):
 
 @torch.no_grad()
 def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False) -> None:
-    """Add E[(W - rounded W) x] to each bias, in place, x in float32 (Nagel et al. 2019, section 4.2).
+    """Add E[(W - rounded W) x] to each bias, in place, x in float32 (Nagel et al. 2019, section
+    4.2).
 
-    The mean is over images, in batches of one size. A layer that does not compute what its weight says keeps its bias.
+    The mean is over images, in batches of one size. A layer that does not compute what its weight
+    says keeps its bias.
     """
     shifts: dict[nn.Module, list[Tensor]] = {}
 
@@ -114,13 +126,21 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         losing.register_parameter("bias", None)
 
         def add_loss(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            channels = losing(*args).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0).flatten(1)
+            channels = (
+                losing(*args).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0).flatten(1)
+            )
             shifts.setdefault(layer, []).append(channels.double().mean(1))
 
         return layer.register_forward_pre_hook(add_loss)
 
-    linear = [module for module in network.modules() if isinstance(module, LINEAR) and "weight" in module._parameters]
-    plain = [layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)]
+    linear = [
+        module
+        for module in network.modules()
+        if isinstance(module, LINEAR) and "weight" in module._parameters
+    ]
+    plain = [
+        layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)
+    ]
     with hooked([watch(layer) for layer in plain]):
         for images in how.images:
             network(images)
@@ -138,18 +158,26 @@ def _rounded(layer: nn.Module, levels: float) -> Tensor:
 def _step(layer: nn.Module, levels: float) -> Tensor:
     weight = layer.get_parameter("weight")
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
-    return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(
+        torch.finfo(weight.dtype).tiny
+    )
 
 
 @torch.no_grad()
 def first_missing(network: nn.Module, content: bytes, example: Example, dtype: str) -> str:
-    """The first weight or bias, in the order in which layers run, whose bytes are nowhere in a file; empty: none.
+    """The first weight or bias, in the order in which layers run, whose bytes are nowhere in a
+    file; empty: none.
 
-    A file may have output or input channels last. In int8, whose biases have steps that images set, the weights alone.
+    A file may have output or input channels last. In int8, whose biases have steps that images set,
+    the weights alone.
     """
-    layers: dict[nn.Module, str] = {m: path for path, m in network.named_modules() if isinstance(m, LINEAR)}
+    layers: dict[nn.Module, str] = {
+        m: path for path, m in network.named_modules() if isinstance(m, LINEAR)
+    }
     run: list[nn.Module] = []
-    with hooked([layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]):
+    with hooked(
+        [layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]
+    ):
         example.call(network)
     for layer in dict.fromkeys(run):
         for name, tensor in layer.named_parameters(recurse=False):
@@ -194,7 +222,9 @@ class FileContents:
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:
-        """For torch.export: one free first dimension of all inputs; None where the number of samples is fixed."""
+        """For torch.export: one free first dimension of all inputs; None where the number of
+        samples is fixed.
+        """
         if not self.dynamic:
             return None
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}

@@ -1,4 +1,6 @@
-"""`normswap.export`: one file that holds the folded network, proven in its own runtime before it gets its name."""
+"""`normswap.export`: one file that holds the folded network, proven in its own runtime before it
+gets its name.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,12 @@ class Exported:
     Args:
         file: where it is; parts: further files that belong to it; sidecar: its preprocess.json.
         format: the target's, as asked for; dtype: of the weights, likewise.
-        input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether the number of images
-            at a time is free.
-        figures: how far the file, in its runtime, is from the source; None where this system has no such runtime.
-        nodes: its operators, counted by kind; bytes: its size, with its parts; seconds: what it all took.
+        input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether
+            the number of images at a time is free.
+        figures: how far the file, in its runtime, is from the source; None where this system has no
+            such runtime.
+        nodes: its operators, counted by kind; bytes: its size, with its parts; seconds: what it all
+            took.
         notes: what the user should know.
         quantized: of int8, on how many images it was calibrated, and the bits of its weights.
         noise_only: whether it was checked on noise alone, for want of images.
@@ -86,20 +90,23 @@ def export(
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as a file for another runtime.
 
-    The file is compared with `model` in that runtime before it gets its name. Where this system has no such runtime
-    (Core ML's is macOS's), the folded network is compared in PyTorch. FILE.preprocess.json, beside it, says how to
-    prepare an image. Images and answers are in float32, whatever the file's precision.
+    The file is compared with `model` in that runtime before it gets its name. Where this system has
+    no such runtime (Core ML's is macOS's), the folded network is compared in PyTorch.
+    FILE.preprocess.json, beside it, says how to prepare an image. Images and answers are in
+    float32, whatever the file's precision.
 
     Args:
-        inputs: what the network takes, as in `convert`. Then all tensors that it takes and gives are the file's, under
-            the names of dicts, records and forward's arguments, and are checked on these inputs. Without `inputs`,
-            images go in and one answer comes out, or all outputs where none is the answer, such as boxes and scores.
-        images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at `input_size`; by
-            default smooth noise. int8 needs them, as its cost is measured on them. With `inputs`: batches of such
-            inputs, by default `inputs`.
+        inputs: what the network takes, as in `convert`. Then all tensors that it takes and gives
+            are the file's, under the names of dicts, records and forward's arguments, and are
+            checked on these inputs. Without `inputs`, images go in and one answer comes out, or all
+            outputs where none is the answer, such as boxes and scores.
+        images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at
+            `input_size`; by default smooth noise. int8 needs them, as its cost is measured on them.
+            With `inputs`: batches of such inputs, by default `inputs`.
         calibrate: for int8: other batches, which set the ranges.
         log: called with the name of each step.
-        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax, weight_bits, force.
+        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax,
+            weight_bits, force.
 
     Returns:
         The file, its sidecar, and how far it is from the source.
@@ -112,10 +119,14 @@ def export(
     """
     if unknown := sorted(options.keys() - FileOptions.__annotations__.keys()):
         raise OptionError(
-            f"export has no option {', '.join(unknown)}", f"there are {', '.join(FileOptions.__annotations__)}"
+            f"export has no option {', '.join(unknown)}",
+            f"there are {', '.join(FileOptions.__annotations__)}",
         )
-    start, settings, file = time.perf_counter(), FileSettings(**options), Path(path)
-    form, dtype = formats.check(file, settings), settings.dtype
+    start = time.perf_counter()
+    settings = FileSettings(**options)
+    file = Path(path)
+    form = formats.check(file, settings)
+    dtype = settings.dtype
     request = ExportRequest.of(model, file, form, inputs, settings)
     how = request.quantization(calibrate, images)
     request, answers = request.answered()
@@ -125,11 +136,15 @@ def export(
     # A file in fp32 that runs here is itself held to the tolerance of the folded network.
     if dtype != "fp32" or not form.runs_here:
         batches, described = request.batches(None if form.runs_here else images)
-        checks.check(request.reference(), network, batches, described=described, what="the folded network")
+        checks.check(
+            request.reference(), network, batches, described=described, what="the folded network"
+        )
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
     assumed = "" if request.inputs and not request.imaged else assumption(request.source)
-    notes = tuple(filter(None, (_cast(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed)))
+    notes = tuple(
+        filter(None, (_cast(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed))
+    )
     quantized: Body = {}
     if how:
         correct_biases(network, how, halves=form.halves)
@@ -137,7 +152,9 @@ def export(
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
-    figures, parts, beside = None, form.files(file)[1:], formats.sidecar_of(file)
+    figures = None
+    parts = form.files(file)[1:]
+    beside = formats.sidecar_of(file)
     noise_only = request.on_noise(images)
     with atomic_write.writing(file, [each.name for each in (*parts, beside)]) as aside:
         log(f"exporting to {form.name}")
@@ -145,12 +162,17 @@ def export(
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
-            reference, look = request.reference(rounded), inside(request, aside, rounded)
-            figures = checks.check(reference, form.open(aside), batches, dtype=dtype, described=described, inside=look)
+            reference = request.reference(rounded)
+            look = inside(request, aside, rounded)
+            figures = checks.check(
+                reference, form.open(aside), batches, dtype=dtype, described=described, inside=look
+            )
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}
-        body["checked"] = {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
+        body["checked"] = (
+            {**asdict(figures), "noise_only": noise_only} if figures else formats.NOT_RUN
+        )
         nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
     return Exported(
@@ -168,22 +190,32 @@ def export(
         time.perf_counter() - start,
         quantized or None,
         noise_only,
-        tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())),
+        tuple(
+            f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())
+        ),
     )
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """The folded network, rounded as the file is, and all that the file computes, or its bytes where nobody sees it."""
-    content = partial(request.form.open, file, inside=True) if request.form.inside else file.read_bytes
+    """The folded network, rounded as the file is, and all that the file computes, or its bytes
+    where nobody sees it.
+    """
+    content = (
+        partial(request.form.open, file, inside=True) if request.form.inside else file.read_bytes
+    )
     return lambda: ((rounded or folded(request)).network, content())
 
 
 def _cast(model: object, dtype: str) -> str:
     """A note where the network has another precision than the file computes in."""
-    own, arithmetic = calling.anchor(network_input.require_module(model)).dtype, _ARITHMETIC[dtype]
+    own = calling.anchor(network_input.require_module(model)).dtype
+    arithmetic = _ARITHMETIC[dtype]
     if own in (torch.float32, HALVES.get(arithmetic)):
         return ""
-    return f"the network is in {str(own).removeprefix('torch.')}, and the file computes in {arithmetic}"
+    return (
+        f"the network is in {str(own).removeprefix('torch.')}, and the file computes in"
+        f" {arithmetic}"
+    )
 
 
 def folded(request: ExportRequest) -> Shipped:
@@ -191,24 +223,33 @@ def folded(request: ExportRequest) -> Shipped:
     settings = request.settings
     network = fold_for_export(request.network)
     normalization = request.normalization if settings.normalize else None
-    return Shipped(network, request.signature, normalization=normalization, softmax=settings.softmax)
+    return Shipped(
+        network, request.signature, normalization=normalization, softmax=settings.softmax
+    )
 
 
 def fold_for_export(network: Network) -> nn.Module:
-    """A folded copy of its module, verified as every conversion is; a plain copy where there is nothing to fold.
+    """A folded copy of its module, verified as every conversion is; a plain copy where there is
+    nothing to fold.
 
-    Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the last norm's scale
-    and shift move into the classifier.
+    Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the
+    last norm's scale and shift move into the classifier.
 
-    Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes something else.
+    Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes
+    something else.
     """
     model = network.module
     try:
         anatomy = network.anatomy
-        norms = tuple(replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms)
+        norms = tuple(
+            replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms
+        )
         anatomy = replace(anatomy, classifier=None, norms=norms)
     except TraceError:
-        if any(affine.is_affine(module) or reparametrized.is_reparametrized(module) for module in model.modules()):
+        if any(
+            affine.is_affine(module) or reparametrized.is_reparametrized(module)
+            for module in model.modules()
+        ):
             raise
         return copy.deepcopy(model).eval()
     builder = schemes.get("folded").plan(anatomy)
@@ -223,10 +264,15 @@ def fold_for_export(network: Network) -> nn.Module:
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    settings, signature = request.settings, request.signature
+    settings = request.settings
+    signature = request.signature
     dynamic = settings.dynamic_batch
     images = sidecar.body(
-        request.source, request.size, signature.outputs[0], normalize=settings.normalize, dynamic=dynamic
+        request.source,
+        request.size,
+        signature.outputs[0],
+        normalize=settings.normalize,
+        dynamic=dynamic,
     )
     precision = {"weights": settings.dtype, "arithmetic": _ARITHMETIC[settings.dtype]}
     if not request.inputs:

@@ -3,8 +3,9 @@
 A format's module has four functions, which raise whatever its tools raise:
 
 - `write(contents, file)`: write the file, and its part beside it
-- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one; and, unless
-  `Format.inside` says no, `open(file, inside=True)`: giving all that the file computes on its way
+- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one;
+  and, unless `Format.inside` says no, `open(file, inside=True)`: giving all that the file computes
+  on its way
 - `nodes(file)`: how many operators of each kind it has, the most frequent first
 - `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
 
@@ -52,7 +53,9 @@ if TYPE_CHECKING:
 Runs: TypeAlias = "Callable[..., Any]"
 # What is said of a file that this system cannot run.
 NOT_RUN = "not run here"
-_HALF_WEIGHTS = "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
+_HALF_WEIGHTS = (
+    "weights only: {} computes in what the device is fast in, and here it was checked in fp32"
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Format:
         needs: packages; extra: normswap's extra that installs them.
         dtypes: those that it can be written in; notes: what a user should know of a dtype in it.
         any_count: it takes any number of images at a time; any_input: other tensors than float32.
-        quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and quantizer_extra their extra;
-            weight_bits: of its weights, the default first; halves: to 7 bits, but depthwise layers.
+        quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and
+            quantizer_extra their extra; weight_bits: of its weights, the default first; halves: to
+            7 bits, but depthwise layers.
         inside: its runtime tells what a file computes on its way.
         system: the only `sys.platform` that has its runtime; empty: every system has it.
     """
@@ -108,7 +112,12 @@ class Format:
 
     def size(self, file: Path) -> int:
         """Bytes of a file with its part, or of all that is in it where it is a directory."""
-        inside = (each for place in self.files(file) for each in (place, *place.rglob("*")) if each.is_file())
+        inside = (
+            each
+            for place in self.files(file)
+            for each in (place, *place.rglob("*"))
+            if each.is_file()
+        )
         return sum(each.stat().st_size for each in inside)
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
@@ -119,7 +128,9 @@ class Format:
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
             raise RefusedError(f"{self.name} files take one image at a time", remedy=remedy)
-        if not self.any_input and any(str(tensor.dtype) != "torch.float32" for tensor in contents.example):
+        if not self.any_input and any(
+            str(tensor.dtype) != "torch.float32" for tensor in contents.example
+        ):
             raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
         if how:
             with refusing(f"{self.quantizer} cannot quantize it"):
@@ -129,7 +140,9 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path, **inside: bool) -> Runs:
-        """The file in its own runtime: from inputs to answers; raises VerificationError: that does not take it."""
+        """The file in its own runtime: from inputs to answers; raises VerificationError: that does
+        not take it.
+        """
         from normswap.exporting.signature import alone, together
 
         with explained(VerificationError, f"{self.runtime} cannot run it"), quietly():
@@ -142,10 +155,19 @@ class Format:
 
 
 _PT2_NOTES = {
-    "fp16": "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as fp32",
-    "bf16": "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not faster",
-    "int8": "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the operators. The file "
-    "rounds to int8 and computes in fp32, unless the graph is compiled: the file is smaller, not faster",
+    "fp16": (
+        "for GPUs: on a CPU without fp16 units torch's fp16 convolutions take many times as long as"
+        " fp32"
+    ),
+    "bf16": (
+        "each run casts the weights to fp32, unless the graph is compiled: the file is smaller, not"
+        " faster"
+    ),
+    "int8": (
+        "import torch.ao.quantization.fx._decomposed before torch.export.load: it defines the"
+        " operators. The file rounds to int8 and computes in fp32, unless the graph is compiled:"
+        " the file is smaller, not faster"
+    ),
 }
 _FORMATS = {
     form.name: form
@@ -248,14 +270,18 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Format:
-    """A format; raises OptionError: there is none of that name, or a package it needs is not installed."""
+    """A format; raises OptionError: there is none of that name, or a package it needs is not
+    installed.
+    """
     form = _named(name)
     require_packages(name, form.needs, form.extra)
     return form
 
 
 def choose(file: Path, name: str | None) -> Format:
-    """The format of the name, or of the file's ending; raises OptionError: they differ, or say none, or as `get`."""
+    """The format of the name, or of the file's ending; raises OptionError: they differ, or say
+    none, or as `get`.
+    """
     return get(_name_of(file, name))
 
 
@@ -266,42 +292,58 @@ def _named(name: str) -> Format:
 
 
 def _name_of(file: Path, name: str | None) -> str:
-    meant = next((other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None)
+    meant = next(
+        (other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None
+    )
     if name is None and meant is None:
         endings = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
         remedy = f"Known: {endings}; or name it: {spelled('format', metavar='NAME')}"
         raise OptionError(f"the ending '{file.suffix}' of {file} says no format", remedy=remedy)
     if name in _FORMATS and meant not in (None, name):
-        raise OptionError(f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two")
+        raise OptionError(
+            f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two"
+        )
     return name or str(meant)
 
 
 def check(file: Path, settings: FileSettings) -> Format:
     """The format of `file`, after checks that need no torch.
 
-    Raises OptionError: the format or dtype is not known, they do not go together, or a package is not installed;
-    OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to another file.
+    Raises OptionError: the format or dtype is not known, they do not go together, or a package is
+    not installed;
+    OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to
+    another file.
     """
     if settings.dtype not in DTYPES:
-        raise OptionError(f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}")
+        raise OptionError(
+            f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}"
+        )
     form = _named(_name_of(file, settings.format))
     if settings.dtype not in form.dtypes:
         able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
-        raise OptionError(f"{form.name} is not written in {settings.dtype}", f"there are {able}", remedy)
+        raise OptionError(
+            f"{form.name} is not written in {settings.dtype}", f"there are {able}", remedy
+        )
     if settings.dtype != "int8" and settings.weight_bits is not None:
         raise OptionError(f"{spelled('weight_bits', settings.weight_bits)} is for int8")
     if settings.weight_bits not in (None, *form.weight_bits):
         bits = " or ".join(map(str, form.weight_bits))
-        raise OptionError(f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}")
+        raise OptionError(
+            f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}"
+        )
     folder_with = kinds.FOLDERS.get(file.suffix.lower())
     atomic_write.check_writable(file, force=settings.force, folder_with=folder_with)
     for extra in form.files(file)[1:]:
         others = [
-            extra.with_suffix(row.ending) for row in _FORMATS.values() if row != form and row.part == extra.suffix
+            extra.with_suffix(row.ending)
+            for row in _FORMATS.values()
+            if row != form and row.part == extra.suffix
         ]
         if extra.is_file() and (owners := [other for other in others if other.is_file()]):
-            raise OutputError(f"{extra} belongs to {owners[0]}", remedy=f"Give {file.name} another name")
+            raise OutputError(
+                f"{extra} belongs to {owners[0]}", remedy=f"Give {file.name} another name"
+            )
     for beside in (*form.files(file)[1:], sidecar_of(file)):
         atomic_write.check_writable(beside, force=settings.force)
     require_packages(form.name, form.needs, form.extra)
@@ -317,7 +359,9 @@ def sidecar_of(file: Path) -> Path:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever a tool raises into a RefusedError of one line; keep its output off the terminal."""
+    """Turn whatever a tool raises into a RefusedError of one line; keep its output off the
+    terminal.
+    """
     try:
         with quietly():
             yield
@@ -341,10 +385,15 @@ def quietly() -> Iterator[None]:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """As `quietly`, and keep what is printed in Python, or by C++ on stderr, off the terminal, too."""
-    error_stream, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    error_stream = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
-        with quietly(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            quietly(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             yield
     finally:
         os.dup2(error_stream, 2)

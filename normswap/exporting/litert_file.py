@@ -1,7 +1,7 @@
 """LiteRT, once TensorFlow Lite: a .tflite file for phones and boards, made by litert-torch.
 
-The metadata are the file's entry `normswap`. ai-edge-quantizer converts the file in fp32 to fp16 and int8. Weights of
-int8 have 8 bits: LiteRT multiplies bytes exactly on every CPU.
+The metadata are the file's entry `normswap`. ai-edge-quantizer converts the file in fp32 to fp16
+and int8. Weights of int8 have 8 bits: LiteRT multiplies bytes exactly on every CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # The smallest and the largest number of each tensor of the file, by its name.
 Extremes: TypeAlias = "dict[str, dict[str, np.ndarray]]"
 _METADATA = "normswap"
-# The schema asks that every buffer starts at a multiple of 16 bytes; the writer in Python leaves that out.
+# The schema asks that every buffer starts at a multiple of 16 bytes; the writer in Python leaves
+# that out.
 _ALIGNED = 16
 
 
@@ -56,11 +57,15 @@ def _halved(content: bytes) -> bytes:
 
         weights = qtyping.TensorQuantizationConfig(num_bits=16, dtype=qtyping.TensorDataType.FLOAT)
         how = qtyping.OpQuantizationConfig(
-            weight_tensor_config=weights, compute_precision=qtyping.ComputePrecision.FLOAT, explicit_dequantize=True
+            weight_tensor_config=weights,
+            compute_precision=qtyping.ComputePrecision.FLOAT,
+            explicit_dequantize=True,
         )
         halving = quantizer.Quantizer(bytearray(content))
         for kind in ("CONV_2D", "DEPTHWISE_CONV_2D", "CONV_2D_TRANSPOSE", "FULLY_CONNECTED"):
-            halving.update_quantization_recipe(".*", qtyping.TFLOperationName[kind], how, algorithm_key="float_casting")
+            halving.update_quantization_recipe(
+                ".*", qtyping.TFLOperationName[kind], how, algorithm_key="float_casting"
+            )
         return bytes(halving.quantize().quantized_model)
 
 
@@ -74,7 +79,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
         every_kind = qtyping.TFLOperationName.ALL_SUPPORTED
         tool.add_static_config(".*", every_kind, activation_num_bits=8, weight_num_bits=WHOLE_BITS)
         for end in ("INPUT", "OUTPUT"):
-            tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
+            tool.update_quantization_recipe(
+                ".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize"
+            )
         rounded = bytes(tool.quantize(_extremes(tool, how.images)).quantized_model)
     file.write_bytes(_finished(rounded, contents))
 
@@ -99,7 +106,8 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
     signature = contents.network.signature
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
-    graph, called = model.subgraphs[0], model.signatureDefs[0]
+    graph = model.subgraphs[0]
+    called = model.signatureDefs[0]
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
         maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
         for entry, name in zip(maps, names, strict=True):
@@ -127,11 +135,15 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator, but `inside` in LiteRT alone."""
+    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator, but `inside`
+    in LiteRT alone.
+    """
     with silent():
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
-        kernels = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if inside else OpResolverType.AUTO
+        kernels = (
+            OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES if inside else OpResolverType.AUTO
+        )
         engine = Interpreter(
             str(file),
             num_threads=torch.get_num_threads(),
@@ -146,7 +158,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         for place, x in zip(inputs, tensors, strict=True):
             engine.set_tensor(place, x.numpy())
         engine.invoke()
-        values = [_real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs]
+        values = [
+            _real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs
+        ]
         # Inside, channels are the last dimension of images.
         return values + [value.movedim(-1, 1) for value in values if inside and value.ndim == 4]
 
@@ -154,7 +168,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
-    (scale, zero), tensor = quantization, torch.as_tensor(value)
+    scale, zero = quantization
+    tensor = torch.as_tensor(value)
     return scale * (tensor.float() - zero) if scale else tensor
 
 
@@ -163,18 +178,32 @@ def nodes(file: Path) -> dict[str, int]:
     from ai_edge_litert import schema_py_generated as schema
 
     model = _model(file)
-    kinds = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
+    kinds = {
+        number: name
+        for name, number in vars(schema.BuiltinOperator).items()
+        if isinstance(number, int)
+    }
     called = [
-        entry.customCode.decode() if entry.customCode else kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
+        (
+            entry.customCode.decode()
+            if entry.customCode
+            else kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
+        )
         for entry in model.operatorCodes
     ]
-    return counted(called[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators)
+    return counted(
+        called[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators
+    )
 
 
 def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     model = _model(file)
-    noted = (model.buffers[entry.buffer].data for entry in model.metadata or [] if entry.name == _METADATA.encode())
+    noted = (
+        model.buffers[entry.buffer].data
+        for entry in model.metadata or []
+        if entry.name == _METADATA.encode()
+    )
     return dict(json.loads(bytes(next(noted, b"{}"))))
 
 

@@ -1,7 +1,8 @@
-"""ncnn: FILE.param with FILE.bin beside it, made from a traced network by pnnx, for phones and boards.
+"""ncnn: FILE.param with FILE.bin beside it, made from a traced network by pnnx, for phones and
+boards.
 
-ncnn has no dimension for the number of images, and takes one at a time. Its reader stops after the last layer of
-FILE.param; the metadata follow there.
+ncnn has no dimension for the number of images, and takes one at a time. Its reader stops after the
+last layer of FILE.param; the metadata follow there.
 """
 
 import io
@@ -27,7 +28,8 @@ _BOOKKEEPING = ("Input", "Split", "MemoryData")
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
-    signature, half = contents.network.signature, contents.network.dtype == torch.float16
+    signature = contents.network.signature
+    half = contents.network.dtype == torch.float16
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         place = Path(folder) / "network.ncnn.param"
         whole = contents.in_float32
@@ -35,7 +37,9 @@ def write(contents: FileContents, file: Path) -> None:
         layers = _named(place.read_text(encoding="utf-8"), signature)
         shutil.copyfile(place.with_suffix(".bin"), file.with_suffix(".bin"))
     order = {"inputs": " ".join(signature.inputs), "outputs": " ".join(signature.outputs)}
-    noted = [f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()]
+    noted = [
+        f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()
+    ]
     file.write_text("\n".join([*layers, *noted, ""]), encoding="utf-8")
 
 
@@ -43,7 +47,8 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
     """Let pnnx write the graph, its weights beside it."""
     import pnnx
 
-    traced, folder = place.with_name("network.pt"), place.parent
+    traced = place.with_name("network.pt")
+    folder = place.parent
     # torch's own writer ends the process when the disk is full.
     buffer = io.BytesIO()
     with refusing("TorchScript cannot express the network"):

@@ -1,8 +1,9 @@
-"""ONNX: the graph of torch.export, in torch's own opset, and with RMSNorms in opset 23, for ONNX Runtime and others.
+"""ONNX: the graph of torch.export, in torch's own opset, and with RMSNorms in opset 23, for ONNX
+Runtime and others.
 
-int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without VNNI, ONNX Runtime adds
-pairs of such products with saturation at 16 bits, which weights of 7 bits cannot reach: they give the same on every
-CPU. Weights of 8 bits are finer.
+int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without
+VNNI, ONNX Runtime adds pairs of such products with saturation at 16 bits, which weights of 7 bits
+cannot reach: they give the same on every CPU. Weights of 8 bits are finer.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ def _has_rms_norm(contents: FileContents) -> bool:
     return any(norm is not None and not norm.centres for norm in norms)
 
 
-def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """aten::rms_norm as one operator: torch's own translation computes the weight of a norm that has none."""
+def _rms_norm(
+    x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    """aten::rms_norm as one operator: torch's own translation computes the weight of a norm that
+    has none.
+    """
     from onnxscript import ir
     from onnxscript.onnx_opset import opset23
 
@@ -62,14 +67,17 @@ def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: 
 
 
 def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
-    """The model in fp32 or fp16, in torch's own opset by default, without torch's notes on each node.
+    """The model in fp32 or fp16, in torch's own opset by default, without torch's notes on each
+    node.
 
     Raises RefusedError: it is too large.
     """
     tensors = (*contents.network.parameters(), *contents.network.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
-        raise RefusedError(f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2")
+        raise RefusedError(
+            f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2"
+        )
     network = contents.network
     program = torch.onnx.export(
         network,
@@ -77,7 +85,9 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
         dynamo=True,
         verbose=False,
         opset_version=opset,
-        custom_translation_table={torch.ops.aten.rms_norm.default: _rms_norm} if opset == _RMS_OPSET else None,
+        custom_translation_table={torch.ops.aten.rms_norm.default: _rms_norm}
+        if opset == _RMS_OPSET
+        else None,
         dynamic_shapes=contents.dynamic_shapes,
         input_names=[*network.signature.inputs],
         output_names=[*network.signature.outputs],
@@ -85,7 +95,14 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
     assert program is not None
     model = program.model_proto
     whole = model.graph
-    for item in (whole, *whole.node, *whole.value_info, *whole.input, *whole.output, *whole.initializer):
+    for item in (
+        whole,
+        *whole.node,
+        *whole.value_info,
+        *whole.input,
+        *whole.output,
+        *whole.initializer,
+    ):
         del item.metadata_props[:]
     for node in whole.node:
         node.doc_string = ""
@@ -101,12 +118,16 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except onnx.checker.ValidationError as error:
-        raise VerificationError("onnx.checker rejects the exported graph", first_line(error)) from None
+        raise VerificationError(
+            "onnx.checker rejects the exported graph", first_line(error)
+        ) from None
     file.write_bytes(model.SerializeToString())
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every matrix that bfloat16 holds exactly in bfloat16, with a cast, which runtimes do once."""
+    """Store every matrix that bfloat16 holds exactly in bfloat16, with a cast, which runtimes do
+    once.
+    """
     import onnx
 
     casts = []
@@ -118,9 +139,13 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
             continue
         name = tensor.name
         data = value.bfloat16().view(torch.int16).numpy().tobytes()
-        stored = onnx.helper.make_tensor(f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True)
+        stored = onnx.helper.make_tensor(
+            f"{name}.bf16", onnx.TensorProto.BFLOAT16, tensor.dims, data, raw=True
+        )
         tensor.CopyFrom(stored)
-        casts.append(onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT))
+        casts.append(
+            onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT)
+        )
     other_nodes = list(graph.node)
     del graph.node[:]
     graph.node.extend([*casts, *other_nodes])
@@ -139,8 +164,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 def pool_means(graph: onnx.GraphProto) -> None:
     """Replace every mean over a whole map by GlobalAveragePool, in place.
 
-    ONNX Runtime computes that on bytes. A ReduceMean needs floats, which costs networks with squeeze-and-excitation a
-    fifth of their time.
+    ONNX Runtime computes that on bytes. A ReduceMean needs floats, which costs networks with
+    squeeze-and-excitation a fifth of their time.
     """
     from onnx import helper, numpy_helper
 
@@ -149,12 +174,22 @@ def pool_means(graph: onnx.GraphProto) -> None:
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     nodes = []
     for node in graph.node:
-        axes = constants.get(node.input[1]) if node.op_type == "ReduceMean" and len(node.input) > 1 else None
+        axes = (
+            constants.get(node.input[1])
+            if node.op_type == "ReduceMean" and len(node.input) > 1
+            else None
+        )
         rank = ranks.get("".join(node.input[:1]), 0)
-        if axes is None or rank < 3 or sorted(axis % rank for axis in axes.tolist()) != [*range(2, rank)]:
+        if (
+            axes is None
+            or rank < 3
+            or sorted(axis % rank for axis in axes.tolist()) != [*range(2, rank)]
+        ):
             nodes.append(node)
             continue
-        keeps_sides = all(attribute.i for attribute in node.attribute if attribute.name == "keepdims")
+        keeps_sides = all(
+            attribute.i for attribute in node.attribute if attribute.name == "keepdims"
+        )
         result = node.output[0]
         pooled = result if keeps_sides else f"{result}_pooled"
         nodes.append(helper.make_node("GlobalAveragePool", [node.input[0]], [pooled], node.name))
@@ -162,9 +197,15 @@ def pool_means(graph: onnx.GraphProto) -> None:
             # As many rows as there are, and the rest of the numbers.
             rows = helper.make_tensor(f"{result}_shape", 7, [2], [0, -1])
             graph.initializer.append(rows)
-            nodes.append(helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows"))
+            nodes.append(
+                helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows")
+            )
     read = {name for node in nodes for name in node.input}
-    unread = [tensor for tensor in graph.initializer if tensor.name in constants and tensor.name not in read]
+    unread = [
+        tensor
+        for tensor in graph.initializer
+        if tensor.name in constants and tensor.name not in read
+    ]
     # ONNX Runtime warns of them.
     for tensor in unread:
         graph.initializer.remove(tensor)
@@ -215,7 +256,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         import onnx
 
         model = onnx.load(file)
-        values = {name for node in model.graph.node for name in node.output} - {end.name for end in model.graph.output}
+        values = {name for node in model.graph.node for name in node.output} - {
+            end.name for end in model.graph.output
+        }
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name)
         content = model.SerializeToString()
 
@@ -226,7 +269,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     names = [each.name for each in session.get_inputs()]
 
     def runs(*tensors: Tensor) -> list[Tensor]:
-        outputs = session.run(None, {name: x.numpy() for name, x in zip(names, tensors, strict=True)})
+        outputs = session.run(
+            None, {name: x.numpy() for name, x in zip(names, tensors, strict=True)}
+        )
         return [torch.from_numpy(value) for value in outputs]
 
     return runs

@@ -1,7 +1,9 @@
-"""OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network; in int8 by NNCF.
+"""OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network; in int8
+by NNCF.
 
-With weights of 7 bits the file computes the same on every CPU; with 8, layers that are not depthwise may saturate on
-CPUs without VNNI (`OverflowFix`). NNCF's own bias correction is off: it doubles the errors of some networks.
+With weights of 7 bits the file computes the same on every CPU; with 8, layers that are not
+depthwise may saturate on CPUs without VNNI (`OverflowFix`). NNCF's own bias correction is off: it
+doubles the errors of some networks.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
             advanced = nncf.AdvancedQuantizationParameters(
-                overflow_fix=OverflowFix.ENABLE if how.weight_bits == SAFE_BITS else OverflowFix.DISABLE,
+                overflow_fix=OverflowFix.ENABLE
+                if how.weight_bits == SAFE_BITS
+                else OverflowFix.DISABLE,
                 weights_quantization_params=QuantizationParameters(per_channel=True),
                 disable_bias_correction=True,
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
@@ -120,4 +124,8 @@ def metadata(file: Path) -> dict[str, str]:
     # The notes can be read only while the model is referenced.
     model = ov.Core().read_model(file)
     noted = model.get_rt_info()
-    return {key: str(value.value) for key, value in noted["normswap"].items()} if "normswap" in noted else {}
+    return (
+        {key: str(value.value) for key, value in noted["normswap"].items()}
+        if "normswap" in noted
+        else {}
+    )

@@ -1,8 +1,8 @@
 """pt2: a torch.export archive, which needs torch alone: `torch.export.load(file).module()(images)`.
 
-int8 is torchao's PT2E, on the graph of torch.export in fp32. Activations are unsigned, weights signed. The file rounds
-both and multiplies in fp32, the same on every CPU. Compiled with torchao's passes it multiplies bytes, which saturates
-on x64 without VNNI, but not with weights of 7 bits.
+int8 is torchao's PT2E, on the graph of torch.export in fp32. Activations are unsigned, weights
+signed. The file rounds both and multiplies in fp32, the same on every CPU. Compiled with torchao's
+passes it multiplies bytes, which saturates on x64 without VNNI, but not with weights of 7 bits.
 """
 
 import copy
@@ -39,9 +39,13 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
-    """The network, or what was made of it, as torch.export records it; a RefusedError where it cannot."""
+    """The network, or what was made of it, as torch.export records it; a RefusedError where it
+    cannot.
+    """
     with refusing("torch.export cannot express the network"):
-        program = torch.export.export(network, contents.example, dynamic_shapes=contents.dynamic_shapes)
+        program = torch.export.export(
+            network, contents.example, dynamic_shapes=contents.dynamic_shapes
+        )
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
@@ -70,8 +74,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
     module = traced(contents, contents.network).module()
     assert isinstance(module, fx.GraphModule)
-    # torchao looks at the class of the module that an operator comes from. It passes over subclasses (timm's
-    # Conv2dSame) and gives up where a module is called twice.
+    # torchao looks at the class of the module that an operator comes from. It passes over
+    # subclasses (timm's Conv2dSame) and gives up where a module is called twice.
     for node in module.graph.nodes:
         if node.target in _KINDS:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
@@ -98,21 +102,31 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """The quantizers' own settings, but with ranges over all images, and the weights' levels and least step.
+    """The quantizers' own settings, but with ranges over all images, and the weights' levels and
+    least step.
 
-    The usual least step, 2^-12, would round a channel of small weights to 0. `activations`: signed or unsigned bytes;
-    `levels`: of weights, on either side of 0.
+    The usual least step, 2^-12, would round a channel of small weights to 0. `activations`: signed
+    or unsigned bytes; `levels`: of weights, on either side of 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
     room = torch.iinfo(activations)
     between = QuantizationSpec(
-        activations, MinMaxObserver, quant_min=room.min, quant_max=room.max, qscheme=torch.per_tensor_affine
+        activations,
+        MinMaxObserver,
+        quant_min=room.min,
+        quant_max=room.max,
+        qscheme=torch.per_tensor_affine,
     )
     fine = PerChannelMinMaxObserver.with_args(eps=torch.finfo(torch.float32).tiny)
     weights = QuantizationSpec(
-        torch.int8, fine, quant_min=-levels, quant_max=levels, qscheme=torch.per_channel_symmetric, ch_axis=0
+        torch.int8,
+        fine,
+        quant_min=-levels,
+        quant_max=levels,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
     )
     return QuantizationConfig(between, between, weights, None)
 
@@ -145,12 +159,16 @@ def load(file: Path) -> ExportedProgram:
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
     return counted(
-        str(node.target).removeprefix("aten.") for node in load(file).graph.nodes if node.op == "call_function"
+        str(node.target).removeprefix("aten.")
+        for node in load(file).graph.nodes
+        if node.op == "call_function"
     )
 
 
 def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     with zipfile.ZipFile(file) as archive:
-        inside = {name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name}
+        inside = {
+            name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name
+        }
         return {key: archive.read(name).decode() for key, name in inside.items()}

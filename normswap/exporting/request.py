@@ -36,7 +36,8 @@ class ExportRequest:
         source: a copy on the CPU, in float32 and eval mode.
         size: (C, H, W) of the images, or of the first of the inputs.
         config: the preprocessing of images.
-        inputs: calls with all inputs of a file that gives all outputs; none for images in and one answer out.
+        inputs: calls with all inputs of a file that gives all outputs; none for images in and one
+            answer out.
         imaged: these inputs are images, for which the network gives more than one answer.
         drawn: the values of these inputs are random.
     """
@@ -54,7 +55,12 @@ class ExportRequest:
 
     @classmethod
     def of(
-        cls, model: nn.Module | Conversion, file: Path, form: Format, inputs: Inputs, settings: FileSettings
+        cls,
+        model: nn.Module | Conversion,
+        file: Path,
+        form: Format,
+        inputs: Inputs,
+        settings: FileSettings,
     ) -> ExportRequest:
         """The request, checked; raises OptionError as `export` does."""
         network = network_input.require_module(model)
@@ -65,15 +71,22 @@ class ExportRequest:
         if inputs is None:
             inputs = network_input.drawn_calls(source)
             if inputs is None and settings.input_size is None and len(config["input_size"]) != 3:
-                inputs = network_input.DrawnCalls([network_input.noise(source, config["input_size"], batch=2)])
+                inputs = network_input.DrawnCalls(
+                    [network_input.noise(source, config["input_size"], batch=2)]
+                )
         if inputs is not None:
             _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
             whole = _everything(source, calls[0], settings.dynamic_batch)
-            return cls(source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn)
+            return cls(
+                source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn
+            )
         size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
-            raise OptionError(f"input size {','.join(map(str, size))}", "it is C,H,W: three positive whole numbers")
+            raise OptionError(
+                f"input size {','.join(map(str, size))}",
+                "it is C,H,W: three positive whole numbers",
+            )
         encoder = getattr(source, "num_classes", None) == 0
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
@@ -84,7 +97,9 @@ class ExportRequest:
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """The inputs for tracing: two samples for a free dimension, as torch.export takes 1 for a constant."""
+        """The inputs for tracing: two samples for a free dimension, as torch.export takes 1 for a
+        constant.
+        """
         count = 1 + self.settings.dynamic_batch
         if not self.inputs:
             return (torch.zeros(count, *self.size),)
@@ -101,7 +116,10 @@ class ExportRequest:
     def normalization(self) -> tuple[Tensor, Tensor]:
         """mean and std (C, 1, 1) of the images that the source takes."""
         mean, std = (
-            torch.tensor(list(self.config[key]), dtype=torch.float64).expand(self.size[0]).reshape(-1, 1, 1).float()
+            torch.tensor(list(self.config[key]), dtype=torch.float64)
+            .expand(self.size[0])
+            .reshape(-1, 1, 1)
+            .float()
             for key in ("mean", "std")
         )
         return mean, std
@@ -112,7 +130,8 @@ class ExportRequest:
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """This request, or one for all outputs where none is the answer; and the network's outputs by name.
+        """This request, or one for all outputs where none is the answer; and the network's outputs
+        by name.
 
         Raises OptionError: the network does not run, or an option needs one answer.
         """
@@ -134,21 +153,32 @@ class ExportRequest:
         mean, std = self.normalization
         return images * std + mean
 
-    def quantization(self, calibrate: Batches | None, images: Batches | None) -> Quantization | None:
-        """The quantizer's input, for int8: from batches `calibrate`; `images` must be others, to measure on.
+    def quantization(
+        self, calibrate: Batches | None, images: Batches | None
+    ) -> Quantization | None:
+        """The quantizer's input, for int8: from batches `calibrate`; `images` must be others, to
+        measure on.
 
         Raises OptionError: something is missing, or does not go together.
         """
         if self.settings.dtype != "int8":
             if calibrate is not None:
-                raise OptionError(f"{self.settings.dtype} is not calibrated", remedy="Choose int8, or leave it out")
+                raise OptionError(
+                    f"{self.settings.dtype} is not calibrated",
+                    remedy="Choose int8, or leave it out",
+                )
             return None
         if calibrate is None or images is None:
             what = "images to calibrate on" if calibrate is None else "other images to measure on"
-            raise OptionError(f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}")
+            raise OptionError(
+                f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}"
+            )
         form = self.signature.form
         if form.kwargs or form.listed:
-            raise OptionError("int8 is for networks that take images as one tensor, by position", "this one does not")
+            raise OptionError(
+                "int8 is for networks that take images as one tensor, by position",
+                "this one does not",
+            )
         batches = [x for x, _ in labelled(calibrate)]
         if not batches:
             raise OptionError("no images to calibrate on")
@@ -156,7 +186,9 @@ class ExportRequest:
             if tuple(x.shape[1:]) != self.size:
                 taken, shown = (",".join(map(str, size)) for size in (self.size, x.shape[1:]))
                 remedy = "Resize them, or give input_size"
-                raise OptionError(f"images to calibrate on are {shown}", f"the file takes {taken}", remedy)
+                raise OptionError(
+                    f"images to calibrate on are {shown}", f"the file takes {taken}", remedy
+                )
         every = self.raw(torch.cat(batches))
         # The tools want batches of one size.
         even = next(size for size in range(min(_BATCH, len(every)), 0, -1) if not len(every) % size)
@@ -168,7 +200,9 @@ class ExportRequest:
         anatomy = None
         with suppress(TraceError):
             anatomy = self.network.anatomy
-        return checks.Reference(self.source, self.signature, self.settings.softmax, self.raw, rounded, anatomy)
+        return checks.Reference(
+            self.source, self.signature, self.settings.softmax, self.raw, rounded, anatomy
+        )
 
     @cached_property
     def network(self) -> Network:
@@ -180,7 +214,9 @@ class ExportRequest:
         return images is None and (not self.inputs or self.imaged or self.drawn)
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
-        """The inputs to check the file on (images, the inputs, or smooth noise), and their name in reports."""
+        """The inputs to check the file on (images, the inputs, or smooth noise), and their name in
+        reports.
+        """
         described = "given images"
         if self.on_noise(images):
             described = "random inputs, seed 0" if self.drawn else "smooth noise, seed 0"
@@ -212,7 +248,10 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
     whole = Signature.of(source, example.first(1 + dynamic_batch))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
-        raise OptionError("the number of samples cannot be free", "the first of the inputs has no two to be parted")
+        raise OptionError(
+            "the number of samples cannot be free",
+            "the first of the inputs has no two to be parted",
+        )
     return whole
 
 
@@ -222,4 +261,6 @@ def _require_plain(settings: FileSettings) -> None:
     if settings.dtype == "int8":
         asked = ["int8"]
     if asked:
-        raise OptionError(f"{asked[0]} is for images in and one answer out", "inputs= says what goes in, as it is")
+        raise OptionError(
+            f"{asked[0]} is for images in and one answer out", "inputs= says what goes in, as it is"
+        )

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("fp32", "fp16", "bf16", "int8")
-# The bits of int8 weights, the default first: x64 without VNNI adds products of bytes in 16 bits, which 8 overflow.
-SAFE_BITS, WHOLE_BITS = 7, 8
+# The bits of int8 weights, the default first: x64 without VNNI adds products of bytes in 16 bits,
+# which 8 overflow.
+SAFE_BITS = 7
+WHOLE_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,17 @@ class FileSettings:
     """How a file is to be written.
 
     Args:
-        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default that of the file's ending.
-        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32 (in bf16 more than 1
-            answer in 1000 would change); int8, by the runtime's own quantizer.
+        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default that of the
+            file's ending.
+        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32
+            (in bf16 more than 1 answer in 1000 would change); int8, by the runtime's own quantizer.
         dynamic_batch: any number of images at a time, else one.
         input_size: (C, H, W); by default the network's own size.
         normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
         softmax: the file gives probabilities.
-        weight_bits: of int8: 7, the same on every CPU, or 8, for CPUs that add products of bytes in 32 bits (x64 with
-            VNNI, ARM with dot products); by default the fewest that the format has.
+        weight_bits: of int8: 7, the same on every CPU, or 8, for CPUs that add products of bytes in
+            32 bits (x64 with VNNI, ARM with dot products); by default the fewest that the format
+            has.
         force: replace a file that exists.
     """
 

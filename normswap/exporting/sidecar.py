@@ -21,7 +21,9 @@ from normswap.version import __version__
 
 
 def config(model: nn.Module) -> Body:
-    """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct, crop_mode."""
+    """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct,
+    crop_mode.
+    """
     data_config = zoo.data_config(model)
     # timm does not record how many channels a network was made for.
     if not provenance.of(model).pretrained_cfg:
@@ -31,7 +33,9 @@ def config(model: nn.Module) -> Body:
     return data_config
 
 
-def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool) -> Body:
+def body(
+    model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool
+) -> Body:
     """How to prepare an image for the file, and what its answers mean.
 
     Args:
@@ -55,7 +59,9 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
             "range": [0.0, 1.0],
         },
         "resize": {"to": [math.floor(side / stated["crop_pct"]) for side in size[1:]], **crop},
-        "normalize": None if normalize else {"mean": list(stated["mean"]), "std": list(stated["std"])},
+        "normalize": (
+            None if normalize else {"mean": list(stated["mean"]), "std": list(stated["std"])}
+        ),
         "assumed": list(preprocessing.assumed(model)),
         "output": {"name": output, "dtype": "float32", "labels": labels},
     }
@@ -64,14 +70,18 @@ def body(model: nn.Module, size: tuple[int, ...], output: str, *, normalize: boo
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """The sidecar's inputs (`tensors`) and outputs (`answers`) of a file that takes more than images."""
+    """The sidecar's inputs (`tensors`) and outputs (`answers`) of a file that takes more than
+    images.
+    """
 
     def said(name: str, tensor: Tensor) -> Body:
         shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
         return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
     return {
-        "inputs": [said(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)],
+        "inputs": [
+            said(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)
+        ],
         "outputs": [said(name, tensor) for name, tensor in answers.items()],
     }
 
@@ -86,7 +96,9 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
         "dtype": dtype,
         "labels": json.dumps(body.get("output", {}).get("labels")),
         "preprocess": json.dumps(body),
-        "versions": json.dumps({"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}),
+        "versions": json.dumps(
+            {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
+        ),
     }
 
 

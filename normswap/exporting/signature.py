@@ -14,7 +14,9 @@ from normswap.models.modes import undisturbed
 from normswap.models.network_input import answer
 
 INPUT = "images"
-_OTHERS = "Without int8, normalize and softmax, all that it gives goes into a file with a graph, as it is"
+_OTHERS = (
+    "Without int8, normalize and softmax, all that it gives goes into a file with a graph, as it is"
+)
 
 
 class NoAnswerError(OptionError):
@@ -28,7 +30,8 @@ class Signature:
     Args:
         form: how the network inside is called.
         inputs, outputs: names, in order.
-        whole: all of the network's tensors go in and come out one by one; else images go in and the answer comes out.
+        whole: all of the network's tensors go in and come out one by one; else images go in and the
+            answer comes out.
     """
 
     form: Example
@@ -43,15 +46,24 @@ class Signature:
 
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> Signature:
-        """Every tensor in and out, by the names of dicts, records and arguments; raises OptionError: no run."""
+        """Every tensor in and out, by the names of dicts, records and arguments; raises
+        OptionError: no run.
+        """
         taken = _named(named_arguments(model, example), "input")
-        with explained(OptionError, f"the network does not run on {example}"), undisturbed(model), torch.no_grad():
+        with (
+            explained(OptionError, f"the network does not run on {example}"),
+            undisturbed(model),
+            torch.no_grad(),
+        ):
             output = example.map(torch.clone).call(model)
         outputs = _named(output, "output")
         if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
         if twice := set(taken) & set(outputs):
-            outputs = {f"output_{name}" if name in twice else name: value for name, value in outputs.items()}
+            outputs = {
+                f"output_{name}" if name in twice else name: value
+                for name, value in outputs.items()
+            }
         return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
@@ -71,7 +83,8 @@ class Signature:
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """The network's outputs by name, without gradients, floating-point values in float32.
 
-        Raises OptionError: it does not run; NoAnswerError: it does not give one tensor with a row per image.
+        Raises OptionError: it does not run; NoAnswerError: it does not give one tensor with a row
+        per image.
         """
         try:
             with torch.no_grad():
@@ -83,13 +96,18 @@ class Signature:
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None
         if len(outputs) != len(self.outputs):
             raise OptionError(
-                f"the network gives {len(outputs)} tensors here and {len(self.outputs)} on the first input",
+                f"the network gives {len(outputs)} tensors here and {len(self.outputs)} on the"
+                " first input",
                 "a file always gives the same",
             )
         if not self.whole and (outputs[0].ndim < 2 or len(outputs[0]) != len(tensors[0])):
-            raise NoAnswerError("the network does not give one tensor, a row per image", remedy=_OTHERS)
+            raise NoAnswerError(
+                "the network does not give one tensor, a row per image", remedy=_OTHERS
+            )
         pairs = zip(self.outputs, outputs, strict=True)
-        return {name: value.float() if value.is_floating_point() else value for name, value in pairs}
+        return {
+            name: value.float() if value.is_floating_point() else value for name, value in pairs
+        }
 
 
 def _named(value: object, alone: str) -> dict[str, Tensor]:

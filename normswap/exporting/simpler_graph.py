@@ -1,7 +1,9 @@
-"""The same network in operators that more tools have, for tools that refuse it, or compute constants at each run.
+"""The same network in operators that more tools have, for tools that refuse it, or compute
+constants at each run.
 
-What depends on no input is computed once: the anchors of detectors, grids of positions, biases from tables. What a
-transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the last dimension. Values stay.
+What depends on no input is computed once: the anchors of detectors, grids of positions, biases from
+tables. What a transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the
+last dimension. Values stay.
 """
 
 import copy
@@ -44,7 +46,9 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """The network in operators that more tools have; a RefusedError where torch.export cannot express it."""
+    """The network in operators that more tools have; a RefusedError where torch.export cannot
+    express it.
+    """
     module = with_constants(contents)
     for node in list(module.graph.nodes):
         _as_slices(node)
@@ -56,7 +60,8 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 def with_constants(contents: FileContents) -> fx.GraphModule:
     """The network as torch.export records it, with constants in place of what depends on no input.
 
-    A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot express it.
+    A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot
+    express it.
     """
     module = pt2_file.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)
@@ -70,12 +75,15 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
         if node.op == "get_attr" or not readers or not isinstance(value, Tensor | int | float):
             continue
         if isinstance(value, Tensor):
-            module.register_buffer(f"constant_{count}", value.clone(memory_format=torch.contiguous_format))
+            module.register_buffer(
+                f"constant_{count}", value.clone(memory_format=torch.contiguous_format)
+            )
             with module.graph.inserting_before(node):
                 value = module.graph.get_attr(f"constant_{count}")
             value.meta["val"] = node.meta["val"]
         for reader in readers:
-            reader.args, reader.kwargs = _with({node: value}, reader.args), _with({node: value}, reader.kwargs)
+            reader.args = _with({node: value}, reader.args)
+            reader.kwargs = _with({node: value}, reader.kwargs)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -86,9 +94,13 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
     """The values of the nodes that depend on no input; none of them where one is overwritten."""
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(module), Tensor):
+        if node.op == "get_attr" and isinstance(
+            value := attrgetter(str(node.target))(module), Tensor
+        ):
             constants[node] = value
-        if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
             continue
         form = _form(node)
         read = [argument for argument in node.all_input_nodes if argument not in form]
@@ -115,22 +127,27 @@ def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Replace, by slices: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h, L, d)."""
+    """Replace, by slices: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h,
+    L, d).
+    """
     picked = _picked(node)
     if not picked:
         return
-    source, order = node.all_input_nodes[0], list(range(node.all_input_nodes[0].meta["val"].ndim))
+    source = node.all_input_nodes[0]
+    order = list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
         order = [dim % len(order) for dim in cast(list[int], source.args[1])]
         source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
-    tensor, sizes = source.all_input_nodes[0], list(source.meta["val"].shape)
+    tensor = source.all_input_nodes[0]
+    sizes = list(source.meta["val"].shape)
     axis = order[argument(node, 1, "dim", default=0)]
     *outer, length = tensor.meta["val"].shape
     if sizes[:axis] != outer:
         return
-    width, other_sizes = length // sizes[axis], sizes[:axis] + sizes[axis + 1 :]
+    width = length // sizes[axis]
+    other_sizes = sizes[:axis] + sizes[axis + 1 :]
     turned = [dim - (dim > axis) for dim in order if dim != axis]
     call = node.graph.call_function
     for user, index in picked.items():
@@ -138,13 +155,18 @@ def _as_slices(node: fx.Node) -> None:
         with node.graph.inserting_before(user):
             section = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
             user.replace_all_uses_with(
-                call(_ATEN.permute.default, (call(_ATEN.reshape.default, (section, other_sizes)), turned))
+                call(
+                    _ATEN.permute.default,
+                    (call(_ATEN.reshape.default, (section, other_sizes)), turned),
+                )
             )
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}
-    if node.target is _ATEN.unbind.int and all(user.target is operator.getitem for user in node.users):
+    if node.target is _ATEN.unbind.int and all(
+        user.target is operator.getitem for user in node.users
+    ):
         return {user: cast(int, user.args[1]) for user in node.users}
     return {}

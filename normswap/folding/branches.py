@@ -1,8 +1,9 @@
 """Parallel branches that are summed: which of them one convolution can compute.
 
-y = conv(x) + conv'(x) + s x + t, the form in which RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3), MobileOne,
-RepViT and FastViT are trained, is one convolution: kernels of one centre, stride and groups are added, and a scale per
-channel is a kernel of one tap. All is read from the graph; no class is known by name.
+y = conv(x) + conv'(x) + s x + t, the form in which RepVGG (Ding et al. 2021, arXiv:2101.03697,
+section 3.3), MobileOne, RepViT and FastViT are trained, is one convolution: kernels of one centre,
+stride and groups are added, and a scale per channel is a kernel of one tap. All is read from the
+graph; no class is known by name.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,9 @@ class Branches:
 
 @dataclass(frozen=True)
 class _Arm:
-    """A term of a sum: the path of its module (None: the source itself), what that reads, what it passes through."""
+    """A term of a sum: the path of its module (None: the source itself), what that reads, what it
+    passes through.
+    """
 
     path: str | None
     source: fx.Node
@@ -51,7 +54,9 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All sums with two or more terms that become one convolution; a norm counts as the scale that it becomes."""
+    """All sums with two or more terms that become one convolution; a norm counts as the scale that
+    it becomes.
+    """
     inner: set[fx.Node] = set()
     merges: list[Branches] = []
     for node in reversed(builder.traced.nodes):
@@ -78,9 +83,12 @@ def _adds_nothing(node: fx.Node) -> bool:
     return adds and len(inputs(node)) == 1 and len(node.args) == 2 and numbers == [0]
 
 
-def _terms(builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]) -> Iterator[_Arm]:
+def _terms(
+    builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]
+) -> Iterator[_Arm]:
     for term in inputs(node):
-        behind, end = barrier, term
+        behind = barrier
+        end = term
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
                 # A number 0 could not pass a DropPath in training.
@@ -98,10 +106,14 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
-    """The term that ends in a node: a convolution with norms after it, a scale and shift, or the source itself."""
-    node, scale = end, None
+    """The term that ends in a node: a convolution with norms after it, a scale and shift, or the
+    source itself.
+    """
+    node = end
+    scale = None
     while len(builder.traced.users[node]) == 1:
-        module, path = builder.traced.module(node), str(node.target)
+        module = builder.traced.module(node)
+        path = str(node.target)
         if isinstance(module, _ConvNd) and _may_join(builder, node):
             return _Arm(path, _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
@@ -126,10 +138,15 @@ def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether a module is called once, and nobody but it reads its tensors."""
-    traced, path = builder.traced, str(node.target)
+    traced = builder.traced
+    path = str(node.target)
     module = traced.module(node)
     assert module is not None
-    if traced.calls[id(module)] != [node] or not builder.anatomy.takes_part(path) or len(inputs(node)) != 1:
+    if (
+        traced.calls[id(module)] != [node]
+        or not builder.anatomy.takes_part(path)
+        or len(inputs(node)) != 1
+    ):
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks
     shared = any(traced.owners[id(tensor)] > 1 for tensor in module.parameters(recurse=False))
@@ -140,7 +157,9 @@ def _is_scale(module: nn.Module | None) -> bool:
     """Whether it is, or becomes by folding, s x + t per channel, and nothing more."""
     if module is None or not affine.is_affine(module) or affine.activation(module) is not None:
         return False
-    return affine.refusal(module) is None and (not isinstance(module, OwnLayer) or module.PER_CHANNEL)
+    return affine.refusal(module) is None and (
+        not isinstance(module, OwnLayer) or module.PER_CHANNEL
+    )
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
@@ -151,7 +170,9 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
     first = [arm for arm in convs if not barriers or arm.barrier is barriers[0]]
     if not first:
         return None
-    main = max(first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))]))
+    main = max(
+        first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))])
+    )
     conv = cast(_ConvNd, modules[str(main.path)])
     others = [arm.path for arm in arms if arm.path is not None and arm is not main]
     absorbed = tuple(path for path in others if _fits(conv, modules[path]))
@@ -162,20 +183,29 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if not isinstance(module, _ConvNd) or type(module).forward not in _FORWARDS or "forward" in vars(module):
+    if (
+        not isinstance(module, _ConvNd)
+        or type(module).forward not in _FORWARDS
+        or "forward" in vars(module)
+    ):
         return False
     plain = not reparametrized.is_reparametrized(module) and not isinstance(module.padding, str)
     return plain and module.padding_mode == "zeros"
 
 
 def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
-    """Whether the kernel of `main` can hold a convolution, a scale per channel, or (None) the input itself."""
+    """Whether the kernel of `main` can hold a convolution, a scale per channel, or (None) the input
+    itself.
+    """
     taps = offsets(main)
     if isinstance(other, _ConvNd):
         alike = all(getattr(main, name) == getattr(other, name) for name in _SAME)
         if not (_is_plain(other) and alike and type(main).forward is type(other).forward):
             return False
-        return all(a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a) for a, b in zip(taps, offsets(other), strict=True))
+        return all(
+            a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a)
+            for a, b in zip(taps, offsets(other), strict=True)
+        )
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
     centred = all(0 in side and side[0] == -side[-1] for side in taps)
     return square and centred and (other is None or affine.channels(other) == main.out_channels)

@@ -1,9 +1,11 @@
-"""Fold: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain weights.
+"""Fold: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain
+weights.
 
-Each of them is y = act(s * x + t). The first possible way is taken: fold it back into the convolutions before it;
-forward into the unpadded convolutions after it; before a ReLU, move |s| through the ReLU into the next convolutions'
-inputs and keep a shift (`ChannelBias`); keep it as a `ChannelAffine`, which is always exact. The algebra is in
-`layers.Folded` and `affine.split`. This file decides from the graph which layer absorbs which, and says why not.
+Each of them is y = act(s * x + t). The first possible way is taken: fold it back into the
+convolutions before it; forward into the unpadded convolutions after it; before a ReLU, move |s|
+through the ReLU into the next convolutions' inputs and keep a shift (`ChannelBias`); keep it as a
+`ChannelAffine`, which is always exact. The algebra is in `layers.Folded` and `affine.split`. This
+file decides from the graph which layer absorbs which, and says why not.
 """
 
 from collections.abc import Collection, Iterator
@@ -31,7 +33,8 @@ Part = tuple[int, int] | None
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
     """Plan what happens to every affine module that takes part, but those at the paths in `leave`.
 
-    `refusals` has those that cannot be read (no running statistics, unknown subclasses, untraceable surroundings).
+    `refusals` has those that cannot be read (no running statistics, unknown subclasses, untraceable
+    surroundings).
     """
     builder = PlanBuilder(anatomy)
     _bake(builder)
@@ -52,14 +55,20 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
     if read:
         builder.refusals[path] = f"forward reads {read} by itself and does not call the module"
     elif outer:
-        builder.refusals[path] = f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
+        builder.refusals[path] = (
+            f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
+        )
     else:
         builder.settle(path, plan_builder.NEVER_CALLED)
 
 
 def _bake(builder: PlanBuilder) -> None:
     """Make every layer plain whose weight is computed at each step."""
-    paths = [str(node.target) for node in builder.traced.nodes if isinstance(builder.traced.module(node), LINEAR)]
+    paths = [
+        str(node.target)
+        for node in builder.traced.nodes
+        if isinstance(builder.traced.module(node), LINEAR)
+    ]
     for path in propagation.distinct(builder.traced.modules, list(dict.fromkeys(paths))):
         conv = builder.traced.modules[path]
         if not reparametrized.is_reparametrized(conv) or not builder.anatomy.takes_part(path):
@@ -93,7 +102,9 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold into the convolutions before, which is exact if all that they compute goes through this module."""
+    """Fold into the convolutions before, which is exact if all that they compute goes through this
+    module.
+    """
     parts = producers(builder, module)
     for linear, channels in parts.items():
         builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
@@ -109,7 +120,9 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for conv_path in convs:
         conv = builder.traced.linear(conv_path)
         if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
-            raise NotFoldable(f"{conv_path} pads its input with zeros, which the shift would have to move")
+            raise NotFoldable(
+                f"{conv_path} pads its input with zeros, which the shift would have to move"
+            )
     for call in builder.traced.calls[id(module)]:
         later = overwritten(builder, call)
         if later is not None:
@@ -117,7 +130,9 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
     builder.remove(path)
-    builder.settle(path, Outcome(plan_builder.FOLDED_FORWARD, f"folds forward into {', '.join(convs)}"))
+    builder.settle(
+        path, Outcome(plan_builder.FOLDED_FORWARD, f"folds forward into {', '.join(convs)}")
+    )
 
 
 def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -127,17 +142,23 @@ def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     act = affine.activation(module)
     if not is_homogeneous(act):
         raise NotFoldable(f"it is followed by {type(act).__name__}, which a scale cannot pass")
-    convs = propagation.consumers(builder, module, lambda node: propagation.propagates_scale(builder, node))
+    convs = propagation.consumers(
+        builder, module, lambda node: propagation.propagates_scale(builder, node)
+    )
     for conv_path in convs:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
     dtype = next(builder.traced.modules[convs[0]].parameters()).dtype
     signed = bool((affine.split(module, dtype)[1] != 1).any())
     builder.replace(path, "ChannelBias", signed=signed)
-    builder.settle(path, Outcome(plan_builder.LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays"))
+    builder.settle(
+        path, Outcome(plan_builder.LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays")
+    )
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold a scalar into the layers that compute what it scales, through sums and gates (`propagation.enlarge`)."""
+    """Fold a scalar into the layers that compute what it scales, through sums and gates
+    (`propagation.enlarge`).
+    """
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
     call, *others = builder.traced.calls[id(module)]
@@ -151,10 +172,12 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
-    """Paths of the linear layers whose outputs go through this norm alone, each with its range of the channels.
+    """Paths of the linear layers whose outputs go through this norm alone, each with its range of
+    the channels.
 
-    Between them and the norm there may be identities, steps that treat all channels alike (reshapes, average pooling;
-    `channel_axes` follows the channels), and a concatenation of convolutions.
+    Between them and the norm there may be identities, steps that treat all channels alike
+    (reshapes, average pooling; `channel_axes` follows the channels), and a concatenation of
+    convolutions.
 
     Raises NotFoldable: there are none, or their outputs go elsewhere, too.
     """
@@ -175,8 +198,11 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
     return dict(ways.values())
 
 
-def _above(builder: PlanBuilder, module: nn.Module, call: fx.Node) -> Iterator[tuple[fx.Node, Part]]:
-    traced, channels = builder.traced, affine.channels(module)
+def _above(
+    builder: PlanBuilder, module: nn.Module, call: fx.Node
+) -> Iterator[tuple[fx.Node, Part]]:
+    traced = builder.traced
+    channels = affine.channels(module)
     (value,) = above = inputs(call)
     stepped = False
     while True:
@@ -206,7 +232,9 @@ def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
 
 
 def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
-    """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node` calls."""
+    """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node`
+    calls.
+    """
     axis = builder.axes.get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.traced.module(node)).__name__
@@ -225,7 +253,9 @@ def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[
     for node in joined:
         conv = builder.traced.module(node)
         if not isinstance(conv, nn.modules.conv._ConvNd):
-            raise NotFoldable(f"it follows cat, of {propagation.name(node)} among others, not of convolutions")
+            raise NotFoldable(
+                f"it follows cat, of {propagation.name(node)} among others, not of convolutions"
+            )
         _only_user(builder, node)
         yield node, (start, start + conv.out_channels)
         start += conv.out_channels

@@ -1,10 +1,12 @@
-"""Rescaling channel by channel: which channels of a folded network must share one positive factor, and which are free.
+"""Rescaling channel by channel: which channels of a folded network must share one positive factor,
+and which are free.
 
-A channel that a convolution or linear layer writes may be multiplied by a factor if its readers divide by it (Nagel et
-al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Channels are followed through the graph: homogeneous
-functions, pooling and identities pass them on; the two arms of a sum share factors; a concatenation joins channels; a
-gate x g(x) passes on those of x. The factor of channels that anything else reads is 1. A convolution's inputs and
-outputs have separate factors, a depthwise one's, too.
+A channel that a convolution or linear layer writes may be multiplied by a factor if its readers
+divide by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Channels are
+followed through the graph: homogeneous functions, pooling and identities pass them on; the two arms
+of a sum share factors; a concatenation joins channels; a gate x g(x) passes on those of x. The
+factor of channels that anything else reads is 1. A convolution's inputs and outputs have separate
+factors, a depthwise one's, too.
 """
 
 import math
@@ -33,7 +35,9 @@ FIXED = 0
 
 @dataclass(frozen=True)
 class Reach:
-    """A layer whose weights depend on the factors, with the group of each channel that it writes and reads."""
+    """A layer whose weights depend on the factors, with the group of each channel that it writes
+    and reads.
+    """
 
     path: str
     writes: Tensor
@@ -44,29 +48,37 @@ class Channels:
     """The groups of channels of a folded network.
 
     Attributes:
-        layers: those whose weights depend on factors; shifts: those that pass channels on, and whose biases do.
+        layers: those whose weights depend on factors; shifts: those that pass channels on, and
+            whose biases do.
         count: the number of groups; group 0 has the channels that cannot be scaled.
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
-        self.builder, self.traced = builder, builder.traced
+        self.builder = builder
+        self.traced = builder.traced
         self.parent = [FIXED]
         self.of: dict[fx.Node, list[int]] = {}
-        visited = [(node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None]
+        visited = [
+            (node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None
+        ]
         roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
         distinct_roots, groups = roots.unique(return_inverse=True)
         self.count = len(distinct_roots)
         self.layers: list[Reach] = []
         self.shifts: list[Reach] = []
         for node, reads in visited:
-            reach = Reach(str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)])
+            reach = Reach(
+                str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)]
+            )
             if _shifts(self.traced.module(node)):
                 self.shifts.append(reach)
             else:
                 self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
-        """Follow the channels through a node; returns those it reads, where its parameters depend on their factors."""
+        """Follow the channels through a node; returns those it reads, where its parameters depend
+        on their factors.
+        """
         sources = inputs(node)
         arms = [self.of.get(source) for source in sources]
         module = self.traced.module(node)
@@ -87,11 +99,17 @@ class Channels:
         self.of[node] = passed
         return passed if _shifts(module) else None
 
-    def _passed(self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]) -> list[int] | None:
+    def _passed(
+        self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]
+    ) -> list[int] | None:
         """The channels of the node's value, if it passes factors on."""
         if not any(arms):
             return None
-        if node.target is torch.cat and all(arms) and argument(node, 1, "dim", "axis", default=0) == 1:
+        if (
+            node.target is torch.cat
+            and all(arms)
+            and argument(node, 1, "dim", "axis", default=0) == 1
+        ):
             return [channel for source in listed(node) for channel in self.of[source]]
         if len(sources) == 1:
             return self._alone(node, sources[0], arms[0] or [])
@@ -104,25 +122,50 @@ class Channels:
         if is_mul(node):
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
-                self._fix([channels for source, channels in zip(sources, arms, strict=True) if source is not main])
+                self._fix(
+                    [
+                        channels
+                        for source, channels in zip(sources, arms, strict=True)
+                        if source is not main
+                    ]
+                )
                 return self.of.get(main)
         return None
 
     def _alone(self, node: fx.Node, source: fx.Node, channels: list[int]) -> list[int] | None:
         module: Any = self.traced.module(node)
-        before, after = source.meta["shape"], node.meta["shape"]
+        before = source.meta["shape"]
+        after = node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
         if _shifts(module):
-            if not self.builder.anatomy.takes_part(str(node.target)) or self.traced.called(module) > 1:
+            if (
+                not self.builder.anatomy.takes_part(str(node.target))
+                or self.traced.called(module) > 1
+            ):
                 return None
             return channels
-        scaled = keeps_forward(module, (nn.Upsample,)) or (scales_branch(module) and module.bias is None)
-        if self.builder.is_identity(node) or is_constant_mul(node) or scaled or node.target in _POOLS:
+        scaled = keeps_forward(module, (nn.Upsample,)) or (
+            scales_branch(module) and module.bias is None
+        )
+        if (
+            self.builder.is_identity(node)
+            or is_constant_mul(node)
+            or scaled
+            or node.target in _POOLS
+        ):
             return channels
         if keeps_forward(module, (nn.Flatten,)) or node.target in _FLAT:
-            whole = len(before) > 1 and after == (before[0], math.prod(before[1:])) and before[1] == len(channels)
-            return [channel for channel in channels for _ in range(math.prod(before[2:]))] if whole else None
+            whole = (
+                len(before) > 1
+                and after == (before[0], math.prod(before[1:]))
+                and before[1] == len(channels)
+            )
+            return (
+                [channel for channel in channels for _ in range(math.prod(before[2:]))]
+                if whole
+                else None
+            )
         if node.target in (torch.mean, "mean", torch.amax, "amax"):
             dims = argument(node, 1, "dim", "axis")
             if not isinstance(dims, list | tuple):
@@ -132,7 +175,9 @@ class Channels:
         return channels if propagates_scale(self.builder, node) else None
 
     def _usable(self, node: fx.Node, module: nn.Module) -> bool:
-        if self.traced.called(module) > 1 or (isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2):
+        if self.traced.called(module) > 1 or (
+            isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2
+        ):
             # Channels that are not the second dimension are not followed.
             return False
         if not self.builder.anatomy.takes_part(str(node.target)):
@@ -149,7 +194,8 @@ class Channels:
                 self._join(channel, FIXED)
 
     def _join(self, a: int, b: int) -> None:
-        a, b = self._root(a), self._root(b)
+        a = self._root(a)
+        b = self._root(b)
         self.parent[max(a, b)] = min(a, b)
 
     def _root(self, channel: int) -> int:
@@ -166,15 +212,25 @@ def _shifts(module: nn.Module | None) -> bool:
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply each channel, in place, by its group's factor; of `factors` (groups,) the first is 1. Exact."""
+    """Multiply each channel, in place, by its group's factor; of `factors` (groups,) the first is
+    1. Exact.
+    """
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))
-        weight, groups = standardized.computed(module), getattr(module, "groups", 1)
+        weight = standardized.computed(module)
+        groups = getattr(module, "groups", 1)
         out = factors[layer.writes]
-        incoming = (1 / factors[layer.reads]).view(groups, 1, -1).expand(-1, len(out) // groups, -1).flatten(0, 1)
+        incoming = (
+            (1 / factors[layer.reads])
+            .view(groups, 1, -1)
+            .expand(-1, len(out) // groups, -1)
+            .flatten(0, 1)
+        )
         wide = weight.double() * out.view(-1, *[1] * (weight.ndim - 1))
-        standardized.compute(module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2)))
+        standardized.compute(
+            module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2))
+        )
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out)
     for layer in channels.shifts:

@@ -1,9 +1,10 @@
 """Fold timm's normalizer-free networks: their scalars move into the convolutions around them.
 
-A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names). beta, and the gamma of
-an activation, scale the inputs of the next convolutions; alpha, the attention's gain and SkipInit's gain scale the
-branch, and move through its gate into its last convolution. The standardized weights are baked (`reparametrized`).
-Factors that cannot move stay numbers in the block. The last activation keeps its gamma: features would change.
+A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names).
+beta, and the gamma of an activation, scale the inputs of the next convolutions; alpha, the
+attention's gain and SkipInit's gain scale the branch, and move through its gate into its last
+convolution. The standardized weights are baked (`reparametrized`). Factors that cannot move stay
+numbers in the block. The last activation keeps its gamma: features would change.
 """
 
 import operator
@@ -30,7 +31,11 @@ def free(builder: PlanBuilder) -> None:
             with _or_note(builder, str(node.target)):
                 _forward(builder, node, module.gamma, f"{node.target}.gamma")
     for path, module in traced.modules.items():
-        if isinstance(module, NormFreeBlock) and path not in traced.opaque and builder.anatomy.takes_part(path):
+        if (
+            isinstance(module, NormFreeBlock)
+            and path not in traced.opaque
+            and builder.anatomy.takes_part(path)
+        ):
             _free_block(builder, path, module)
 
 
@@ -68,7 +73,12 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
             if node is None:
                 raise NotFoldable("it is not in the graph")
             source = inputs(node)[0]
-            enlarge(builder, source, float(block.skipinit_gain.detach()), set(builder.traced.users[source]))
+            enlarge(
+                builder,
+                source,
+                float(block.skipinit_gain.detach()),
+                set(builder.traced.users[source]),
+            )
             builder.replace(f"{path}.skipinit_gain", "Number", value=None)
 
 
@@ -86,10 +96,14 @@ def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None
     (above,) = inputs(node)
     # SkipInit's gain stands between the attention and alpha.
     while _is_in_place(above):
-        node, above = above, inputs(above)[0]
+        node = above
+        above = inputs(above)[0]
     enlarge(builder, above, factor, {node})
     builder.replace(path, "Number", value=1.0)
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    return (node.op == "call_method" and node.target == "mul_") or node.target in (operator.imul, torch.Tensor.mul_)
+    return (node.op == "call_method" and node.target == "mul_") or node.target in (
+        operator.imul,
+        torch.Tensor.mul_,
+    )

@@ -13,7 +13,17 @@ from normswap.layers.placeholders import Vacant
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _PASSING = (nn.Identity, nn.Flatten, Vacant)
-_LAYOUTS = ("view", "view_as", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "expand")
+_LAYOUTS = (
+    "view",
+    "view_as",
+    "reshape",
+    "flatten",
+    "permute",
+    "transpose",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+)
 _VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detach")
 
 
@@ -37,18 +47,28 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Why layers that pass on their input's memory must stay: it is written to under one name and read by another."""
-    traced, conflicts = builder.traced, {}
+    """Why layers that pass on their input's memory must stay: it is written to under one name and
+    read by another.
+    """
+    traced = builder.traced
+    conflicts = {}
     for node in traced.nodes:
         if node.meta.get("old_name") and _copies(builder, str(node.target)):
-            conflicts[str(node.target)] = "it writes into what it reads, and that is read later by its older name"
+            conflicts[str(node.target)] = (
+                "it writes into what it reads, and that is read later by its older name"
+            )
         if node.target is not after:
             continue
         first, second = (_passing(traced, value) for value in inputs(node))
-        for name in (*(n for n in first if n not in second), *(n for n in second if n not in first[1:])):
+        for name in (
+            *(n for n in first if n not in second),
+            *(n for n in second if n not in first[1:]),
+        ):
             path = str(name.target)
             if name.op == "call_module" and _copies(builder, path):
-                conflicts[path] = "what it passes on is written to later, and read under the name it had before"
+                conflicts[path] = (
+                    "what it passes on is written to later, and read under the name it had before"
+                )
     return conflicts
 
 

@@ -17,8 +17,10 @@ from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
 
-FOLDED_BACK, FOLDED_FORWARD = "folded into the layer before", "folded into the layer after"
-LEFT_SHIFT, LEFT_AFFINE = "folded but for a shift", "left as a scale and shift"
+FOLDED_BACK = "folded into the layer before"
+FOLDED_FORWARD = "folded into the layer after"
+LEFT_SHIFT = "folded but for a shift"
+LEFT_AFFINE = "left as a scale and shift"
 KEEPS_STATISTICS = Outcome("keep their statistics", "keeps its statistics")
 NEVER_CALLED = Outcome("never called", "never called by forward")
 
@@ -59,18 +61,25 @@ class LinearBuilder:
         self.reads.append((path, Absorption(way, channels)))
 
     def edit(self, path: str) -> Edit:
-        # What comes before the convolution is absorbed first; among those after it, the nearest first.
+        # What comes before the convolution is absorbed first; among those after it, the nearest
+        # first.
         reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
-        args: Body = {name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0}
+        args: Body = {
+            name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0
+        }
         if self.bake:
             args["bake"] = True
         takes = tuple(absorption for _, absorption in reads)
-        return Edit(path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes)
+        return Edit(
+            path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes
+        )
 
 
 @dataclass
 class PlanBuilder:
-    """Edits in the making, and for every norm what happens to it (`outcomes`) or why nothing can (`refusals`)."""
+    """Edits in the making, and for every norm what happens to it (`outcomes`) or why nothing can
+    (`refusals`).
+    """
 
     anatomy: Anatomy
     linears: dict[str, LinearBuilder] = field(default_factory=dict)
@@ -115,8 +124,13 @@ class PlanBuilder:
 
     def edits(self) -> tuple[Edit, ...]:
         then = {path: (scalar,) for path, scalar in self.scalars.items()}
-        # A layer that stays, with a follower, may absorb a norm: then the follower follows the changed layer.
-        followers = {path: edit for path, edit in self.replacements.items() if edit.keep and path in self.linears}
+        # A layer that stays, with a follower, may absorb a norm: then the follower follows the
+        # changed layer.
+        followers = {
+            path: edit
+            for path, edit in self.replacements.items()
+            if edit.keep and path in self.linears
+        }
         then |= {path: (Then(edit.layer, edit.args),) for path, edit in followers.items()}
         replacements = (edit for path, edit in self.replacements.items() if path not in followers)
         edits = (*(linear.edit(path) for path, linear in self.linears.items()), *replacements)

@@ -1,8 +1,10 @@
-"""The rules of propagation: which steps of the graph an affine map, or a positive factor, commutes with.
+"""The rules of propagation: which steps of the graph an affine map, or a positive factor, commutes
+with.
 
-A value is rescaled by a positive factor in the layers that compute it, and divided by it in its other readers. The
-function stays the same: c f(x) = f'(x) with c in the last weights of f, and g(y) = g'(c y) with 1 / c in the first
-weights of g. A sum passes a scalar to both its arms, a gate x g(x) to x alone.
+A value is rescaled by a positive factor in the layers that compute it, and divided by it in its
+other readers. The function stays the same: c f(x) = f'(x) with c in the last weights of f, and g(y)
+= g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, a gate x
+g(x) to x alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +24,39 @@ from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, k
 from normswap.layers.planned_layer import scales_branch
 from normswap.plan import AbsorbMode
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _LINEAR_CLASSES = (*_CONVOLUTIONS, nn.Linear, timm_layers.Conv2dSame, timm_layers.Linear)
 _LINEAR_FORWARDS = {kind.forward for kind in _LINEAR_CLASSES}
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool2d)
 _MEAN_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 _POOLS = (*_MAX_POOLS, *_MEAN_POOLS, timm_layers.BlurPool2d)
-_POOL_FUNCTIONS = (torch.mean, torch.amax, F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d, "mean", "amax")
-_LAYOUTS = (torch.flatten, "view", "reshape", "flatten", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")
+_POOL_FUNCTIONS = (
+    torch.mean,
+    torch.amax,
+    F.adaptive_avg_pool2d,
+    F.avg_pool2d,
+    F.max_pool2d,
+    "mean",
+    "amax",
+)
+_LAYOUTS = (
+    torch.flatten,
+    "view",
+    "reshape",
+    "flatten",
+    "permute",
+    "transpose",
+    "contiguous",
+    "unsqueeze",
+    "squeeze",
+)
 _SCALAR_FUNCTIONS = (*HOMOGENEOUS_FUNCTIONS, *_POOL_FUNCTIONS, *_LAYOUTS)
 
 
@@ -37,20 +64,28 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
     """Why one way of folding is not open, in a few words."""
 
 
-def consumers(builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]) -> list[str]:
+def consumers(
+    builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]
+) -> list[str]:
     """Paths of the convolutions that read this module; raises NotFoldable: something else reads it."""
     calls = builder.traced.calls[id(module)]
-    paths = absorbing(builder, [reader for call in calls for _, reader in readers(builder, call, propagates)])
+    paths = absorbing(
+        builder, [reader for call in calls for _, reader in readers(builder, call, propagates)]
+    )
     for path in paths:
         if isinstance(builder.traced.modules[path], nn.Linear):
-            raise NotFoldable(f"{path} is a Linear: which of its inputs a channel becomes is not known")
+            raise NotFoldable(
+                f"{path} is a Linear: which of its inputs a channel becomes is not known"
+            )
     return paths
 
 
 def readers(
     builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(value, reader) for each reader of `start` that does not pass it on; raises NotFoldable: the model returns it."""
+    """(value, reader) for each reader of `start` that does not pass it on; raises NotFoldable: the
+    model returns it.
+    """
     for user in builder.traced.users[start]:
         if user.op == "output":
             raise NotFoldable("the model returns it")
@@ -63,7 +98,8 @@ def readers(
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
     """Paths of the linear layers that the nodes call.
 
-    Raises NotFoldable: a node calls something else, or a layer is called elsewhere or cannot absorb a scale and shift.
+    Raises NotFoldable: a node calls something else, or a layer is called elsewhere or cannot absorb
+    a scale and shift.
     """
     for node in nodes:
         layer = _reading_linear(builder, node)
@@ -98,19 +134,26 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
-    """Convolutions beside the `main` path that read `start`, through steps that commute with a positive scalar.
+    """Convolutions beside the `main` path that read `start`, through steps that commute with a
+    positive scalar.
 
     Raises NotFoldable: something else reads it.
     """
 
     def propagates(node: fx.Node) -> bool:
-        return node.target in _SCALAR_FUNCTIONS or is_constant_mul(node) or propagates_scale(builder, node)
+        return (
+            node.target in _SCALAR_FUNCTIONS
+            or is_constant_mul(node)
+            or propagates_scale(builder, node)
+        )
 
     paths = []
     for user in builder.traced.users[start]:
         if user in main:
             continue
-        for _, reader in readers(builder, user, propagates) if propagates(user) else [(start, user)]:
+        for _, reader in (
+            readers(builder, user, propagates) if propagates(user) else [(start, user)]
+        ):
             if reader in main:
                 raise NotFoldable(f"{name(reader)} reads it")
             _reading_linear(builder, reader, once=True)
@@ -119,7 +162,9 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
 
 def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
-    """Raise NotFoldable where a linear layer cannot absorb its neighbours, or, with `once`, is called repeatedly."""
+    """Raise NotFoldable where a linear layer cannot absorb its neighbours, or, with `once`, is
+    called repeatedly.
+    """
     made_anew = reparametrized.is_reparametrized(conv)
     forward_was_read = type(conv).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(conv)
     if not made_anew and not forward_was_read and not own_forwards.computes(conv):
@@ -152,10 +197,11 @@ def name(node: fx.Node) -> str:
 
 
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
-    """The convolution from which a scale can reach `node`, and the linear maps that must be divided by it.
+    """The convolution from which a scale can reach `node`, and the linear maps that must be divided
+    by it.
 
-    A gate x * g(x) passes a scale c if the first linear map of g is divided by c. `before` reads `node`: from there on
-    nothing changes. Raises NotFoldable: a scale cannot pass.
+    A gate x * g(x) passes a scale c if the first linear map of g is divided by c. `before` reads
+    `node`: from there on nothing changes. Raises NotFoldable: a scale cannot pass.
     """
     passed = {before}
     gates: list[str] = []
@@ -175,17 +221,22 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
 
 
 def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
-    """Multiply the value of `node` by `factor` for its readers `by`, and divide by it in all other readers.
+    """Multiply the value of `node` by `factor` for its readers `by`, and divide by it in all other
+    readers.
 
-    A negative factor passes linear maps alone. A factor of 0 is possible where every way to the output passes `by`.
+    A negative factor passes linear maps alone. A factor of 0 is possible where every way to the
+    output passes `by`.
 
-    Returns the paths of the linear layers that absorb the factor. Raises NotFoldable: a step is not homogeneous, or
-    another reader cannot be compensated; the builder's changes must then be undone (`attempt`).
+    Returns the paths of the linear layers that absorb the factor. Raises NotFoldable: a step is not
+    homogeneous, or another reader cannot be compensated; the builder's changes must then be undone
+    (`attempt`).
     """
     if any(user not in by for user in builder.traced.users[node]):
         others = scalar_readers(builder, node, set(by))
         if not factor >= 0 or (factor == 0 and any(_escapes(builder, path, by) for path in others)):
-            raise NotFoldable(f"a factor of {factor:g} cannot be given back to what else reads {name(node)}")
+            raise NotFoldable(
+                f"a factor of {factor:g} cannot be given back to what else reads {name(node)}"
+            )
         for path in others if factor else ():
             shrink_input(builder, path, factor)
     module = builder.traced.module(node)
@@ -227,10 +278,13 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
 @contextmanager
 def attempt(builder: PlanBuilder) -> Iterator[None]:
     """Undo the changes of the builder's layers and replacements on a NotFoldable."""
-    linears = {path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()}
+    linears = {
+        path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()
+    }
     replacements = dict(builder.replacements)
     try:
         yield
     except NotFoldable:
-        builder.linears, builder.replacements = linears, replacements
+        builder.linears = linears
+        builder.replacements = replacements
         raise

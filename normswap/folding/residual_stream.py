@@ -1,9 +1,10 @@
 """A residual stream and its writers and readers, so that its mean over channels can be made zero.
 
-A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers and embeddings that
-write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and each LayerNorm becomes an RMSNorm.
-A LayerScale on the way, a module or a parameter gamma, is taken in first: W' = (I - 11'/C) diag(gamma) W.
-(SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.)
+A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers
+and embeddings that write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and
+each LayerNorm becomes an RMSNorm. A LayerScale on the way, a module or a parameter gamma, is taken
+in first: W' = (I - 11'/C) diag(gamma) W. (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section
+3.1.)
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from normswap.folding.norm_affine import has_other_modules, layer_scale_producer, scale_parameter_producer
+from normswap.folding.norm_affine import (
+    has_other_modules,
+    layer_scale_producer,
+    scale_parameter_producer,
+)
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
@@ -28,9 +33,10 @@ class Stream:
     Args:
         values: their nodes.
         linears: paths of the linear layers that write to it.
-        tensors: paths of the parameters that are added (position embeddings, class tokens), with their channels' axis.
-        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream, and their outputs,
-            by its path.
+        tensors: paths of the parameters that are added (position embeddings, class tokens), with
+            their channels' axis.
+        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream,
+            and their outputs, by its path.
     """
 
     values: set[fx.Node] = field(default_factory=set)
@@ -40,14 +46,19 @@ class Stream:
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
-    """The stream of the values of `starts`, one for each way through the network, if it can be centred.
+    """The stream of the values of `starts`, one for each way through the network, if it can be
+    centred.
 
     Raises NotFoldable: something reads its mean, or writes to it and cannot leave the mean out.
     """
     for start in starts:
         if builder.axes.get(start) is None:
-            raise NotFoldable(f"where the channels are is not known after {called(_loses_channels(builder, start))}")
-    stream, ahead = Stream(), [*starts]
+            raise NotFoldable(
+                "where the channels are is not known after"
+                f" {called(_loses_channels(builder, start))}"
+            )
+    stream = Stream()
+    ahead = [*starts]
     while ahead:
         node = ahead.pop()
         if node in stream.values:
@@ -68,7 +79,9 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
 def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
     """The first step after which the channels of `node` are not known any more."""
-    while above := [source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None]:
+    while above := [
+        source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None
+    ]:
         node = above[0]
     return node
 
@@ -97,7 +110,12 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.traced.module(user)
     axis = builder.axes.get(node)
-    if norm is None or axis is None or not channel_norm.is_layernorm(norm) or norm.normalized_shape != (axis.size,):
+    if (
+        norm is None
+        or axis is None
+        or not channel_norm.is_layernorm(norm)
+        or norm.normalized_shape != (axis.size,)
+    ):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
 
@@ -143,7 +161,8 @@ def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
         if module is None:
             linear, outputs = scale_parameter_producer(builder, path)
         else:
-            linear, outputs = layer_scale_producer(builder, module), builder.traced.calls[id(module)]
+            linear = layer_scale_producer(builder, module)
+            outputs = builder.traced.calls[id(module)]
     except NotFoldable as why:
         raise NotFoldable(f"{path} writes to it, and {why}") from None
     stream.linears.add(linear)
@@ -154,7 +173,9 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
-        raise NotFoldable(f"{path} writes to it, whose groups of filters have no mean in common to leave out")
+        raise NotFoldable(
+            f"{path} writes to it, whose groups of filters have no mean in common to leave out"
+        )
     _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
     if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")

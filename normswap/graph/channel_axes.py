@@ -1,8 +1,9 @@
-"""SEE where the channels are: which axis of a value in the graph holds the output channels of a linear layer.
+"""SEE where the channels are: which axis of a value in the graph holds the output channels of a
+linear layer.
 
-Reshapes and permutations cut windows, heads, tokens and patches; their arguments depend on the input's size, so records
-of two sizes are read where the network takes two. The channel numbers of a linear layer's output are followed through
-every step that acts on all channels alike.
+Reshapes and permutations cut windows, heads, tokens and patches; their arguments depend on the
+input's size, so records of two sizes are read where the network takes two. The channel numbers of a
+linear layer's output are followed through every step that acts on all channels alike.
 """
 
 import math
@@ -22,14 +23,48 @@ from normswap.layers.activations import keeps_forward
 from normswap.layers.channel_norm import channel_dim, scaled_dim
 
 # Steps that move or average elements, so that channel numbers pass through them.
-_JOINS = (torch.cat, torch.stack, torch.unbind, torch.chunk, torch.split, torch.narrow, operator.getitem)
+_JOINS = (
+    torch.cat,
+    torch.stack,
+    torch.unbind,
+    torch.chunk,
+    torch.split,
+    torch.narrow,
+    operator.getitem,
+)
 _LAYOUTS = (torch.roll, torch.flatten, torch.reshape, torch.permute, torch.transpose)
 _AVERAGES = (torch.mean, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d, F.interpolate)
-_SHAPE_METHODS = ("view", "reshape", "flatten", "unflatten", "reshape_as", "view_as", "unsqueeze", "squeeze", "expand")
-_ORDER_METHODS = ("permute", "transpose", "swapaxes", "movedim", "roll", "repeat", "expand_as", "contiguous", "clone")
+_SHAPE_METHODS = (
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "reshape_as",
+    "view_as",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+)
+_ORDER_METHODS = (
+    "permute",
+    "transpose",
+    "swapaxes",
+    "movedim",
+    "roll",
+    "repeat",
+    "expand_as",
+    "contiguous",
+    "clone",
+)
 _OTHER_METHODS = ("unbind", "chunk", "split", "narrow", "select", "mean", "to", "float")
 _STEPS = (*_JOINS, *_LAYOUTS, *_AVERAGES, *_SHAPE_METHODS, *_ORDER_METHODS, *_OTHER_METHODS)
-_STEP_MODULES = (nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, timm_layers.BlurPool2d)
+_STEP_MODULES = (
+    nn.Flatten,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.ZeroPad2d,
+    timm_layers.BlurPool2d,
+)
 _IsIdentity = Callable[[fx.Node], bool]
 
 
@@ -55,7 +90,9 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` is linear and does the same to every channel (if its channel axis is known at all)."""
+    """Whether `node` is linear and does the same to every channel (if its channel axis is known at
+    all).
+    """
     module = traced.module(node)
     if module is None:
         return node.target in _STEPS
@@ -63,7 +100,9 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 
 def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The value that `node` multiplies by a parameter, perhaps rearranged, and the parameter's node; None: neither."""
+    """The value that `node` multiplies by a parameter, perhaps rearranged, and the parameter's
+    node; None: neither.
+    """
     sources = inputs(node)
     for value, factor in (sources, sources[::-1]) if is_mul(node) else ():
         while is_step(traced, factor) and len(inputs(factor)) == 1:
@@ -75,10 +114,18 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @torch.no_grad()
 def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Follow the channels through every record; `is_identity(node)`: the node passes its input on unchanged."""
+    """Follow the channels through every record; `is_identity(node)`: the node passes its input on
+    unchanged.
+    """
     records = (traced, *traced.others)
-    first, *resized = (_Reading(traced, record, traced.nodes, is_identity).axes() for record in records)
-    axes = {node: axis for node, axis in first.items() if all(axis == other.get(node) for other in resized)}
+    first, *resized = (
+        _Reading(traced, record, traced.nodes, is_identity).axes() for record in records
+    )
+    axes = {
+        node: axis
+        for node, axis in first.items()
+        if all(axis == other.get(node) for other in resized)
+    }
     for record in traced.alternatives:
         axes |= _Reading(traced, record, record.nodes, is_identity).axes()
     return axes
@@ -99,10 +146,16 @@ class _Label:
 
 
 class _Reading:
-    """A reader of one record; `nodes`: the nodes of the first record that correspond to its own, in order."""
+    """A reader of one record; `nodes`: the nodes of the first record that correspond to its own, in
+    order.
+    """
 
-    def __init__(self, traced: Traced, record: Traced, nodes: list[fx.Node], is_identity: _IsIdentity) -> None:
-        self.traced, self.record, self.is_identity = traced, record, is_identity
+    def __init__(
+        self, traced: Traced, record: Traced, nodes: list[fx.Node], is_identity: _IsIdentity
+    ) -> None:
+        self.traced = traced
+        self.record = record
+        self.is_identity = is_identity
         self.node_of = dict(zip(record.nodes, nodes, strict=True))
         self.labels: dict[fx.Node, Any] = {}
 
@@ -112,7 +165,9 @@ class _Reading:
             if label is not None:
                 self.labels[node] = label
         labels = {node: label for node, label in self.labels.items() if isinstance(label, _Label)}
-        return {self.node_of[node]: _axis(label, node.meta["shape"]) for node, label in labels.items()}
+        return {
+            self.node_of[node]: _axis(label, node.meta["shape"]) for node, label in labels.items()
+        }
 
     def _label(self, node: fx.Node, shape: object) -> object:
         if isinstance(shape, torch.Size) and (label := self._written(node, shape)):
@@ -121,7 +176,11 @@ class _Reading:
         if not any(source in self.labels for source in sources):
             return None
         module = self.traced.module(node)
-        if self.is_identity(self.node_of[node]) or is_constant_mul(node) or (module and affine.is_affine(module)):
+        if (
+            self.is_identity(self.node_of[node])
+            or is_constant_mul(node)
+            or (module and affine.is_affine(module))
+        ):
             return self.labels[sources[0]]
         if is_add(node) or scaled(self.traced, node):
             return self._common(node, sources)
@@ -130,7 +189,9 @@ class _Reading:
         return None
 
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
-        """The label of the output of linear layers, LayerScales and norms, and of parameters (channels last)."""
+        """The label of the output of linear layers, LayerScales and norms, and of parameters
+        (channels last).
+        """
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
@@ -164,25 +225,39 @@ class _Reading:
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> Any:
-        """The label after a step, run on the channel numbers of `carriers`, and on 0 (a factor: 1) for other inputs."""
+        """The label after a step, run on the channel numbers of `carriers`, and on 0 (a factor: 1)
+        for other inputs.
+        """
 
         def number(source: fx.Node) -> Any:
             shape = source.meta["shape"]
             if source not in carriers:
                 neutral = float(is_mul(node))
-                return torch.full(shape, neutral, dtype=torch.float64) if isinstance(shape, torch.Size) else None
+                return (
+                    torch.full(shape, neutral, dtype=torch.float64)
+                    if isinstance(shape, torch.Size)
+                    else None
+                )
             label = self.labels[source]
             if isinstance(label, tuple):
-                return tuple(each and each.numbers(size) for each, size in zip(label, shape, strict=True))
+                return tuple(
+                    each and each.numbers(size) for each, size in zip(label, shape, strict=True)
+                )
             return label.numbers(shape)
 
-        args, kwargs = fx.node.map_arg(node.args, number), fx.node.map_arg(node.kwargs, number)
+        args = fx.node.map_arg(node.args, number)
+        kwargs = fx.node.map_arg(node.kwargs, number)
         try:
             moved = apply(self.traced, node, args, kwargs)
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
         labels = [self.labels[carrier] for carrier in carriers]
-        whole = [tensor for label in labels for tensor in (label if isinstance(label, tuple) else (label,)) if tensor]
+        whole = [
+            tensor
+            for label in labels
+            for tensor in (label if isinstance(label, tuple) else (label,))
+            if tensor
+        ]
         sizes = {label.size for label in whole}
         if len(sizes) != 1:
             return None
@@ -214,6 +289,10 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
 
 
 def _axis(label: _Label, shape: torch.Size) -> Axis:
-    fits = [i for i in range(len(shape)) if shape[i] == label.size and math.prod(shape[i + 1 :]) == label.stride]
+    fits = [
+        i
+        for i in range(len(shape))
+        if shape[i] == label.size and math.prod(shape[i + 1 :]) == label.stride
+    ]
     dim = next(reversed(fits), None)
     return Axis(label.size, dim, dim == len(shape) - 1, label.pure)

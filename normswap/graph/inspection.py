@@ -1,8 +1,9 @@
 """SEE: a network's residual blocks, their branch and skip, and every norm with its role.
 
-Roles follow Kim et al. 2022 (which gammas to decay): `stem` before the first block; `last`, the norm whose output (or
-whose following convolution) ends a residual branch; `down`, on a projection skip, or, in pre-activation networks, the
-first norm of a downsampling block, which feeds the skip; `head` after the last block; `other`.
+Roles follow Kim et al. 2022 (which gammas to decay): `stem` before the first block; `last`, the
+norm whose output (or whose following convolution) ends a residual branch; `down`, on a projection
+skip, or, in pre-activation networks, the first norm of a downsampling block, which feeds the skip;
+`head` after the last block; `other`.
 """
 
 import itertools
@@ -25,7 +26,16 @@ from normswap.models.calling import Inputs
 
 __all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 
-_SPLITS = (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split")
+_SPLITS = (
+    torch.split,
+    torch.chunk,
+    torch.unbind,
+    torch.tensor_split,
+    "split",
+    "chunk",
+    "unbind",
+    "tensor_split",
+)
 
 
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
@@ -37,7 +47,8 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     Returns:
         The residual blocks, the norms with their roles, and the classifier.
 
-    Raises SourceError: it is no network; TraceError: it does not run, or something in its forward cannot be seen.
+    Raises SourceError: it is no network; TraceError: it does not run, or something in its forward
+    cannot be seen.
     """
     traced = record(network_input.require_module(model), inputs)
     reader = _GraphReader(traced)
@@ -48,10 +59,23 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     end: str | None = None
     dropout: str | None = None
     if classifier is not None:
-        end, dropout = str(classifier.target), reader.dropout(classifier)
+        end = str(classifier.target)
+        dropout = reader.dropout(classifier)
     features, widths = reader.ends()
-    maps, origin = tuple(_maps(traced)), provenance.of(model)
-    return Anatomy(tuple(blocks), norms, untraced, end, dropout, traced, maps, features, widths, provenance=origin)
+    maps = tuple(_maps(traced))
+    origin = provenance.of(model)
+    return Anatomy(
+        tuple(blocks),
+        norms,
+        untraced,
+        end,
+        dropout,
+        traced,
+        maps,
+        features,
+        widths,
+        provenance=origin,
+    )
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
@@ -59,15 +83,24 @@ def _maps(traced: Traced) -> Iterator[AffineMap]:
         module = traced.module(call)
         if module is not None and affine.is_affine(module):
             read = traced.read_directly(module)
-            why = affine.refusal(module) or (read and f"{read} is read in forward, not only by the norm itself")
+            why = affine.refusal(module) or (
+                read and f"{read} is read in forward, not only by the norm itself"
+            )
             yield AffineMap(str(call.target), module, affine.holds_statistics(module), why)
 
 
 def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
     """Calls of batch_norm, by a forward, on tensors of its own."""
     calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
-    stays = [n for n in calls if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))]
-    return [("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, not a module") for n in stays]
+    stays = [
+        n
+        for n in calls
+        if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))
+    ]
+    return [
+        ("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, not a module")
+        for n in stays
+    ]
 
 
 class _GraphReader(NodeReader):
@@ -79,7 +112,9 @@ class _GraphReader(NodeReader):
         return [block for block in blocks if block is not None]
 
     def _block(self, total: fx.Node, sums: Counter[str]) -> Block | None:
-        """The residual block that ends in a sum, if one does; `sums` counts the blocks of each module."""
+        """The residual block that ends in a sum, if one does; `sums` counts the blocks of each
+        module.
+        """
         first, second = inputs(total)
         common = self.traced.above(first) & self.traced.above(second)
         if not common:
@@ -100,11 +135,14 @@ class _GraphReader(NodeReader):
         container = next(reversed(total.meta["inside"]), "")
         sums[container] += 1
         path = container if sums[container] == 1 else f"{container}+{sums[container]}"
-        on_branch, on_skip = arms[branch], arms[skip]
+        on_branch = arms[branch]
+        on_skip = arms[skip]
         last = self._last_norm(branch, on_branch)
-        skip_kind, entry = "other", None
+        skip_kind = "other"
+        entry = None
         if weights[skip]:
-            skip_kind, entry = "projection", self._entry(fork, container)
+            skip_kind = "projection"
+            entry = self._entry(fork, container)
         elif all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip):
             skip_kind = "identity"
         norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
@@ -117,7 +155,9 @@ class _GraphReader(NodeReader):
             norms=tuple(dict.fromkeys(norms)),
             last=str(last.target) if last else None,
             gate=self._gate(branch, on_branch),
-            drop_path=next((str(n.target) for n in on_branch if self._kind(n).startswith("DropPath")), None),
+            drop_path=next(
+                (str(n.target) for n in on_branch if self._kind(n).startswith("DropPath")), None
+            ),
             total=total,
             branch=branch,
         )
@@ -138,27 +178,34 @@ class _GraphReader(NodeReader):
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         modules = self.traced.modules
-        role, home = self._roles(blocks), {path: block.path for block in blocks for path in block.norms}
+        role = self._roles(blocks)
+        home = {path: block.path for block in blocks for path in block.norms}
         called = [str(n.target) for n in self.nodes if n.op == "call_module"]
         paths: dict[int, str] = {}
         for path in (*called, *modules):
             paths.setdefault(id(modules[path]), path)
         norms = []
         for path in paths.values():
-            module, kind = modules[path], known_norms.kind_of(modules[path])
+            module = modules[path]
+            kind = known_norms.kind_of(modules[path])
             if kind is None:
                 continue
             calls = self.traced.called(module)
             averages = calls == 1 and affine.has_average(module)
-            name, channels, where = type(module).__name__, affine.channels(module), role.get(path, "other")
-            norms.append(Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages))
+            name = type(module).__name__
+            channels = affine.channels(module)
+            where = role.get(path, "other")
+            norms.append(
+                Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages)
+            )
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
         role: dict[str, str] = {}
         if not blocks:
             return role
-        first, final = blocks[0].total, blocks[-1].total
+        first = blocks[0].total
+        final = blocks[-1].total
         inside = {path for block in blocks for path in block.norms}
         for node in self.nodes:
             if self.is_norm(node) and str(node.target) not in inside:
@@ -188,7 +235,9 @@ class _GraphReader(NodeReader):
         return None
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
-        """The last norm of the branch, if at most one linear layer follows it (unlike in ViT's MLP)."""
+        """The last norm of the branch, if at most one linear layer follows it (unlike in ViT's
+        MLP).
+        """
         linears = 0
         for node in self._upwards(branch, on_branch):
             if self.is_norm(node):
@@ -218,7 +267,9 @@ class _GraphReader(NodeReader):
                 return path
         return None
 
-    def _order(self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str) -> str:
+    def _order(
+        self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str
+    ) -> str:
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
@@ -249,17 +300,26 @@ class _GraphReader(NodeReader):
         return last if sources else None
 
     def ends(self) -> tuple[bool, frozenset[int]]:
-        """Whether the outputs are features (last made by norms or activations); widths of linear layers that end it."""
-        left, visited, widths = [self.nodes[-1]], set[fx.Node](), set[int]()
-        features, others = False, False
+        """Whether the outputs are features (last made by norms or activations); widths of linear
+        layers that end it.
+        """
+        left = [self.nodes[-1]]
+        visited = set[fx.Node]()
+        widths = set[int]()
+        features = False
+        others = False
         while left:
             for node in inputs(left.pop()):
                 module = self.traced.module(node)
-                acts = self.is_activation(node) and not any(self.is_linear(source) for source in inputs(node))
+                acts = self.is_activation(node) and not any(
+                    self.is_linear(source) for source in inputs(node)
+                )
                 if self.is_norm(node) or acts:
                     features = True
                 elif self.is_linear(node):
-                    widths.add(int(getattr(module, "out_features", getattr(module, "out_channels", 0))))
+                    widths.add(
+                        int(getattr(module, "out_features", getattr(module, "out_channels", 0)))
+                    )
                 elif not inputs(node):
                     others = True
                 elif node not in visited:
@@ -268,7 +328,9 @@ class _GraphReader(NodeReader):
         return features and not widths and not others, frozenset(widths)
 
     def dropout(self, classifier: fx.Node) -> str | None:
-        """The place of the dropout before the classifier: a module's path, or that of a `drop_rate` attribute."""
+        """The place of the dropout before the classifier: a module's path, or that of a `drop_rate`
+        attribute.
+        """
         sources = inputs(classifier)
         while len(sources) == 1 and not self.is_linear(sources[0]) and not self.is_norm(sources[0]):
             node = sources[0]

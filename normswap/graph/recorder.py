@@ -1,11 +1,13 @@
 """SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
 
-The network runs in eval mode, without gradients, on an example. A torch function mode sees every operation; calls of
-modules are intercepted as torch.fx does it. Each tensor that was computed from the input carries its node. Shapes,
-branches and loops run as plain Python, so the graph has the operations that were done.
+The network runs in eval mode, without gradients, on an example. A torch function mode sees every
+operation; calls of modules are intercepted as torch.fx does it. Each tensor that was computed from
+the input carries its node. Shapes, branches and loops run as plain Python, so the graph has the
+operations that were done.
 
-A value that Python reads (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing can pass. A tensor
-that was overwritten through a view becomes a value of both. A tensor of unknown origin must be a constant.
+A value that Python reads (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing
+can pass. A tensor that was overwritten through a view becomes a value of both. A tensor of unknown
+origin must be a constant.
 """
 
 from __future__ import annotations
@@ -28,11 +30,40 @@ from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose"}
+_LOOKS = {
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "item",
+    "tolist",
+    "is_nonzero",
+    "equal",
+    "allclose",
+}
 _MARK = "_normswap_mark"
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
-_CONSTANTS = ("tensor", "as_tensor", "new_tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "eye")
-_RANGES = ("arange", "linspace", "logspace", "meshgrid", "hann_window", "rand", "randn", "from_numpy")
+_CONSTANTS = (
+    "tensor",
+    "as_tensor",
+    "new_tensor",
+    "scalar_tensor",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "eye",
+)
+_RANGES = (
+    "arange",
+    "linspace",
+    "logspace",
+    "meshgrid",
+    "hann_window",
+    "rand",
+    "randn",
+    "from_numpy",
+)
 _ALIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
 _REDUCTIONS = ("softmax", "log_softmax", "cumsum", "sum", "mean")
 _MAKERS = frozenset((*_CASTS, *_CONSTANTS, *_RANGES, *_ALIKE, *_REDUCTIONS))
@@ -40,12 +71,20 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The recorder's note on a tensor: the node that made it, or a collection of tensors and the keys in it."""
+    """The recorder's note on a tensor: the node that made it, or a collection of tensors and the
+    keys in it.
+    """
 
     __slots__ = ("keys", "node", "run", "version", "written")
 
-    def __init__(self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[object, ...] = ()) -> None:
-        self.run, self.node, self.version, self.keys, self.written = run, node, at, keys, False
+    def __init__(
+        self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[object, ...] = ()
+    ) -> None:
+        self.run = run
+        self.node = node
+        self.version = at
+        self.keys = keys
+        self.written = False
 
     def __deepcopy__(self, memo: object) -> _Mark:
         return self
@@ -56,7 +95,8 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, look: Callable[[str, object], None] | None = None) -> None:
         super().__init__()
-        self.model, self.look = model, look
+        self.model = model
+        self.look = look
         self.graph = fx.Graph()
         self.paths: dict[int, str] = {}
         self.named: dict[int, str] = {}
@@ -82,13 +122,17 @@ class Recorder(TorchFunctionMode):
 
     def run(self, example: Example) -> None:
         """Record the forward on `example`, whose tensors are not changed."""
-        names = iter(name for name, _ in named_tensors((dict(enumerate(example.args)), example.kwargs)))
+        names = iter(
+            name for name, _ in named_tensors((dict(enumerate(example.args)), example.kwargs))
+        )
 
         def enter(tensor: Tensor) -> Tensor:
             value = tensor.detach().clone()
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
-            node = self._add("placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value)
+            node = self._add(
+                "placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value
+            )
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set(value, node)
             return value
@@ -117,13 +161,17 @@ class Recorder(TorchFunctionMode):
                     self._set(tensor, None)
             return result
         kind, target, positional, named = spelling.spelled(func, args, kwargs)
-        positional, named = self._mapped(positional), self._mapped(named)
+        positional = self._mapped(positional)
+        named = self._mapped(named)
         before = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
         if not overwritten and next(named_tensors(result), None) is None:
             place = (next(iter(positional), None), func.__name__)
-            kind, target, positional, named = "call_function", spelling.left, place, {}
+            kind = "call_function"
+            target = spelling.left
+            positional = place
+            named = {}
             if func.__name__ in _LOOKS:
                 self.branches.append(next(reversed(self.around), ""))
         node = self._add(kind, target, positional, named, result)
@@ -138,8 +186,12 @@ class Recorder(TorchFunctionMode):
             self.look(node.name, value)
         return node
 
-    def _made(self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]) -> object:
-        """Mark the tensors that `node` wrote and returned; returns the result, as a new tensor object if needed."""
+    def _made(
+        self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]
+    ) -> object:
+        """Mark the tensors that `node` wrote and returned; returns the result, as a new tensor
+        object if needed.
+        """
         # A layer that copies its input may be put there later.
         leaf = node.op == "call_module"
         for tensor in overwritten:
@@ -148,8 +200,11 @@ class Recorder(TorchFunctionMode):
             if leaf and (mark := self._mark(tensor)) is not None:
                 mark.written = True
         if isinstance(result, Tensor):
-            if any(result is t for t in tensors) and (leaf or not any(result is t for t in overwritten)):
-                # A layer that returns its input gets a new tensor object on the same memory, for its own node.
+            if any(result is t for t in tensors) and (
+                leaf or not any(result is t for t in overwritten)
+            ):
+                # A layer that returns its input gets a new tensor object on the same memory, for
+                # its own node.
                 result = torch.Tensor.detach(result)
             self._set(result, node)
             return result
@@ -189,15 +244,26 @@ class Recorder(TorchFunctionMode):
         mark = self._mark(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
-            if mark is not None and mark.version != version(tensor) and memory(tensor) in self._writes:
-                node = self._add("call_function", spelling.after, (node, self._writes[memory(tensor)]), {}, tensor)
+            if (
+                mark is not None
+                and mark.version != version(tensor)
+                and memory(tensor) in self._writes
+            ):
+                node = self._add(
+                    "call_function",
+                    spelling.after,
+                    (node, self._writes[memory(tensor)]),
+                    {},
+                    tensor,
+                )
                 self._keep(tensor, node)
             return node
         while mark.keys:
             key, *later_keys = mark.keys
             fetch: Function = operator.getitem
             if isinstance(key, spelling.Attribute):
-                fetch, key = getattr, str(key)
+                fetch = getattr
+                key = str(key)
             mark.node = self._add("call_function", fetch, (mark.node, key), {}, tensor)
             mark.keys = tuple(later_keys)
         if mark.written:
@@ -205,7 +271,9 @@ class Recorder(TorchFunctionMode):
         if mark.version != version(tensor):
             write = self._writes.get(memory(tensor))
             if write is not None:
-                mark.node = self._add("call_function", spelling.after, (mark.node, write), {}, tensor)
+                mark.node = self._add(
+                    "call_function", spelling.after, (mark.node, write), {}, tensor
+                )
             mark.version = version(tensor)
         return mark.node
 
@@ -238,7 +306,9 @@ class Recorder(TorchFunctionMode):
         path = self.paths.get(id(module))
         if path is None and not self.resting and (module._parameters or module._buffers):
             remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
-            raise TraceError(f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy)
+            raise TraceError(
+                f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy
+            )
         if self.resting or not path:
             return original(module, *args, **kwargs)
         try:
@@ -252,7 +322,11 @@ class Recorder(TorchFunctionMode):
         except Exception:
             self.failed = self.failed or path
             raise
-        if isinstance(result, Tensor) and self._is_tracked(result) and (node := self._node(result)) is not None:
+        if (
+            isinstance(result, Tensor)
+            and self._is_tracked(result)
+            and (node := self._node(result)) is not None
+        ):
             self.outputs.setdefault(node, []).append(path)
         return result
 
@@ -263,18 +337,27 @@ class Recorder(TorchFunctionMode):
         if affine.is_norm(module) or affine.is_affine(module):
             return True
         whole = not module._modules or id(module) in self.convolutions
-        return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(module, _CONTAINERS)
+        return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(
+            module, _CONTAINERS
+        )
 
-    def _leaf(self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs) -> object:
+    def _leaf(
+        self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
+    ) -> object:
         if not args and kwargs and (affine.is_norm(module) or affine.is_affine(module)):
-            remedy = f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has another argument"
+            remedy = (
+                f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"
+                " another argument"
+            )
             raise TraceError(f"{path} is called by keyword", remedy=remedy)
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
-            positional, named = self._mapped(args), self._mapped(kwargs)
+            positional = self._mapped(args)
+            named = self._mapped(kwargs)
             before = [version(tensor) for tensor in tensors]
-            hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
+            hooks = module._forward_hooks
+            module._forward_hooks = type(module._forward_hooks)()
             # The user's hooks do not run; the network's own run afterwards.
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
@@ -288,7 +371,12 @@ class Recorder(TorchFunctionMode):
         return self._after_hooks(module, hooks, args, kwargs, result)
 
     def _after_hooks(
-        self, module: nn.Module, hooks: Mapping[int, Function], args: Args, kwargs: Kwargs, result: object
+        self,
+        module: nn.Module,
+        hooks: Mapping[int, Function],
+        args: Args,
+        kwargs: Kwargs,
+        result: object,
     ) -> object:
         """The layer's result after the network's own hooks: methods of its modules."""
         for key, hook in hooks.items():

@@ -1,8 +1,9 @@
-"""SEE: a network's forward as a graph, recorded on an example, and again on another size if the size may matter.
+"""SEE: a network's forward as a graph, recorded on an example, and again on another size if the
+size may matter.
 
-A record has the path that forward took. A forward that asks for no size takes the same path at every size, so one
-record of a small example is enough. Nodes of another path are kept, too (`Traced.alternative_nodes`): a change of a
-module must be right on both.
+A record has the path that forward took. A forward that asks for no size takes the same path at
+every size, so one record of a small example is enough. Nodes of another path are kept, too
+(`Traced.alternative_nodes`): a change of a module must be right on both.
 """
 
 import operator
@@ -31,7 +32,9 @@ from normswap.models.modes import show_heads, undisturbed
 from normswap.models.weight_files import some
 
 # Folders of torch and of this package, whole paths: a user's folder may have one of their names.
-_NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_NOT_THEIRS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 # The second size of images to record is the first of these that the network takes.
 _OTHERS = ((96, 128), (160, 224))
 
@@ -39,8 +42,9 @@ _OTHERS = ((96, 128), (160, 224))
 def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
 
-    `inputs`: as in `inspect`. Raises SourceError: it cannot be looked at yet (`network_input.check_shapes`);
-    TraceError: it does not run, and where; or something in it cannot be seen.
+    `inputs`: as in `inspect`. Raises SourceError: it cannot be looked at yet
+    (`network_input.check_shapes`); TraceError: it does not run, and where; or something in it
+    cannot be seen.
     """
     network_input.check_shapes(model)
     _check_compiled(model)
@@ -73,7 +77,10 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     main.flexible = flexible
     if not flexible:
         main.remarks.append(f"recorded at one size only, {first}")
-    main.remarks += [f"{path or 'forward'} looks at values: recorded is the way it took" for path in main.branches]
+    main.remarks += [
+        f"{path or 'forward'} looks at values: recorded is the way it took"
+        for path in main.branches
+    ]
     return main
 
 
@@ -86,7 +93,9 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise TraceError where a hook or a forward is a closure over a module of the network, which a copy would call."""
+    """Raise TraceError where a hook or a forward is a closure over a module of the network, which a
+    copy would call.
+    """
     modules = tree(model)
     own = {id(module) for module in modules.values()}
     for path, module in modules.items():
@@ -96,7 +105,8 @@ def _check_closures(model: nn.Module) -> None:
             if any(id(cell.cell_contents) in own for cell in cells):
                 kind = "a hook" if function in hooks else "the forward"
                 raise TraceError(
-                    f"{kind} of {path or 'the network'} is a function that holds a module of the network itself",
+                    f"{kind} of {path or 'the network'} is a function that holds a module of the"
+                    " network itself",
                     "a copy of the network would still use that one",
                     "Make it a method, or register it after the conversion",
                 )
@@ -113,7 +123,11 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
             short = batches[0]
             traced = record_once(model, short)
         shapes = {str(short)}
-        apart = [b.first(2) for b in batches if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes]
+        apart = [
+            b.first(2)
+            for b in batches
+            if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes
+        ]
         return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
     first_error: TraceError | None = None
     sizes = network_input.candidates(model)
@@ -133,10 +147,16 @@ def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, l
             continue
         if not size:
             return traced, example, []
-        ranked = [network_input.noise(model, other, batch=3) for other in sizes if len(size) == 1 and other[1:] == size]
+        ranked = [
+            network_input.noise(model, other, batch=3)
+            for other in sizes
+            if len(size) == 1 and other[1:] == size
+        ]
         return traced, example, [*ranked, *_resized(network_input.noise(model, size, batch=2))]
     remedy = "Say what it takes: '--input NAME=SHAPE' (in Python `inputs=`)"
-    raise first_error or TraceError(f"what {type(model).__name__} takes is not known", remedy=remedy)
+    raise first_error or TraceError(
+        f"what {type(model).__name__} takes is not known", remedy=remedy
+    )
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
@@ -175,8 +195,14 @@ def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None
 
 
 def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """A remark on norms that no forward called, where a default argument or a value may be the reason."""
-    norms = [path for path, module in main.modules.items() if affine.is_norm(module) and id(module) not in main.calls]
+    """A remark on norms that no forward called, where a default argument or a value may be the
+    reason.
+    """
+    norms = [
+        path
+        for path, module in main.modules.items()
+        if affine.is_norm(module) and id(module) not in main.calls
+    ]
     defaults = calling.defaults(model, example)
     if norms and defaults:
         yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
@@ -206,13 +232,18 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     """Raise TraceError where a tensor of unknown origin differs on another input of the same size."""
     second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
     for name, path in first.untracked.items():
-        a, b = first.constants[name], second.constants.get(name)
+        a = first.constants[name]
+        b = second.constants.get(name)
         if torch._C._functorch.is_functorch_wrapped_tensor(a):
             where = path or type(model).__name__
-            raise TraceError(f"the forward of {where} calls torch.func (vmap)", "what happens in there cannot be seen")
+            raise TraceError(
+                f"the forward of {where} calls torch.func (vmap)",
+                "what happens in there cannot be seen",
+            )
         if b is None or a.shape != b.shape or not torch.equal(a, b):
             raise TraceError(
-                f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes cannot be followed",
+                f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes"
+                " cannot be followed",
                 "it calls NumPy, a scripted function or a custom operator",
                 "Use torch operations there",
             )
@@ -235,7 +266,11 @@ def _outline(traced: Traced) -> object:
     def label(node: fx.Node) -> object:
         if node.op == "placeholder":
             return node.meta["place"]
-        return node.target if node.op in ("call_module", "get_attr") else (str(node.target), node.meta["inside"])
+        return (
+            node.target
+            if node.op in ("call_module", "get_attr")
+            else (str(node.target), node.meta["inside"])
+        )
 
     calls = [node.target for node in traced.nodes if node.op == "call_module"]
     return calls, {(label(source), label(node)) for node in traced.nodes for source in inputs(node)}
@@ -243,9 +278,15 @@ def _outline(traced: Traced) -> object:
 
 @torch.no_grad()
 def record_once(
-    model: nn.Module, example: Example, look: Callable[[str, object], None] | None = None, *, heads: bool = False
+    model: nn.Module,
+    example: Example,
+    look: Callable[[str, object], None] | None = None,
+    *,
+    heads: bool = False,
 ) -> Traced:
-    """Record one forward, with `heads` as in training (`modes.with_heads`); raises TraceError where it does not run."""
+    """Record one forward, with `heads` as in training (`modes.with_heads`); raises TraceError where
+    it does not run.
+    """
     copied = twin(model)
     if heads:
         show_heads(copied)
@@ -269,28 +310,41 @@ def record_once(
         size = spelled("input_size", metavar="C,H,W")
         remedy = f"Say what it takes: `{size}`, or `--input NAME=SHAPE` (in Python `inputs=`)"
         why = reason(error)
-        floats = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
-        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images))
+        floats = (
+            t
+            for t in (*model.parameters(), *model.buffers())
+            if t.is_floating_point() or t.is_complex()
+        )
+        dtypes = dict.fromkeys(
+            str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images)
+        )
         if len(dtypes) > 1:
             why = f"the network and its input are of {' and '.join(dtypes)}: {why}"
             remedy = "Cast them to one: model.float(), x.float()"
-        raise TraceError(", at ".join(filter(None, (where, recorder.failed))), why, remedy) from error
+        raise TraceError(
+            ", at ".join(filter(None, (where, recorder.failed))), why, remedy
+        ) from error
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
     traced = Traced(recorder.graph, modules, recorder.outputs, recorder.opaque, recorder.constants)
     traced.recorded.append(str(example))
-    traced.untracked, traced.size_dependent = recorder.untracked, recorder.size_dependent
+    traced.untracked = recorder.untracked
+    traced.size_dependent = recorder.size_dependent
     traced.branches = list(dict.fromkeys(recorder.branches))
     return traced
 
 
-def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]) -> None:
+def _leave_out_ones(
+    graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]
+) -> None:
     """Remove copies and products with 1 from the graph, but those that change the dtype."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
-            values = [factor for factor in node.args if not (isinstance(factor, float) and factor == 1)]
+            values = [
+                factor for factor in node.args if not (isinstance(factor, float) and factor == 1)
+            ]
         else:
             continue
         value = single(values)
@@ -303,7 +357,14 @@ def _leave_out_ones(graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules:
 def reason(error: Exception) -> str:
     """The reason, with the last line of the model's own code that led to it."""
     message = first_line(error)
-    user_frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    user_frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(_NOT_THEIRS)
+    ]
     if not user_frames:
         return message
-    return f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`)"
+    return (
+        f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno},"
+        f" `{user_frames[-1].line}`)"
+    )

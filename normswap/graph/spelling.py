@@ -13,19 +13,67 @@ Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
 # What a forward does after these questions may depend on the size of a tensor.
-_ASK_SIZE = ("size", "numel", "nelement", "stride", "storage_offset", "__len__", "is_contiguous", "is_same_size")
+_ASK_SIZE = (
+    "size",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "__len__",
+    "is_contiguous",
+    "is_same_size",
+)
 _SPLIT = ("unbind", "split", "tensor_split", "__iter__")
 _SIZES = frozenset((*_ASK_SIZE, *_SPLIT, "shape", "nbytes", "names"))
 # These read no value of a tensor, either: its type, where it is, and what it is.
-_ASK_TYPE = ("type", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "result_type", "can_cast")
-_ASK_PLACE = ("get_device", "is_pinned", "is_shared", "is_set_to", "_is_view", "is_distributed", "element_size")
-_ASK_OTHER = ("dim", "ndimension", "__hash__", "has_names", "is_inference", "is_tensor", "retain_grad", "register_hook")
+_ASK_TYPE = (
+    "type",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_conj",
+    "is_neg",
+    "result_type",
+    "can_cast",
+)
+_ASK_PLACE = (
+    "get_device",
+    "is_pinned",
+    "is_shared",
+    "is_set_to",
+    "_is_view",
+    "is_distributed",
+    "element_size",
+)
+_ASK_OTHER = (
+    "dim",
+    "ndimension",
+    "__hash__",
+    "has_names",
+    "is_inference",
+    "is_tensor",
+    "retain_grad",
+    "register_hook",
+)
 _PLAIN = frozenset((*_ASK_SIZE, *_ASK_TYPE, *_ASK_PLACE, *_ASK_OTHER))
 # These properties of a tensor give its values; all others give its shape, dtype or the like.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-_OPERATORS = {name: getattr(operator, name) for name in ("add", "sub", "mul", "matmul", "truediv", "getitem", "neg")}
-_OPERATORS |= {"div": operator.truediv, "true_divide": operator.truediv, "iadd": operator.iadd, "imul": operator.imul}
-_OPERATORS |= {"add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv}
+_OPERATORS = {
+    name: getattr(operator, name)
+    for name in ("add", "sub", "mul", "matmul", "truediv", "getitem", "neg")
+}
+_OPERATORS |= {
+    "div": operator.truediv,
+    "true_divide": operator.truediv,
+    "iadd": operator.iadd,
+    "imul": operator.imul,
+}
+_OPERATORS |= {
+    "add_": operator.iadd,
+    "sub_": operator.isub,
+    "mul_": operator.imul,
+    "div_": operator.itruediv,
+}
 _SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div", "truediv")}
 
 
@@ -68,7 +116,9 @@ class Attribute(str):
     """The name of an attribute, where other keys are items."""
 
 
-def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+def places(
+    value: object, keys: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], Tensor]]:
     """Every tensor in a value, with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield keys, value
@@ -85,7 +135,8 @@ def places(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple
 
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
     """(kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them."""
-    name, read = getattr(func, "__name__", ""), _property(func)
+    name = getattr(func, "__name__", "")
+    read = _property(func)
     if read is not None:
         return "call_function", getattr, (args[0], read), {}
     if getattr(Tensor, name, None) is not func:
@@ -109,7 +160,9 @@ def version(tensor: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> StorageWeakRef | None:
-    """A key of the tensor's storage, if it has one; not its address, which another tensor may have later."""
+    """A key of the tensor's storage, if it has one; not its address, which another tensor may have
+    later.
+    """
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):

@@ -1,4 +1,6 @@
-"""The recorded forward as a graph: its nodes, their readers, the modules they call; and questions about a node."""
+"""The recorded forward as a graph: its nodes, their readers, the modules they call; and questions
+about a node.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ class Traced:
     """A recorded model.
 
     Args:
-        graph: the fx graph; `node.meta` has "inside", the paths of the modules around a node, outermost first, "shape",
-            the shape of its value (of each tensor of a tuple), and "dtype", that of one tensor.
+        graph: the fx graph; `node.meta` has "inside", the paths of the modules around a node,
+            outermost first, "shape", the shape of its value (of each tensor of a tuple), and
+            "dtype", that of one tensor.
         modules: the *original* modules by every path.
         calls: nodes that call a leaf, by id of the module.
         outputs: for each node, the paths of the modules that return it, innermost first.
@@ -43,7 +46,8 @@ class Traced:
         alternative_nodes: their nodes.
         recorded: the sizes of the inputs, by record.
         remarks: what the user should know of the record.
-        untracked: names of constants of unknown origin, with the paths of the modules that use them.
+        untracked: names of constants of unknown origin, with the paths of the modules that use
+            them.
         branches: paths of the modules whose forward reads values.
         flexible: whether it is known to take more than one size.
         heads: whether alternative nodes include auxiliary heads, which only training runs.
@@ -73,7 +77,8 @@ class Traced:
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
-        self.calls, self.users = {}, {}
+        self.calls = {}
+        self.users = {}
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
         self._connect(self.nodes)
@@ -82,7 +87,11 @@ class Traced:
     def owners(self) -> Counter[int]:
         """The number of modules that hold a parameter, by its id."""
         distinct = {id(module): module for module in self.modules.values()}.values()
-        return Counter(parameter for module in distinct for parameter in {id(p) for p in module._parameters.values()})
+        return Counter(
+            parameter
+            for module in distinct
+            for parameter in {id(p) for p in module._parameters.values()}
+        )
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
@@ -96,18 +105,26 @@ class Traced:
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
-        """The path of a tensor of `module` that some forward reads by itself, not by calling the module."""
-        tensor_ids = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        """The path of a tensor of `module` that some forward reads by itself, not by calling the
+        module.
+        """
+        tensor_ids = {
+            id(tensor)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
         return next((path for key, path in self._attributes.items() if key in tensor_ids), None)
 
     @property
     def input_independent(self) -> bool:
-        """Whether it takes the same way for every input: it asked neither for a size nor for a value."""
+        """Whether it takes the same way for every input: it asked neither for a size nor for a
+        value.
+        """
         return not (self.size_dependent or self.branches)
 
     def _connect(self, nodes: list[fx.Node]) -> None:
         for i, node in enumerate(nodes, len(self._above)):
-            self.users[node], self._index[node] = [], i
+            self.users[node] = []
+            self._index[node] = i
             if node.op == "call_module":
                 self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
             mask = 1 << i
@@ -117,7 +134,9 @@ class Traced:
             self._above.append(mask)
 
     def add_alternative(self, other: Traced) -> None:
-        """Add the graph of a record that took another way; a change of a module must be right there, too."""
+        """Add the graph of a record that took another way; a change of a module must be right
+        there, too.
+        """
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
@@ -127,10 +146,14 @@ class Traced:
 
     def called(self, module: nn.Module) -> int:
         """How often a leaf is called, on the way that calls it most often."""
-        return max(Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0)
+        return max(
+            Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0
+        )
 
     def index(self, node: fx.Node) -> int:
-        """The place of `node` in the order of the forward pass (for alternative ones: within their own graph)."""
+        """The place of `node` in the order of the forward pass (for alternative ones: within their
+        own graph).
+        """
         return self._index[node]
 
     def above(self, node: fx.Node) -> int:
@@ -208,12 +231,20 @@ def listed(cat: fx.Node) -> list[fx.Node]:
 
 def is_add(node: fx.Node) -> bool:
     """Whether `node` adds two tensors, by operator, function or method."""
-    return node.op in ("call_function", "call_method") and node.target in _ADDS and len(inputs(node)) == 2
+    return (
+        node.op in ("call_function", "call_method")
+        and node.target in _ADDS
+        and len(inputs(node)) == 2
+    )
 
 
 def is_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies two tensors, by operator, function or method."""
-    return node.op in ("call_function", "call_method") and node.target in MULTIPLICATIONS and len(inputs(node)) == 2
+    return (
+        node.op in ("call_function", "call_method")
+        and node.target in MULTIPLICATIONS
+        and len(inputs(node)) == 2
+    )
 
 
 def is_constant_mul(node: fx.Node) -> bool:
@@ -227,7 +258,9 @@ def constant(node: fx.Node) -> float:
     return float(next(arg for arg in node.args if isinstance(arg, int | float)))
 
 
-def apply(traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+def apply(
+    traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
     """Do what `node` does to other values."""
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)
@@ -241,7 +274,8 @@ class NodeReader:
     """Tells the kind of a record's nodes: a norm, a linear layer, an activation."""
 
     def __init__(self, traced: Traced) -> None:
-        self.traced, self.nodes = traced, traced.nodes
+        self.traced = traced
+        self.nodes = traced.nodes
 
     def on(self, mask: int) -> list[fx.Node]:
         """The nodes of a mask, in order of the forward pass."""

@@ -1,4 +1,6 @@
-"""Inputs that are no pictures: arrays in .npy files, or tensors by the names of inputs in .safetensors files."""
+"""Inputs that are no pictures: arrays in .npy files, or tensors by the names of inputs in
+.safetensors files.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,26 +18,38 @@ _LABELS = "labels"
 
 
 def find(place: Path) -> list[Path]:
-    """The files of arrays that a file or a folder is or holds, by name; none where it holds something else."""
+    """The files of arrays that a file or a folder is or holds, by name; none where it holds
+    something else.
+    """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
-    return [file for file in files if file.suffix.lower() in (".npy", ".safetensors") and file.is_file()]
+    return [
+        file for file in files if file.suffix.lower() in (".npy", ".safetensors") and file.is_file()
+    ]
 
 
 class Arrays(Dataset[object]):
-    """Samples of files: (tensor, label) for a network of one input, else a dict by input with "labels"; -1: no label.
+    """Samples of files: (tensor, label) for a network of one input, else a dict by input with
+    "labels"; -1: no label.
 
-    A file holds one sample, of a shape as stated, or many, with one dimension more in front. `inputs` has shape and
-    type of each input by name, which is empty where there is one. Raises SourceError: a file does not hold these.
+    A file holds one sample, of a shape as stated, or many, with one dimension more in front.
+    `inputs` has shape and type of each input by name, which is empty where there is one. Raises
+    SourceError: a file does not hold these.
     """
 
     notes = ("arrays are taken as they are: nothing is resized or normalized",)
 
-    def __init__(self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]) -> None:
+    def __init__(
+        self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
         samples = [_read(file, inputs) for file in files]
         try:
-            self.tensors = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+            self.tensors = {
+                name: torch.cat([sample[name] for sample in samples]) for name in samples[0]
+            }
         except RuntimeError as error:
-            raise SourceError(f"the files of {files[0].parent} differ in shape", first_line(error)) from None
+            raise SourceError(
+                f"the files of {files[0].parent} differ in shape", first_line(error)
+            ) from None
 
     def __len__(self) -> int:
         return len(self.tensors[_LABELS])
@@ -48,7 +62,11 @@ class Arrays(Dataset[object]):
 def _read(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
     try:
         is_array = file.suffix.lower() == ".npy"
-        stored = {"": torch.from_numpy(np.load(file, allow_pickle=False))} if is_array else load_file(file)
+        stored = (
+            {"": torch.from_numpy(np.load(file, allow_pickle=False))}
+            if is_array
+            else load_file(file)
+        )
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise SourceError(f"{file} cannot be read", first_line(error)) from None
     labels = stored.pop(_LABELS, None)

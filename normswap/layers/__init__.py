@@ -1,1 +1,3 @@
-"""Layers that a plan can put into a network, and what norms and reparametrized weights of others compute."""
+"""Layers that a plan can put into a network, and what norms and reparametrized weights of others
+compute.
+"""

@@ -1,11 +1,20 @@
-"""Which modules and functions are activations, and which of them a positive factor passes: ReLU, LeakyReLU."""
+"""Which modules and functions are activations, and which of them a positive factor passes: ReLU,
+LeakyReLU.
+"""
 
 import torch
 import torch.nn.functional as F
 from timm import layers as timm_layers
 from torch import nn
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, timm_layers.DropPath, timm_layers.DropBlock2d)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    timm_layers.DropPath,
+    timm_layers.DropBlock2d,
+)
 _IDENTITIES = (nn.Identity, *_DROPOUTS)
 _RELUS = (nn.ReLU, nn.LeakyReLU)
 # What a graph calls them: functions, and names of methods.
@@ -23,7 +32,9 @@ def keeps_forward(module: object, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 
 def is_homogeneous(act: nn.Module | None) -> bool:
-    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, identities in eval mode, and sequences of them."""
+    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, identities in eval mode, and
+    sequences of them.
+    """
     if act is not None and keeps_forward(act, (nn.Sequential,)):
         return all(is_homogeneous(layer) for layer in act.children())
     return act is None or keeps_forward(act, (*_RELUS, *_IDENTITIES))

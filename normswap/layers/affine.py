@@ -1,8 +1,9 @@
-"""Which modules are, in eval mode, an affine map per channel: y = act(s * x + t); and their s and t, in float64.
+"""Which modules are, in eval mode, an affine map per channel: y = act(s * x + t); and their s and
+t, in float64.
 
-Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta - gamma * mean /
-sqrt(var + eps)). A person has read the `forward` of each known class; another forward must be measured to compute the
-same (`known_norms`), or is refused by path.
+Ioffe & Szegedy 2015, section 3.1: at inference BatchNorm is y = gamma / sqrt(var + eps) * x + (beta
+- gamma * mean / sqrt(var + eps)). A person has read the `forward` of each known class; another
+forward must be measured to compute the same (`known_norms`), or is refused by path.
 """
 
 import copy
@@ -37,7 +38,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_affine(module: nn.Module) -> bool:
-    """Whether `module` is a per-channel affine map in eval mode, be it a norm or one of normswap's own layers."""
+    """Whether `module` is a per-channel affine map in eval mode, be it a norm or one of normswap's
+    own layers.
+    """
     return is_affine_norm(module) or _own(module) is not None
 
 
@@ -47,17 +50,23 @@ def is_affine_norm(module: nn.Module) -> bool:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether somebody registered how to read the map of `module`, which may be no BatchNorm in training."""
+    """Whether somebody registered how to read the map of `module`, which may be no BatchNorm in
+    training.
+    """
     return _registered_map(module) is not None
 
 
 def has_moments(module: nn.Module) -> bool:
     """Whether `module` is a norm that keeps mean and variance of its input."""
-    return is_batchnorm(module) and (_moments(module) is not None or getattr(module, "running_mean", None) is not None)
+    return is_batchnorm(module) and (
+        _moments(module) is not None or getattr(module, "running_mean", None) is not None
+    )
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether an affine module is a norm, or has a norm's statistics, and may become a plain scale and shift."""
+    """Whether an affine module is a norm, or has a norm's statistics, and may become a plain scale
+    and shift.
+    """
     return is_affine_norm(module) or getattr(_own(module), "HOLDS_STATISTICS", False)
 
 
@@ -101,29 +110,48 @@ def refusal(module: nn.Module) -> str | None:
         name = type(module).__name__
         if "forward" in vars(module) or known_norms.measured_eps(module) is None:
             why = f"{name} has a forward of its own, which is not that of a BatchNorm"
-            return f"{why} as far as its tensors say; if you know better: normswap.register_norm({name}, ...)"
+            return (
+                f"{why} as far as its tensors say; if you know better:"
+                f" normswap.register_norm({name}, ...)"
+            )
     if module.running_mean is None or module.running_var is None:
-        return "it has no running statistics (track_running_stats=False), so eval mode depends on the batch"
+        return (
+            "it has no running statistics (track_running_stats=False), so eval mode depends on the"
+            " batch"
+        )
     return None
 
 
 def has_average(module: nn.Module) -> bool:
-    """Whether it is a norm with statistics per sample or position that a BatchNorm can replace on average."""
+    """Whether it is a norm with statistics per sample or position that a BatchNorm can replace on
+    average.
+    """
     kind = known_norms.kind_of(module)
-    if kind is None or kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION) or kind.dim != 1 or kind.single:
+    if (
+        kind is None
+        or kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION)
+        or kind.dim != 1
+        or kind.single
+    ):
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return known_norms.is_believed(module) and not hooks and not getattr(module, "track_running_stats", False)
+    return (
+        known_norms.is_believed(module)
+        and not hooks
+        and not getattr(module, "track_running_stats", False)
+    )
 
 
 def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
-    """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm, gamma and beta.
+    """s and t of y = s * x + t, each of shape (C,) or (1,), float64; of a LayerNorm or RMSNorm,
+    gamma and beta.
 
     Args:
         module: one for which `refusal` is None, or `channel_norm.refusal`.
         unit_gamma: read a BatchNorm as if gamma were 1 and beta 0 (the plain standardization).
     """
-    layer, registered = _own(module), _registered_map(module)
+    layer = _own(module)
+    registered = _registered_map(module)
     if layer is not None:
         return layer.as_affine()
     if registered is not None and not unit_gamma:
@@ -146,8 +174,11 @@ def read(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 
 
 def statistics(norm: nn.Module) -> Pair:
-    """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is true."""
-    moments, batchnorm = _moments(norm), cast(BatchNorm, norm)
+    """Mean and variance per channel, (C,) float64, of what a norm reads, for which `has_moments` is
+    true.
+    """
+    moments = _moments(norm)
+    batchnorm = cast(BatchNorm, norm)
     if moments is None:
         return batchnorm.running_mean.detach().double(), batchnorm.running_var.detach().double()
     mean, var = moments(norm)
@@ -155,16 +186,23 @@ def statistics(norm: nn.Module) -> Pair:
 
 
 def epsilon(norm: nn.Module) -> float:
-    """The epsilon of a BatchNorm for which `refusal` is None; some name it nowhere but in their forward."""
-    if not known_norms.is_believed(norm) and (measured := known_norms.measured_eps(norm)) is not None:
+    """The epsilon of a BatchNorm for which `refusal` is None; some name it nowhere but in their
+    forward.
+    """
+    if (
+        not known_norms.is_believed(norm)
+        and (measured := known_norms.measured_eps(norm)) is not None
+    ):
         return measured
     return float(getattr(norm, "eps", 1e-5))
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The (magnitude, sign, shift) of s * x + t = magnitude * (sign * x + shift), magnitude > 0, which passes a ReLU.
+    """The (magnitude, sign, shift) of s * x + t = magnitude * (sign * x + shift), magnitude > 0,
+    which passes a ReLU.
 
-    A channel with s = 0, or so small that t / s overflows `dtype`, becomes a constant: sign 0, magnitude 1.
+    A channel with s = 0, or so small that t / s overflows `dtype`, becomes a constant: sign 0,
+    magnitude 1.
     """
     scale, shift = read(module)
     limit = torch.finfo(dtype).max / 1024
@@ -175,13 +213,19 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 
 def activation(module: nn.Module) -> nn.Module | None:
-    """The activation that a fused norm+act module applies after its affine map (dropout, then activation), or None."""
+    """The activation that a fused norm+act module applies after its affine map (dropout, then
+    activation), or None.
+    """
     if isinstance(module, OwnLayer):
         return getattr(module, "act", None)
     kind = known_norms.kind_of(module)
     if kind is None or not kind.activation:
         return None
-    layers = [layer for layer in (getattr(module, "drop", None), getattr(module, "act", None)) if layer is not None]
+    layers = [
+        layer
+        for layer in (getattr(module, "drop", None), getattr(module, "act", None))
+        if layer is not None
+    ]
     layers = [layer for layer in layers if not keeps_forward(layer, (nn.Identity,))]
     if len(layers) > 1:
         return nn.Sequential(*layers)
@@ -194,37 +238,56 @@ def copied_activation(module: nn.Module) -> nn.Module | None:
 
 
 def moments(module: nn.Module) -> Pair:
-    """Mean and deviation of a norm's output, where `has_moments`: beta and |gamma| (Ioffe & Szegedy, section 3)."""
+    """Mean and deviation of a norm's output, where `has_moments`: beta and |gamma| (Ioffe &
+    Szegedy, section 3).
+    """
     norm = cast(BatchNorm, module)
     if _registered_map(module) is None:
         return output_moments(norm.running_mean, norm.weight, norm.bias)
-    (mean, var), (scale, shift) = statistics(module), read(module)
+    mean, var = statistics(module)
+    scale, shift = read(module)
     return scale * mean + shift, scale.abs() * var.sqrt()
 
 
 def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Pair:
-    """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy 2015, section 3)."""
+    """Mean and deviation (C,), float64, of a BatchNorm's output: beta and |gamma| (Ioffe & Szegedy
+    2015, section 3).
+    """
     zeros = torch.zeros_like(running_mean, dtype=torch.float64)
     return doubled(beta, zeros), doubled(gamma, zeros + 1).abs()
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of an affine norm's tensors, eps and momentum (None as NaN), and registered statistics, for the record."""
+    """Copies of an affine norm's tensors, eps and momentum (None as NaN), and registered
+    statistics, for the record.
+    """
     if not is_affine_norm(module):
         return {}
-    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    own = {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
     for name in ("eps", "momentum"):
         if hasattr(module, name):
             value = getattr(module, name)
             own[name] = torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
     if _registered_map(module) is not None and has_moments(module):
-        (mean, var), (out_mean, out_std) = statistics(module), moments(module)
-        own = {"running_mean": mean, "running_var": var, **own, "output_mean": out_mean, "output_std": out_std}
+        mean, var = statistics(module)
+        out_mean, out_std = moments(module)
+        own = {
+            "running_mean": mean,
+            "running_var": var,
+            **own,
+            "output_mean": out_mean,
+            "output_std": out_std,
+        }
     return {name: tensor.detach().clone() for name, tensor in own.items()}
 
 
 def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> None:
-    """Set a norm's beta, in place, so that t is `shift` in the channels `where`; raises RefusedError: no beta."""
+    """Set a norm's beta, in place, so that t is `shift` in the channels `where`; raises
+    RefusedError: no beta.
+    """
     beta = getattr(norm, "bias", None)
     if not isinstance(beta, Tensor):
         raise RefusedError("cannot unfold", "the norm has no beta to take up what was learned")
@@ -233,7 +296,9 @@ def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> Non
 
 
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
-    """Set gamma and beta of a norm, in place, so that s and t are these; raises RefusedError: it lacks one."""
+    """Set gamma and beta of a norm, in place, so that s and t are these; raises RefusedError: it
+    lacks one.
+    """
     gamma = getattr(norm, "weight", None)
     if not isinstance(gamma, Tensor):
         raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
@@ -245,5 +310,9 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
 
 def _check_read(norm: nn.Module, name: str, now: Tensor, expected: Tensor) -> None:
     """Raise RefusedError where gamma or beta of a registered class does not act as a BatchNorm's."""
-    if _registered_map(norm) is not None and not torch.allclose(now, expected.to(now), rtol=1e-4, atol=1e-5):
-        raise RefusedError("cannot unfold", f"the {name} of a {type(norm).__name__} does not set its map alone")
+    if _registered_map(norm) is not None and not torch.allclose(
+        now, expected.to(now), rtol=1e-4, atol=1e-5
+    ):
+        raise RefusedError(
+            "cannot unfold", f"the {name} of a {type(norm).__name__} does not set its map alone"
+        )

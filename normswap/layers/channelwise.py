@@ -1,4 +1,6 @@
-"""What remains of a norm where no weights can absorb it: a shift, or a scale and a shift, per channel."""
+"""What remains of a norm where no weights can absorb it: a shift, or a scale and a shift, per
+channel.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer, per_cha
 
 
 class ChannelAffine(PlannedLayer, OwnLayer):
-    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution can absorb it."""
+    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution
+    can absorb it.
+    """
 
     AFFINE = PER_CHANNEL = SCALES = True
     OUTCOME = "affine"
@@ -23,7 +27,9 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
     def __init__(self, weight: Tensor, bias: Tensor, act: nn.Module | None = None) -> None:
         super().__init__()
-        self.weight, self.bias, self.act = nn.Parameter(weight), nn.Parameter(bias), act
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(bias)
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * per_channel(self.weight, x) + per_channel(self.bias, x)
@@ -33,7 +39,9 @@ class ChannelAffine(PlannedLayer, OwnLayer):
         return self.weight.detach().double(), self.bias.detach().double()
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any) -> ChannelAffine:
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any
+    ) -> ChannelAffine:
         """`mean` (C,): a norm is gone, and a scale of 1 and a shift of 0 take its place."""
         if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
             ones = torch.ones(len(mean)).to(like)
@@ -44,7 +52,9 @@ class ChannelAffine(PlannedLayer, OwnLayer):
     @classmethod
     def invert(cls, old: nn.Module, now: ChannelAffine, reads: tuple[nn.Module, ...]) -> None:
         scale, shift = affine.read(old)
-        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(shift.to(now.bias), now.bias):
+        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(
+            shift.to(now.bias), now.bias
+        ):
             return
         affine.set_map(old, now.weight.double(), now.bias.double())
 
@@ -60,9 +70,12 @@ class ChannelBias(PlannedLayer, OwnLayer):
     ROLES = {"bias": "beta"}
     sign: Tensor | None
 
-    def __init__(self, bias: Tensor, sign: Tensor | None = None, act: nn.Module | None = None) -> None:
+    def __init__(
+        self, bias: Tensor, sign: Tensor | None = None, act: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.bias, self.act = nn.Parameter(bias), act
+        self.bias = nn.Parameter(bias)
+        self.act = act
         self.register_buffer("sign", sign)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +94,9 @@ class ChannelBias(PlannedLayer, OwnLayer):
         return cls(shift.to(like), sign.to(like) if signed else None, affine.copied_activation(old))
 
     @classmethod
-    def invert(cls, old: nn.Module, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool) -> None:
+    def invert(
+        cls, old: nn.Module, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool
+    ) -> None:
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
         magnitude, _, shift = affine.split(old, now.bias.dtype)

@@ -1,4 +1,6 @@
-"""A linear layer that has absorbed its neighbours' affine maps: the algebra of folding, and its inverse."""
+"""A linear layer that has absorbed its neighbours' affine maps: the algebra of folding, and its
+inverse.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -32,7 +34,8 @@ def folded(
         takes: how, for each of them (`plan.AbsorbMode`).
         gain: multiplies the output; `in_gain`: multiplies the input.
         bake: first make `old` a plain layer (`reparametrized`).
-        centred: at the end subtract the mean over output channels: W' = (I - 11'/C) W, b' = b - mean(b).
+        centred: at the end subtract the mean over output channels: W' = (I - 11'/C) W, b' = b -
+            mean(b).
     """
     if next(old.parameters(), None) is None:
         raise TypeError(f"a {type(old).__name__} has no weight to fold into")
@@ -67,10 +70,16 @@ class Folded(PlannedLayer):
         return folded(old, reads, like=like, **how)
 
     @classmethod
-    def invert(cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Any) -> None:
+    def invert(
+        cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Any
+    ) -> None:
         takes: Sequence[Absorption] = how.get("takes", ())
         absorbed = zip(reads, takes, strict=True)
-        after = [(norm, absorption.channels) for norm, absorption in absorbed if absorption.way is AbsorbMode.AFTER]
+        after = [
+            (norm, absorption.channels)
+            for norm, absorption in absorbed
+            if absorption.way is AbsorbMode.AFTER
+        ]
         if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
             raise RefusedError("cannot unfold", "it took in more than one norm")
         # Folding a weight of ones gives the factor of each weight.
@@ -88,8 +97,12 @@ class Folded(PlannedLayer):
                 affine.set_shift(norm, now.bias.double() - offset, channels)
 
 
-def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype) -> Tensor:
-    """Scale `weight` (groups, out, in, *kernel) by `module`'s map, in place; returns the new bias (groups * out)."""
+def _absorb(
+    weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype
+) -> Tensor:
+    """Scale `weight` (groups, out, in, *kernel) by `module`'s map, in place; returns the new bias
+    (groups * out).
+    """
     groups, out, inner, *kernel = weight.shape
     kernel_ones = (1,) * len(kernel)
     if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
@@ -98,10 +111,14 @@ def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorpt
         return bias
     scale, shift = affine.read(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
     if not absorption.way.precedes:
-        scale, shift = scale[absorption.channels], shift[absorption.channels]
+        scale = scale[absorption.channels]
+        shift = shift[absorption.channels]
         weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *kernel_ones)
         return scale * bias + shift
-    scale, shift = (value.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones) for value in (scale, shift))
+    scale, shift = (
+        value.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
+        for value in (scale, shift)
+    )
     bias = bias + (weight * shift).flatten(2).sum(2).flatten()
     if absorption.way is AbsorbMode.BEFORE:
         weight *= scale
@@ -109,7 +126,9 @@ def _absorb(weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorpt
 
 
 def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The weight as (groups, out / groups, in / groups, *kernel), and a function back to its own layout."""
+    """The weight as (groups, out / groups, in / groups, *kernel), and a function back to its own
+    layout.
+    """
     groups = getattr(old, "groups", 1)
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     # Transposed convolutions store (in, out / groups, *kernel).

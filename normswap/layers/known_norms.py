@@ -1,12 +1,14 @@
-"""The known norms: one table, with a record for each class. This file alone decides the kind of a norm.
+"""The known norms: one table, with a record for each class. This file alone decides the kind of a
+norm.
 
-`normswap.register_norm` and the entry points `normswap.norms` add rows for other people's classes. A subclass counts as
-its nearest class in the table; it is believed if its `forward` is that class's.
+`normswap.register_norm` and the entry points `normswap.norms` add rows for other people's classes.
+A subclass counts as its nearest class in the table; it is believed if its `forward` is that
+class's.
 
-Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a forward that only casts. A module
-without children that owns weight, bias, running_mean and running_var, each of one number per channel, is believed to be
-a BatchNorm if in eval mode, in float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or
-a usual one.
+Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a forward that
+only casts. A module without children that owns weight, bias, running_mean and running_var, each of
+one number per channel, is believed to be a BatchNorm if in eval mode, in float64, it computes y =
+weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
 """
 
 import copy
@@ -62,7 +64,8 @@ class NormKind:
         centres: it subtracts the mean.
         activation: it applies its `drop` and `act` to the result.
         single: it computes in float32 whatever the network's precision is.
-        affine: s and t of y = s * x + t per channel in eval mode, each (C,); None: as its class says.
+        affine: s and t of y = s * x + t per channel in eval mode, each (C,); None: as its class
+            says.
         moments: mean and variance per channel, (C,), of its input; None: its running statistics.
     """
 
@@ -75,8 +78,10 @@ class NormKind:
     moments: Read | None = None
 
 
-_BATCH, _BATCH_ACT = NormKind(Statistics.POPULATION), NormKind(Statistics.POPULATION, activation=True)
-_SAMPLE, _SAMPLE_ACT = NormKind(Statistics.SAMPLE), NormKind(Statistics.SAMPLE, activation=True)
+_BATCH = NormKind(Statistics.POPULATION)
+_BATCH_ACT = NormKind(Statistics.POPULATION, activation=True)
+_SAMPLE = NormKind(Statistics.SAMPLE)
+_SAMPLE_ACT = NormKind(Statistics.SAMPLE, activation=True)
 # The record of a LayerNorm over the channels in a dimension, or (`centres=False`) of an RMSNorm.
 at_each_position = partial(NormKind, Statistics.POSITION)
 KINDS: dict[type[nn.Module], NormKind] = {
@@ -121,17 +126,24 @@ SCALES = (1, 1000)
 
 
 def register_norm(
-    kind: NormClass, *, affine: Read | None = None, statistics: Read | None = None, per_sample: bool = False
+    kind: NormClass,
+    *,
+    affine: Read | None = None,
+    statistics: Read | None = None,
+    per_sample: bool = False,
 ) -> NormClass:
     """Vouch for a class of norms of your own. Returns the class, so that this can decorate it.
 
-    Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what BatchNorm computes.
+    Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what
+    BatchNorm computes.
 
     Args:
         kind: the class itself; a subclass of it is not meant.
-        affine: it computes y = s * x + t per channel in eval mode, and `affine(module)` gives s and t, each (C,).
-        statistics: `statistics(module)` gives mean and variance per channel of what it reads, each (C,), as they were
-            in training; another norm can then take its place. A subclass of BatchNorm has them.
+        affine: it computes y = s * x + t per channel in eval mode, and `affine(module)` gives s and
+            t, each (C,).
+        statistics: `statistics(module)` gives mean and variance per channel of what it reads, each
+            (C,), as they were in training; another norm can then take its place. A subclass of
+            BatchNorm has them.
         per_sample: it normalizes by statistics of each sample, over channels in dimension 1.
 
     Raises OptionError: options that exclude each other, or none for a class that is no BatchNorm.
@@ -139,7 +151,9 @@ def register_norm(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise OptionError(f"a class of norms is wanted, not {kind!r:.80}")
     if per_sample and (affine is not None or statistics is not None):
-        raise OptionError(f"{kind.__name__} is either affine or takes statistics per sample", "not both")
+        raise OptionError(
+            f"{kind.__name__} is either affine or takes statistics per sample", "not both"
+        )
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
@@ -197,7 +211,9 @@ def has_the_tensors(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def measured_eps(module: nn.Module) -> float | None:
-    """The eps with which the module computes what its tensors say; None where it computes anything else."""
+    """The eps with which the module computes what its tensors say; None where it computes anything
+    else.
+    """
     if not has_the_tensors(module):
         return None
     try:
@@ -208,12 +224,16 @@ def measured_eps(module: nn.Module) -> float | None:
     tried = dict.fromkeys([*(value for value in named if isinstance(value, float)), *_USUAL])
     generator = torch.Generator().manual_seed(0)
     for positions in _SHAPES:
-        x = torch.randn(2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64)
+        x = torch.randn(
+            2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64
+        )
         try:
             pairs = [(scale * x, norm(scale * x)) for scale in SCALES]
         except Exception:
             continue
-        return next((value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None)
+        return next(
+            (value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None
+        )
     return None
 
 
@@ -226,4 +246,8 @@ def _computes(norm: Any, x: Tensor, y: object, eps: float) -> bool:
 
 def is_near(y: object, expected: Tensor) -> bool:
     """Whether a layer's output is a tensor with these values, in float64."""
-    return isinstance(y, Tensor) and y.shape == expected.shape and bool((y - expected).norm() <= 1e-9 * expected.norm())
+    return (
+        isinstance(y, Tensor)
+        and y.shape == expected.shape
+        and bool((y - expected).norm() <= 1e-9 * expected.norm())
+    )

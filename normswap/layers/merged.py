@@ -18,21 +18,32 @@ from normswap.plan import AbsorbMode, Absorption
 
 
 def offsets(conv: _ConvNd) -> list[range]:
-    """By dimension, each tap's offset from the position that the convolution writes (with stride 1)."""
+    """By dimension, each tap's offset from the position that the convolution writes (with stride
+    1).
+    """
     sides = zip(conv.kernel_size, conv.dilation, cast("tuple[int, ...]", conv.padding), strict=True)
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
 
 
 class Merged(PlannedLayer):
-    """A convolution that absorbs others with the same input (`SUM`), then scales of the sum (`AFTER`)."""
+    """A convolution that absorbs others with the same input (`SUM`), then scales of the sum
+    (`AFTER`).
+    """
 
     @classmethod
     def replacing(
-        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], skips: int = 0
+        cls,
+        old: _ConvNd,
+        *reads: nn.Module,
+        like: Tensor,
+        takes: Sequence[Absorption],
+        skips: int = 0,
     ) -> _ConvNd:
-        """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in float64.
+        """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in
+        float64.
 
-        `skips`: how often the input itself is a term of the sum that an `AFTER` scales; each adds (s - 1) x by one tap.
+        `skips`: how often the input itself is a term of the sum that an `AFTER` scales; each adds
+        (s - 1) x by one tap.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
         bias = doubled(old.bias, weight.new_zeros(len(weight)))
@@ -40,7 +51,9 @@ class Merged(PlannedLayer):
             if absorption.way is AbsorbMode.SUM:
                 bias = bias + _add(weight, old, read)
                 continue
-            scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(read))
+            scale, shift = (
+                value.to(weight.device).expand(len(weight)) for value in affine.read(read)
+            )
             weight *= scale.reshape(-1, *(1,) * (weight.ndim - 1))
             _add_scale(weight, old, skips * (scale - 1))
             bias = scale * bias + shift
@@ -56,7 +69,10 @@ def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
         scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
         _add_scale(weight, main, scale)
         return shift
-    places = [[side.index(tap) for tap in fewer] for side, fewer in zip(offsets(main), offsets(other), strict=True)]
+    places = [
+        [side.index(tap) for tap in fewer]
+        for side, fewer in zip(offsets(main), offsets(other), strict=True)
+    ]
     kernel = other.weight.detach().double()
     for here, there in zip(product(*places), product(*map(range, other.kernel_size)), strict=True):
         _tap(weight, here).add_(_tap(kernel, there))
@@ -72,7 +88,9 @@ def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
 def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
     """Add a scale per channel to the kernel, at the tap of offset 0."""
     channel = torch.arange(len(weight), device=weight.device)
-    _tap(weight, [side.index(0) for side in offsets(main)])[channel, channel % weight.shape[1]] += scale
+    _tap(weight, [side.index(0) for side in offsets(main)])[channel, channel % weight.shape[1]] += (
+        scale
+    )
 
 
 class Zero(PlannedLayer, OwnLayer):

@@ -1,9 +1,9 @@
 """Linear layers with a forward of their own: believed where they compute what their tensors say.
 
-Libraries that follow TensorFlow write their own same padding: a subclass of `Conv2d` pads with zeros, by widths from
-its constructor or from the input's size, and calls `F.conv2d` on its own weight. It is a convolution if, in float64
-with random weights, its weight, bias, stride, dilation and groups give its output for the padded input. The call itself
-shows the padding.
+Libraries that follow TensorFlow write their own same padding: a subclass of `Conv2d` pads with
+zeros, by widths from its constructor or from the input's size, and calls `F.conv2d` on its own
+weight. It is a convolution if, in float64 with random weights, its weight, bias, stride, dilation
+and groups give its output for the padded input. The call itself shows the padding.
 """
 
 import copy
@@ -37,12 +37,15 @@ class _Watch(TorchFunctionMode):
         self.read: Tensor | None = None
         self.padding: Any = 0
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if func not in _CALLS:
             return func(*args, **kwargs)
         arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        self.read, self.padding = arguments["input"], arguments.get("padding", 0)
+        self.read = arguments["input"]
+        self.padding = arguments.get("padding", 0)
         raise _Reached
 
 
@@ -58,7 +61,9 @@ def padded(layer: _ConvNd, x: Tensor) -> Tensor:
 
 
 def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """A convolution's input for x (N, I, ...), and the widths of zeros by side; raises TypeError: it calls none."""
+    """A convolution's input for x (N, I, ...), and the widths of zeros by side; raises TypeError:
+    it calls none.
+    """
     watch = _Watch()
     try:
         with watch, torch.no_grad():
@@ -67,7 +72,9 @@ def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         pass
     if watch.read is None:
         raise TypeError(f"a {type(layer).__name__} calls no convolution")
-    kernel, dilation, padding = layer.kernel_size, layer.dilation, watch.padding
+    kernel = layer.kernel_size
+    dilation = layer.dilation
+    padding = watch.padding
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return watch.read, [(total // 2, total - total // 2) for total in totals]
@@ -90,8 +97,12 @@ def is_patched(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def computes(layer: nn.Module) -> bool:
-    """Whether a layer with a forward of its own computes the convolution, or linear map, that its tensors say."""
-    if isinstance(layer, torch.jit.ScriptModule) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+    """Whether a layer with a forward of its own computes the convolution, or linear map, that its
+    tensors say.
+    """
+    if isinstance(layer, torch.jit.ScriptModule) or not isinstance(
+        layer, (nn.Linear, *CONVOLUTIONS)
+    ):
         return False
     try:
         twin = copy.deepcopy(layer).double().cpu().eval()
@@ -103,7 +114,9 @@ def computes(layer: nn.Module) -> bool:
         return False
 
 
-def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torch.Generator) -> bool:
+def _agrees(
+    layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torch.Generator
+) -> bool:
     weight, bias = copy.deepcopy((layer.weight, layer.bias))
     if isinstance(layer, nn.Linear):
         x = scale * torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
@@ -113,7 +126,9 @@ def _agrees(layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torc
     padded_x = padded(layer, x.clone())
     call = _CALLS[len(sides) - 1]
     expected = call(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
-    only_padded = torch.equal(padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x)
+    only_padded = torch.equal(
+        padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x
+    )
     return only_padded and is_near(layer.forward(x.clone()), expected)
 
 
@@ -125,7 +140,9 @@ def pads(layer: _ConvNd) -> bool:
 
 
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
-    """The `padding` with which torch pads as this convolution does; None: uneven, or by the input's size."""
+    """The `padding` with which torch pads as this convolution does; None: uneven, or by the input's
+    size.
+    """
     if not is_own(layer):
         padding: tuple[int, ...] | str = layer.padding
         return padding
@@ -138,8 +155,13 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
 def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:
     """The widths of zeros before and after each side, for inputs of several sizes."""
     for room in _ROOM:
-        read = padded(layer, layer.weight.new_ones(1, layer.in_channels, *_sides(layer, room)))[0, 0]
-        yield [(first, size - 1 - last) for (first, last), size in zip(_ends(read), read.shape, strict=True)]
+        read = padded(layer, layer.weight.new_ones(1, layer.in_channels, *_sides(layer, room)))[
+            0, 0
+        ]
+        yield [
+            (first, size - 1 - last)
+            for (first, last), size in zip(_ends(read), read.shape, strict=True)
+        ]
 
 
 def _sides(layer: _ConvNd, room: int) -> list[int]:

@@ -50,7 +50,9 @@ class Chain(Holder):
 
 
 class Copy(PlannedLayer, OwnLayer):
-    """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their outputs."""
+    """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their
+    outputs.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -89,7 +91,9 @@ class WithBias(PlannedLayer):
 
 
 class Dropout(PlannedLayer):
-    """Dropout before the classifier: a Dropout module, or timm's `drop_rate` number, read in forward."""
+    """Dropout before the classifier: a Dropout module, or timm's `drop_rate` number, read in
+    forward.
+    """
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:

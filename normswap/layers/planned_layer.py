@@ -1,4 +1,6 @@
-"""The bases of the layers: what a plan can name, and every module that a conversion leaves in a network."""
+"""The bases of the layers: what a plan can name, and every module that a conversion leaves in a
+network.
+"""
 
 import functools
 import importlib
@@ -20,13 +22,15 @@ GAMMA = "gamma"
 class PlannedLayer:
     """Base of what the `layer` of an `Edit` names.
 
-    `replacing` never branches on the values of tensors: the same plan gives the same structure on any weights.
+    `replacing` never branches on the values of tensors: the same plan gives the same structure on
+    any weights.
 
     CASTS: makes float64 from any dtype by itself, if `like` asks for it.
     NAMES: (old, new) names of the tensors that get another name at the same path.
     TENSORS: stands in the place of a parameter.
     KEEPS_NORM: a norm stands there afterwards.
-    OUTCOME: how a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or `replaced`.
+    OUTCOME: how a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or
+    `replaced`.
     """
 
     CASTS: ClassVar[bool] = False
@@ -40,7 +44,9 @@ class PlannedLayer:
         registered = _BY_NAME.setdefault(cls.__name__, cls)
         # torch.export makes subclasses of what it records.
         if registered.__module__ != cls.__module__ and not issubclass(cls, registered):
-            raise PlanError(f"two layers are called {cls.__name__}", f"one is in {registered.__module__}")
+            raise PlanError(
+                f"two layers are called {cls.__name__}", f"one is in {registered.__module__}"
+            )
 
     @classmethod
     def replacing(cls, *args: Any, **kwargs: Any) -> Held:
@@ -48,14 +54,16 @@ class PlannedLayer:
 
         Args:
             old: what it replaces: a module, a parameter or a number.
-            reads: the modules that the edit names beside it; an argument `takes` says how each is absorbed.
+            reads: the modules that the edit names beside it; an argument `takes` says how each is
+                absorbed.
             like: an empty tensor of the model's dtype and device, where `old` has none.
         """
         raise NotImplementedError
 
     @classmethod
     def invert(cls, *args: Any, **kwargs: Any) -> None:
-        """`invert(old, now, reads, **args)` sets tensors of `old` and norms in `reads`: `replacing` then gives `now`.
+        """`invert(old, now, reads, **args)` sets tensors of `old` and norms in `reads`: `replacing`
+        then gives `now`.
 
         Raises RefusedError: the source has no place for what was learned.
         """
@@ -66,17 +74,21 @@ _BY_NAME: dict[str, type[PlannedLayer]] = {}
 
 @functools.cache
 def planned_layers() -> dict[str, type[PlannedLayer]]:
-    """Every layer that a plan can name, by name; classes that are imported later are added to the same dict."""
+    """Every layer that a plan can name, by name; classes that are imported later are added to the
+    same dict.
+    """
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
     return _BY_NAME
 
 
 class OwnLayer(nn.Module):
-    """A module that a conversion leaves in a network. An activation that it applies last is called `act`.
+    """A module that a conversion leaves in a network. An activation that it applies last is called
+    `act`.
 
     AFFINE: it computes act(s * x + t), and `as_affine` says s and t.
-    PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is gone.
+    PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is
+    gone.
     SCALES: s may be another number than 1 or -1.
     HOLDS_STATISTICS: it has a norm's statistics.
     NORMALIZES: it computes act(weight * normalized(x) + bias) per channel, not affine.
@@ -124,7 +136,9 @@ def scales_branch(module: object) -> TypeGuard[BranchScale]:
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """(C,) broadcastable to x (N, C, ...), in the dtype of x: under autocast, float32 would make the result float32."""
+    """(C,) broadcastable to x (N, C, ...), in the dtype of x: under autocast, float32 would make
+    the result float32.
+    """
     return _shaped(value, x)
 
 

@@ -1,8 +1,10 @@
-"""Linear layers whose weight is computed at each step, and the plain layer that each of them is in eval mode.
+"""Linear layers whose weight is computed at each step, and the plain layer that each of them is in
+eval mode.
 
 Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021,
-arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`), Fixup's scalar input
-bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval mode it is a constant, which can be baked.
+arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`),
+Fixup's scalar input bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval
+mode it is a constant, which can be baked.
 """
 
 import copy
@@ -19,12 +21,19 @@ from torch.nn.utils import parametrizations, parametrize
 from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_STANDARDIZED = (timm_layers.StdConv2d, StdConv2dSame, timm_layers.ScaledStdConv2d, ScaledStdConv2dSame)
+_STANDARDIZED = (
+    timm_layers.StdConv2d,
+    StdConv2dSame,
+    timm_layers.ScaledStdConv2d,
+    ScaledStdConv2dSame,
+)
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
 
 
 class Gain(OwnLayer):
-    """One learnable scalar on a weight: what a spectral norm takes away (Miyato et al. 2018, arXiv:1802.05957)."""
+    """One learnable scalar on a weight: what a spectral norm takes away (Miyato et al. 2018,
+    arXiv:1802.05957).
+    """
 
     ROLES = {"alpha": "gain"}
 
@@ -38,7 +47,9 @@ class Gain(OwnLayer):
 
 
 class Standardized(OwnLayer):
-    """A convolution with scaled weight standardization, with timm's parameters and `mean` (O, 1, ...) or None."""
+    """A convolution with scaled weight standardization, with timm's parameters and `mean` (O, 1,
+    ...) or None.
+    """
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
@@ -47,8 +58,8 @@ class Standardized(OwnLayer):
 class TunedConv2d(OwnLayer, nn.Conv2d):
     """A convolution with its BatchNorm in tune mode: gamma learns, statistics are frozen.
 
-    W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN Blocks,
-    arXiv:2305.11624, section 3.3.
+    W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN
+    Blocks, arXiv:2305.11624, section 3.3.
     """
 
     ROLES = {"gamma": GAMMA, "beta": "beta"}
@@ -133,30 +144,47 @@ def is_reparametrized(module: nn.Module) -> bool:
     if isinstance(module, Standardized):
         return True
     forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, InputBiased)}
-    return isinstance(module, (*_STANDARDIZED, TunedConv2d, InputBiased)) and type(module).forward in forwards
+    return (
+        isinstance(module, (*_STANDARDIZED, TunedConv2d, InputBiased))
+        and type(module).forward in forwards
+    )
 
 
 def keeps_input_bias(module: nn.Module) -> bool:
-    """Whether it has an input bias and zero padding, so that a bias of the output cannot replace it."""
+    """Whether it has an input bias and zero padding, so that a bias of the output cannot replace
+    it.
+    """
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
     padding: Any = getattr(module, "padding", ())
-    return padding == "same" or (padding != "valid" and any(padding)) or isinstance(module, timm_layers.Conv2dSame)
+    return (
+        padding == "same"
+        or (padding != "valid" and any(padding))
+        or isinstance(module, timm_layers.Conv2dSame)
+    )
 
 
 def plain(module: Linearity) -> Linearity:
-    """The layer of the plain class that computes what a reparametrized one does in eval mode, in float64."""
+    """The layer of the plain class that computes what a reparametrized one does in eval mode, in
+    float64.
+    """
     twin = copy.deepcopy(module).double().eval()
     tensors = _tensors(twin)
     kind = plain_class(twin)
     new = kind.__new__(kind)
     children = {name: child for name, child in twin._modules.items() if name not in _STALE}
     dictionaries = ("_parameters", "_buffers", "_modules")
-    new.__dict__.update({name: value for name, value in vars(twin).items() if name not in (*dictionaries, *_STALE)})
-    new.__dict__.update(_parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict())
+    new.__dict__.update(
+        {name: value for name, value in vars(twin).items() if name not in (*dictionaries, *_STALE)}
+    )
+    new.__dict__.update(
+        _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
+    )
     grad = any(parameter.requires_grad for parameter in module.parameters())
     for name, value in zip(("weight", "bias"), tensors, strict=True):
-        parameter = None if value is None else nn.Parameter(value.detach().clone(), requires_grad=grad)
+        parameter = (
+            None if value is None else nn.Parameter(value.detach().clone(), requires_grad=grad)
+        )
         new.register_parameter(name, parameter)
     return new
 
@@ -190,7 +218,9 @@ def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
 
 def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and means if any."""
+    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and
+    means if any.
+    """
     gain: Tensor | None = None
     if hasattr(conv, "gain"):
         gain = (conv.gain * conv.scale).view(-1)

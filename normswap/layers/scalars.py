@@ -1,4 +1,6 @@
-"""Scalars: one number at the end of a residual branch, fixed or learned, and the scalar biases of Fixup."""
+"""Scalars: one number at the end of a residual branch, fixed or learned, and the scalar biases of
+Fixup.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
 
 class Scale(PlannedLayer, OwnLayer):
-    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020, section 2.2.
+    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020,
+    section 2.2.
 
-    Appendix F adds the scalar bias between the residual sum and the ReLU of a v1 network, which is the same.
+    Appendix F adds the scalar bias between the residual sum and the ReLU of a v1 network, which is
+    the same.
     """
 
     AFFINE = SCALES_BRANCH = True
@@ -81,7 +85,8 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
     def __init__(self, bias: Tensor, act: nn.Module | None = None) -> None:
         super().__init__()
-        self.bias, self.act = nn.Parameter(bias), act
+        self.bias = nn.Parameter(bias)
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.bias.to(x)
@@ -96,7 +101,9 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
 
 class Shifted(PlannedLayer):
-    """A linear layer, with what it has absorbed, that adds one learnable scalar to its input; initially 0."""
+    """A linear layer, with what it has absorbed, that adds one learnable scalar to its input;
+    initially 0.
+    """
 
     @classmethod
     def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:

@@ -8,7 +8,9 @@ import torch
 
 @contextmanager
 def seeded(*devices: torch.device) -> Iterator[None]:
-    """Draw the same values each time, on the CPU and these devices; the user's random numbers go on afterwards."""
+    """Draw the same values each time, on the CPU and these devices; the user's random numbers go on
+    afterwards.
+    """
     others = [device for device in devices if device.type not in ("cpu", "meta", "mps")]
     with ExitStack() as forks:
         forks.enter_context(torch.random.fork_rng(devices=[]))

@@ -1,4 +1,6 @@
-"""Layers with BatchNorm's tensors: kept, put back or measured, frozen, in tune mode, or with ghost batches."""
+"""Layers with BatchNorm's tensors: kept, put back or measured, frozen, in tune mode, or with ghost
+batches.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,35 @@ from normswap.layers.reparametrized import TunedConv2d
 from normswap.plan import AbsorbMode, Absorption, Body
 
 Floats: TypeAlias = Sequence[float] | None
-# Eps, momentum and the number of batches of a norm that stood there before, as far as they are known.
+# Eps, momentum and the number of batches of a norm that stood there before, as far as they are
+# known.
 Record: TypeAlias = Body | None
 _SHOWN = ("weight", "bias", "running_mean", "running_var")
 
 
 class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
-    """BatchNorm of any dimension, with the activation of the norm before, and perhaps ghost batches.
+    """BatchNorm of any dimension, with the activation of the norm before, and perhaps ghost
+    batches.
 
-    Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training each `ghost` samples are
-    normalized as a batch of their own, and update the running statistics in turn. A smaller rest joins the last batch.
+    Ghost batch norm (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1): in training each `ghost`
+    samples are normalized as a batch of their own, and update the running statistics in turn. A
+    smaller rest joins the last batch.
     """
 
     KEEPS_NORM = True
 
-    def __init__(self, features: int, *, eps: float, momentum: float | None, ghost: int, act: nn.Module | None) -> None:
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        momentum: float | None,
+        ghost: int,
+        act: nn.Module | None,
+    ) -> None:
         super().__init__(features, eps=eps, momentum=momentum)
-        self.ghost, self.act = ghost, act
+        self.ghost = ghost
+        self.act = act
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not isinstance(input, fx.Proxy) and input.ndim < 2:
@@ -65,21 +79,34 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
 
     @classmethod
     def replacing(
-        cls, old: Any, *, like: Tensor, ghost: int = 0, mean: Floats = None, std: Floats = None, settings: Record = None
+        cls,
+        old: Any,
+        *,
+        like: Tensor,
+        ghost: int = 0,
+        mean: Floats = None,
+        std: Floats = None,
+        settings: Record = None,
     ) -> SiteNorm:
-        """The norm that `old` is; given mean and deviation per channel, the norm that computes what `old` does.
+        """The norm that `old` is; given mean and deviation per channel, the norm that computes what
+        `old` does.
 
-        y = s x + t (the identity, or the map of a ChannelBias or ChannelAffine) is a norm of any statistics with
-        gamma = s sqrt(var + eps), beta = t + s mean (Ioffe & Szegedy, section 3).
+        y = s x + t (the identity, or the map of a ChannelBias or ChannelAffine) is a norm of any
+        statistics with gamma = s sqrt(var + eps), beta = t + s mean (Ioffe & Szegedy, section 3).
         """
-        act, like = affine.copied_activation(old), typed(old, like)
+        act = affine.copied_activation(old)
+        like = typed(old, like)
         unmeasured = mean is None or std is None
         moments = torch.tensor((mean or (), std or ()), dtype=torch.float64)
-        mean_before, var = affine.statistics(old) if unmeasured else (moments[0], moments[1].square())
+        mean_before, var = (
+            affine.statistics(old) if unmeasured else (moments[0], moments[1].square())
+        )
         values = {"eps": 1e-5, "momentum": 0.1, "num_batches_tracked": 0, **(settings or {})}
-        eps, momentum = values["eps"], values["momentum"]
+        eps = values["eps"]
+        momentum = values["momentum"]
         if unmeasured:
-            eps, momentum = affine.epsilon(old), getattr(old, "momentum", momentum)
+            eps = affine.epsilon(old)
+            momentum = getattr(old, "momentum", momentum)
         new: Any = cls(len(mean_before), eps=eps, momentum=momentum, ghost=ghost, act=act).to(like)
         new.num_batches_tracked.fill_(values["num_batches_tracked"])
         if unmeasured and not affine.is_registered(old):
@@ -88,21 +115,30 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         new.running_mean.copy_(mean_before)
         new.running_var.copy_(var)
         has_map = unmeasured or (isinstance(old, OwnLayer) and old.PER_CHANNEL)
-        scale, shift = affine.read(old) if has_map else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
+        scale, shift = (
+            affine.read(old)
+            if has_map
+            else (torch.ones_like(new.weight), torch.zeros_like(new.weight))
+        )
         new.weight.copy_(scale * (new.running_var.double() + new.eps).sqrt())
         new.bias.copy_(shift + scale * new.running_mean.double())
         return cast(SiteNorm, new)
 
 
 class EmptyNorm(PlannedLayer):
-    """In place of a norm with statistics per sample: one whose values data will give (`sequential_fit`)."""
+    """In place of a norm with statistics per sample: one whose values data will give
+    (`sequential_fit`).
+    """
 
     KEEPS_NORM = True
 
     @classmethod
     def replacing(cls, old: Any, *, like: Tensor) -> SiteNorm:
-        like, act = typed(old, like), affine.copied_activation(old)
-        new = SiteNorm(affine.channels(old), eps=getattr(old, "eps", 1e-5), momentum=0.1, ghost=0, act=act).to(like)
+        like = typed(old, like)
+        act = affine.copied_activation(old)
+        new = SiteNorm(
+            affine.channels(old), eps=getattr(old, "eps", 1e-5), momentum=0.1, ghost=0, act=act
+        ).to(like)
         for name in ("weight", "bias"):
             if getattr(old, name, None) is not None:
                 getattr(new, name).copy_(getattr(old, name))
@@ -110,17 +146,23 @@ class EmptyNorm(PlannedLayer):
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
-    """torchvision's frozen BatchNorm for any dimensions, in one kernel, under autocast in the input's dtype."""
+    """torchvision's frozen BatchNorm for any dimensions, in one kernel, under autocast in the
+    input's dtype.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
 
 
 KINDS[FrozenBatchNorm] = KINDS[FrozenBatchNorm2d]
 
 
 class FrozenNorm(PlannedLayer):
-    """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an activation in it."""
+    """BatchNorm whose statistics, gamma and beta are constants: torchvision's, or timm's with an
+    activation in it.
+    """
 
     KEEPS_NORM = True
 
@@ -128,7 +170,8 @@ class FrozenNorm(PlannedLayer):
     def replacing(cls, old: nn.Module, *, like: Tensor, **moments: Any) -> nn.Module:
         """`moments`: mean and deviation per channel, where a norm stood (`SiteNorm`)."""
         live = SiteNorm.replacing(old, like=like, **moments)
-        count, eps = live.num_features, live.eps
+        count = live.num_features
+        eps = live.eps
         new: Any = FrozenBatchNorm(count, eps)
         if live.act is not None:
             new = FrozenBatchNormAct2d(count, eps)
@@ -139,14 +182,19 @@ class FrozenNorm(PlannedLayer):
 
 
 class EvalNorm(PlannedLayer, OwnLayer):
-    """y = act(gamma (x - mean) / sqrt(var + eps) + beta) with frozen statistics, where gamma and beta learn."""
+    """y = act(gamma (x - mean) / sqrt(var + eps) + beta) with frozen statistics, where gamma and
+    beta learn.
+    """
 
     AFFINE = PER_CHANNEL = SCALES = HOLDS_STATISTICS = True
     ROLES = {"weight": GAMMA, "bias": "beta"}
 
     def __init__(self, live: SiteNorm) -> None:
         super().__init__()
-        self.weight, self.bias, self.act, self.eps = live.weight, live.bias, live.act, live.eps
+        self.weight = live.weight
+        self.bias = live.bias
+        self.act = live.act
+        self.eps = live.eps
         self.register_buffer("running_mean", live.running_mean)
         self.register_buffer("running_var", live.running_var)
 
@@ -154,7 +202,9 @@ class EvalNorm(PlannedLayer, OwnLayer):
     running_var: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
         return self.activated(x)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
@@ -167,27 +217,39 @@ class EvalNorm(PlannedLayer, OwnLayer):
 
 
 class Tuned(PlannedLayer):
-    """A convolution that absorbs the norm after it as a `TunedConv2d`; what else it absorbs is folded."""
+    """A convolution that absorbs the norm after it as a `TunedConv2d`; what else it absorbs is
+    folded.
+    """
 
     @classmethod
-    def replacing(cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any) -> nn.Module:
+    def replacing(
+        cls, old: Any, *reads: nn.Module, like: Tensor, takes: Sequence[Absorption], **how: Any
+    ) -> nn.Module:
         moments = {name: how.pop(name) for name in ("mean", "std", "settings") if name in how}
         absorbed = [*zip(reads, takes, strict=True)]
         (norm,) = (read for read, absorption in absorbed if absorption.way is AbsorbMode.NORM)
-        others = [(read, absorption) for read, absorption in absorbed if absorption.way is not AbsorbMode.NORM]
+        others = [
+            (read, absorption)
+            for read, absorption in absorbed
+            if absorption.way is not AbsorbMode.NORM
+        ]
         takes = [absorption for _, absorption in others]
         old = folded(old, [read for read, _ in others], like=like, takes=takes, **how)
         live = SiteNorm.replacing(norm, like=like, **moments).to(old.weight)
         new: Any = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(old))
-        new.gamma, new.beta, new.norm_eps = live.weight, live.bias, live.eps
+        new.gamma = live.weight
+        new.beta = live.bias
+        new.norm_eps = live.eps
         new.register_buffer("running_mean", live.running_mean)
         new.register_buffer("running_var", live.running_var)
         return cast(nn.Module, new)
 
 
 class MeasuredNorm(PlannedLayer):
-    """A convolution followed by a BatchNorm; its bias becomes beta, as a bias before a BatchNorm is never trained."""
+    """A convolution followed by a BatchNorm; its bias becomes beta, as a bias before a BatchNorm is
+    never trained.
+    """
 
     KEEPS_NORM = True
     NAMES = {"weight": "inner.weight"}
@@ -197,7 +259,9 @@ class MeasuredNorm(PlannedLayer):
         conv = copy.deepcopy(old)
         if isinstance(conv._parameters.get("bias"), nn.Parameter):
             conv.bias = None
-        norm = SiteNorm(conv.out_channels, eps=eps, momentum=momentum, ghost=0, act=None).to(typed(old, like))
+        norm = SiteNorm(conv.out_channels, eps=eps, momentum=momentum, ghost=0, act=None).to(
+            typed(old, like)
+        )
         chain = Chain(conv, norm)
         settle(old, conv, norm)
         return chain
@@ -205,7 +269,9 @@ class MeasuredNorm(PlannedLayer):
 
 @torch.no_grad()
 def settle(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
-    """Let a norm after `conv` undo its statistics and add the bias that `conv` lost, to compute what `source` does."""
+    """Let a norm after `conv` undo its statistics and add the bias that `conv` lost, to compute
+    what `source` does.
+    """
     shift = torch.zeros_like(norm.bias)
     if source.bias is not None and conv.bias is None:
         shift = source.bias
@@ -214,7 +280,8 @@ def settle(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
 
 @torch.no_grad()
 def undo_statistics(norm: Any, shift: Tensor) -> None:
-    """Set gamma = sqrt(var + eps) and beta = mean + shift (C,), so that a BatchNorm computes x + shift.
+    """Set gamma = sqrt(var + eps) and beta = mean + shift (C,), so that a BatchNorm computes x +
+    shift.
 
     Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: the transform can be the identity.
     """
@@ -223,7 +290,9 @@ def undo_statistics(norm: Any, shift: Tensor) -> None:
 
 
 def typed(old: nn.Module, like: Tensor) -> Tensor:
-    """An empty tensor of the dtype and device of `old`: frozen norms may be in float32 in a network in half."""
+    """An empty tensor of the dtype and device of `old`: frozen norms may be in float32 in a network
+    in half.
+    """
     if like.dtype == torch.float64:
         return like
     tensor = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), like)
@@ -237,5 +306,7 @@ def _copy(old: Any, new: Any) -> None:
         if value is None:
             value = torch.tensor(float(name == "weight"))
         getattr(new, name).copy_(value)
-    if getattr(old, "num_batches_tracked", None) is not None and hasattr(new, "num_batches_tracked"):
+    if getattr(old, "num_batches_tracked", None) is not None and hasattr(
+        new, "num_batches_tracked"
+    ):
         new.num_batches_tracked.copy_(old.num_batches_tracked)

@@ -1,8 +1,9 @@
-"""Convolutions with standardized weights that compute a given weight: timm's ScaledStdConv2d, and 1-D and 3-D ones.
+"""Convolutions with standardized weights that compute a given weight: timm's ScaledStdConv2d, and
+1-D and 3-D ones.
 
-timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et al. 2021,
-arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean w, exact for filters that sum
-to zero. Other filters need one more number each, their mean.
+timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et
+al. 2021, arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean
+w, exact for filters that sum to zero. Other filters need one more number each, their mean.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,11 @@ class Other(Standardized, _ConvNd):
 
     def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(self.weight.new_ones(len(self.weight), *(1,) * (self.weight.ndim - 1)))
-        self.scale, self.eps = self.weight[0].numel() ** -0.5, eps
+        self.gain = nn.Parameter(
+            self.weight.new_ones(len(self.weight), *(1,) * (self.weight.ndim - 1))
+        )
+        self.scale = self.weight[0].numel() ** -0.5
+        self.eps = eps
         self.register_parameter("mean", nn.Parameter(torch.zeros_like(self.gain)) if mean else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +50,9 @@ STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame, Standardized)
 
 
 class MeanStdConv2d(Standardized, ScaledStdConv2d):
-    """timm's module with one more parameter per filter, `mean` (O, 1, 1, 1), added to the standardized one."""
+    """timm's module with one more parameter per filter, `mean` (O, 1, 1, 1), added to the
+    standardized one.
+    """
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,12 +63,16 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
         """Map (N, I, H, W) to (N, O, H', W')."""
         if self.same_pad:
             x = pad_same(x, list(self.kernel_size), list(self.stride), list(self.dilation))
-        return F.conv2d(x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(
+            x, effective(self), self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
 
 
 @torch.no_grad()
 def set_effective(conv: Any, weight: Tensor) -> None:
-    """Let a standardized convolution compute with `weight`, less the filters' means if it has no `mean`."""
+    """Let a standardized convolution compute with `weight`, less the filters' means if it has no
+    `mean`.
+    """
     weight = weight.double()
     every = tuple(range(1, weight.ndim))
     mean = weight.mean(every, keepdim=True)
@@ -91,7 +101,9 @@ def compute(layer: Linearity, weight: Tensor) -> None:
 
 @torch.no_grad()
 def scale_filters(layer: Any, factor: Tensor) -> None:
-    """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0 stays 0."""
+    """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0
+    stays 0.
+    """
     standardized = isinstance(layer, STANDARDIZED)
     tensors: list[Tensor] = [layer.gain if standardized else layer.weight]
     if keeps_mean(layer):
@@ -101,11 +113,19 @@ def scale_filters(layer: Any, factor: Tensor) -> None:
 
 
 class StandardizedConv(PlannedLayer):
-    """`Folded` with standardized filters and one mean each with `mean`; `padding`: `own_forwards.even_padding`."""
+    """`Folded` with standardized filters and one mean each with `mean`; `padding`:
+    `own_forwards.even_padding`.
+    """
 
     @classmethod
     def replacing(
-        cls, old: _ConvNd, *reads: nn.Module, like: Tensor, mean: bool, padding: Sequence[int] | None = None, **how: Any
+        cls,
+        old: _ConvNd,
+        *reads: nn.Module,
+        like: Tensor,
+        mean: bool,
+        padding: Sequence[int] | None = None,
+        **how: Any,
     ) -> nn.Module:
         conv = folded(old, reads, like=like, **how)
         if not isinstance(conv, _ConvNd):
@@ -113,11 +133,18 @@ class StandardizedConv(PlannedLayer):
         same = isinstance(conv, Conv2dSame)
         names = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
         args: dict[str, Any] = {name: getattr(conv, name) for name in names}
-        args |= {"bias": conv.bias is not None, "device": conv.weight.device, "dtype": conv.weight.dtype}
+        args |= {
+            "bias": conv.bias is not None,
+            "device": conv.weight.device,
+            "dtype": conv.weight.dtype,
+        }
         padded = conv.padding if padding is None else tuple(padding)
         if not same:
             args["padding"] = padded
-        other = next((class_of_ours for kind, class_of_ours in OTHERS.items() if isinstance(conv, kind)), None)
+        other = next(
+            (class_of_ours for kind, class_of_ours in OTHERS.items() if isinstance(conv, kind)),
+            None,
+        )
         if other:
             new: _ConvNd = other(mean=mean, **args)
         elif mean:

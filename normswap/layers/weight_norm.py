@@ -13,7 +13,8 @@ from normswap.layers.seeding import seeded
 
 
 class WeightNorm(PlannedLayer):
-    """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function is kept.
+    """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function
+    is kept.
 
     A filter of zeros gets g = 0 and the direction that it had before folding, so that it can learn.
     """
@@ -34,9 +35,11 @@ class WeightNorm(PlannedLayer):
 
 
 class SpectralNorm(PlannedLayer):
-    """W = alpha V / sigma(V), by torch's parametrization and a learnable scalar alpha, at first sigma(W).
+    """W = alpha V / sigma(V), by torch's parametrization and a learnable scalar alpha, at first
+    sigma(W).
 
-    The power iteration starts from fixed numbers, not from the user's generator, so that a plan replays.
+    The power iteration starts from fixed numbers, not from the user's generator, so that a plan
+    replays.
     """
 
     NAMES = {"weight": "parametrizations.weight.original"}
@@ -52,7 +55,9 @@ class SpectralNorm(PlannedLayer):
             parametrizations.spectral_norm(new, dim=dim)
         spectral = new.get_submodule("parametrizations.weight.0").eval()
         assert isinstance(spectral, parametrizations._SpectralNorm)
-        flat = spectral._reshape_weight_to_matrix(new.get_parameter("parametrizations.weight.original"))
+        flat = spectral._reshape_weight_to_matrix(
+            new.get_parameter("parametrizations.weight.original")
+        )
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
         gain = reparametrized.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
         parametrize.register_parametrization(new, "weight", gain)

@@ -1,1 +1,3 @@
-"""From a name to a network: timm, other libraries, factories, directories, weights files; and what a network takes."""
+"""From a name to a network: timm, other libraries, factories, directories, weights files; and what
+a network takes.
+"""

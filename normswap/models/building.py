@@ -1,4 +1,6 @@
-"""The result of every kind of source: a bare network, how to build it again, and how to get its weights."""
+"""The result of every kind of source: a bare network, how to build it again, and how to get its
+weights.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +19,9 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The user's wishes beside a name: arguments of the architecture, another head or stem, trained weights or none."""
+    """The user's wishes beside a name: arguments of the architecture, another head or stem, trained
+    weights or none.
+    """
 
     args: Cfg = field(default_factory=dict)
     num_classes: int | None = None
@@ -25,17 +29,21 @@ class BuildRequest:
     trained: bool = False
 
     def arguments(self, num_classes: str = "num_classes", in_chans: str = "in_chans") -> Cfg:
-        """Return all of it as keyword arguments, the two by the builder's own words for them, by default timm's."""
+        """Return all of it as keyword arguments, the two by the builder's own words for them, by
+        default timm's.
+        """
         words = {num_classes: self.num_classes, in_chans: self.in_chans}
         return {**self.args, **{word: value for word, value in words.items() if value is not None}}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A bare network: random values, on the CPU, in eval mode; arch and source say how to build and open it again.
+    """A bare network: random values, on the CPU, in eval mode; arch and source say how to build and
+    open it again.
 
     Args:
-        preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as far as that is known.
+        preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as
+            far as that is known.
         pretrained: gives the network with the weights that the source stands for.
     """
 
@@ -59,14 +67,20 @@ def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) 
 
 
 def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
-    """Raises SourceError for an argument that would load weights, or give something else than the network."""
+    """Raises SourceError for an argument that would load weights, or give something else than the
+    network.
+    """
     wrong = sorted(set(kwargs) & set(forbidden))
     if wrong:
-        raise SourceError(f"{arch} cannot be built with {', '.join(wrong)}", "not part of an architecture")
+        raise SourceError(
+            f"{arch} cannot be built with {', '.join(wrong)}", "not part of an architecture"
+        )
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Tell whether `build` gives a network like `model`: tensor names and shapes, each module's class and settings."""
+    """Tell whether `build` gives a network like `model`: tensor names and shapes, each module's
+    class and settings.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
             return _blueprint(build()) == _blueprint(model)

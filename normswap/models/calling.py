@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from normswap.copying import dotted
 from normswap.errors import OptionError, TraceError
 
-# A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of batches.
+# A tuple is the arguments of one call, a mapping its keywords; a list of calls is a list of
+# batches.
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
 Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
@@ -59,7 +60,9 @@ class Example:
 
     @property
     def count(self) -> int:
-        """How many samples it has: as many as are in its list, else as its first images' first dimension says."""
+        """How many samples it has: as many as are in its list, else as its first images' first
+        dimension says.
+        """
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
@@ -87,7 +90,9 @@ class Example:
         return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the samples that are marked in `rows` (N,), bool; None where none is, or it cannot be parted."""
+        """Return the samples that are marked in `rows` (N,), bool; None where none is, or it cannot
+        be parted.
+        """
         if bool(rows.all()):
             return self
         if not bool(rows.any()):
@@ -132,7 +137,9 @@ class Example:
         """Whether all it takes is images, in one argument, which may be shown in a mirror as well."""
         among = [value for value in self._values() if next(named_tensors(value), None) is not None]
         sides = 3 if self.listed else 4
-        return len(among) == 1 and all(t.ndim == sides and t.is_floating_point() for t in self.tensors())
+        return len(among) == 1 and all(
+            t.ndim == sides and t.is_floating_point() for t in self.tensors()
+        )
 
     @property
     def plain(self) -> str:
@@ -146,7 +153,9 @@ class Example:
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than images."""
+        """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than
+        images.
+        """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
             remedy = "Say what each is: '--input NAME=SHAPE' (in Python `inputs=`)"
@@ -156,10 +165,12 @@ class Example:
         return self.map(lambda _: images)
 
     def read(self, batch: object) -> tuple[Example, object]:
-        """Read a batch for a network that is called like this: the call, and the labels beside it, or None.
+        """Read a batch for a network that is called like this: the call, and the labels beside it,
+        or None.
 
-        A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and then labels; "labels"
-        in a dict of keywords are labels, too, unless this call has some. A list of images may be one argument.
+        A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and
+        then labels; "labels" in a dict of keywords are labels, too, unless this call has some. A
+        list of images may be one argument.
         """
         if isinstance(batch, Example):
             return batch, None
@@ -169,7 +180,17 @@ class Example:
             labels = batch.get("labels")
             if self.args and isinstance(self.args[0], Mapping):
                 return Example((batch,)), labels
-            return Example((), {name: batch[name] for name in batch if name != "labels" or name in self.kwargs}), labels
+            return (
+                Example(
+                    (),
+                    {
+                        name: batch[name]
+                        for name in batch
+                        if name != "labels" or name in self.kwargs
+                    },
+                ),
+                labels,
+            )
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None
         if self.listed and _is_listed(batch):
@@ -188,7 +209,9 @@ class Example:
         def put(value: object) -> object:
             return images if isinstance(value, list) else value
 
-        return Example(tuple(map(put, self.args)), {name: put(value) for name, value in self.kwargs.items()})
+        return Example(
+            tuple(map(put, self.args)), {name: put(value) for name, value in self.kwargs.items()}
+        )
 
     def __str__(self) -> str:
         return ", ".join("x".join(map(str, t.shape)) for t in self.tensors())
@@ -197,12 +220,18 @@ class Example:
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
     """Tell whether these are images, one by one, or records of them; and not a batch with labels."""
     images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
-    return isinstance(batch, list) and (images or all(isinstance(entry, Mapping) for entry in batch))
+    return isinstance(batch, list) and (
+        images or all(isinstance(entry, Mapping) for entry in batch)
+    )
 
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
-    """Return the values of a call by the names of forward's arguments; of a dict among them by its own keys."""
-    positional = [p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    """Return the values of a call by the names of forward's arguments; of a dict among them by its
+    own keys.
+    """
+    positional = [
+        p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     names = dict(enumerate(positional))
     values: dict[str, object] = {}
     for i, value in enumerate(example.args):
@@ -219,10 +248,13 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 def form(model: nn.Module) -> Example:
     """Find how images are given to a network, from the signature of its forward.
 
-    They are its first argument, or one by name; a tensor, or a list by its annotation. What has no default is one, too.
+    They are its first argument, or one by name; a tensor, or a list by its annotation. What has no
+    default is one, too.
     """
     empty = torch.empty(0)
-    positional = [p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     taken = [*positional, *(p for p in _parameters(model) if p.kind is p.KEYWORD_ONLY)]
     stated = getattr(model, "main_input_name", None)
     first = next((p for p in taken if p.name == stated), next(iter(taken), None))
@@ -252,9 +284,11 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the user's inputs, one call each; tensors among them are images, if `form` says how they are taken.
+    """Return the user's inputs, one call each; tensors among them are images, if `form` says how
+    they are taken.
 
-    Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more than images.
+    Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more
+    than images.
     """
     calls = []
     for call in inputs if isinstance(inputs, list) else [inputs]:
@@ -266,7 +300,9 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
             call = Example(call if isinstance(call, tuple) else (call,))
         calls.append(call)
     if not calls or not all(call.tensors() for call in calls):
-        remedy = "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"
+        remedy = (
+            "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"
+        )
         raise OptionError("there is no tensor in the inputs", remedy=remedy)
     if any(tensor.is_meta for call in calls for tensor in call.tensors()):
         raise OptionError("the inputs have no values", "they are on the meta device")
@@ -275,7 +311,9 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
 def anchor(model: nn.Module) -> Tensor:
     """Return a tensor of the network's device and dtype."""
-    tensors = (t for m in nn.Module.modules(model) for t in (*m._parameters.values(), *m._buffers.values()))
+    tensors = (
+        t for m in nn.Module.modules(model) for t in (*m._parameters.values(), *m._buffers.values())
+    )
     return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
 
 
@@ -301,13 +339,17 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 
 def is_record(value: object) -> bool:
-    """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a dataclass)."""
+    """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a
+    dataclass).
+    """
     is_a_value = type(value).__module__.split(".")[0] in ("torch", "builtins", "types", "numpy")
     return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
-    """Return the same structure, every tensor in it changed, and whatever is of these kinds as a whole."""
+    """Return the same structure, every tensor in it changed, and whatever is of these kinds as a
+    whole.
+    """
     if isinstance(value, (Tensor, *kinds)):
         return change(value)
     if isinstance(value, Mapping):

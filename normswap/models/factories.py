@@ -1,7 +1,8 @@
-"""Networks of the user's own code: `package.module:factory`, called with the arguments of `--arch-arg`.
+"""Networks of the user's own code: `package.module:factory`, called with the arguments of
+`--arch-arg`.
 
-The module is looked for where Python looks, and in the working directory. The factory's random numbers come from a
-fixed seed, so that a network it draws can be had again.
+The module is looked for where Python looks, and in the working directory. The factory's random
+numbers come from a fixed seed, so that a network it draws can be had again.
 """
 
 import functools
@@ -71,12 +72,18 @@ def _found(name: str) -> Callable[..., object]:
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        remedy = near(module_name, kinds.prefixes(), "It is looked for in the working directory and on PYTHONPATH")
+        remedy = near(
+            module_name,
+            kinds.prefixes(),
+            "It is looked for in the working directory and on PYTHONPATH",
+        )
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
     try:
         factory: object = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
         raise SourceError(f"{module_name} has no {path}", remedy=near(path, vars(module))) from None
     if not callable(factory):
-        raise SourceError(f"{name} is of type {type(factory).__name__}", "it must be a function or class")
+        raise SourceError(
+            f"{name} is of type {type(factory).__name__}", "it must be a function or class"
+        )
     return factory

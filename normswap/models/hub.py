@@ -1,6 +1,8 @@
-"""The Hugging Face hub: one file at a time, from the cache when offline; and what the config files of models state.
+"""The Hugging Face hub: one file at a time, from the cache when offline; and what the config files
+of models state.
 
-That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of preprocessing.
+That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of
+preprocessing.
 """
 
 import json
@@ -25,10 +27,25 @@ Cfg = Body
 GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 GENERAL |= {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
-_PREPROCESSING = ("input_size", "fixed_input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+_PREPROCESSING = (
+    "input_size",
+    "fixed_input_size",
+    "mean",
+    "std",
+    "interpolation",
+    "crop_pct",
+    "crop_mode",
+)
 _STEM_AND_HEAD = ("first_conv", "classifier")
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-_OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
+_OF_A_FILE = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "auto_map",
+)
 RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
 
 
@@ -38,9 +55,11 @@ def endpoint() -> str:
 
 
 def fetch(repo: str, filenames: Sequence[str]) -> Path:
-    """Return the path of the first of `filenames` that a repository (org/name[@revision]) has, downloaded or cached.
+    """Return the path of the first of `filenames` that a repository (org/name[@revision]) has,
+    downloaded or cached.
 
-    Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer that broke.
+    Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer
+    that broke.
     """
     name, _, revision = repo.partition("@")
     with quiet():
@@ -48,7 +67,9 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
             file = _fetch_one(name, filename, revision or None)
             if file is not None:
                 return file
-    raise SourceError(f"hub repository {repo} has no {' or '.join(filenames)}", f"asked {endpoint()}")
+    raise SourceError(
+        f"hub repository {repo} has no {' or '.join(filenames)}", f"asked {endpoint()}"
+    )
 
 
 def local(folder: Path, filenames: Sequence[str]) -> Path:
@@ -56,13 +77,18 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
     file = next((folder / name for name in filenames if (folder / name).is_file()), None)
     if file is None:
         remedy = "A model directory has config.json and weights; for weights alone name the file."
-        what = f"{folder} has no {' or '.join(filenames)}" if folder.is_dir() else f"{folder} is no directory"
+        what = (
+            f"{folder} has no {' or '.join(filenames)}"
+            if folder.is_dir()
+            else f"{folder} is no directory"
+        )
         raise SourceError(what, remedy=remedy)
     return file
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    # The client retries an unreachable hub for minutes. A HEAD request without retries says it at once.
+    # The client retries an unreachable hub for minutes. A HEAD request without retries says it at
+    # once.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
         client.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -72,22 +98,32 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
         cached = client.try_to_load_from_cache(repo, filename, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        if isinstance(error, errors.EntryNotFoundError) and not isinstance(
+            error, errors.LocalEntryNotFoundError
+        ):
             return None
         raise _explained(error, repo) from None
-    with explained(SourceError, f"the transfer of {filename} from {url} broke", "Nothing was kept; try again."):
+    with explained(
+        SourceError, f"the transfer of {filename} from {url} broke", "Nothing was kept; try again."
+    ):
         return Path(client.hf_hub_download(repo, filename, revision=revision))
 
 
 def _explained(error: Exception, repo: str) -> SourceError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        remedy = "Check the name and the revision; a private or gated repository needs a token (HF_TOKEN)."
-        return SourceError(f"hub repository {repo} cannot be had", f"{endpoint()} answers {status}", remedy)
+        remedy = (
+            "Check the name and the revision; a private or gated repository needs a token"
+            " (HF_TOKEN)."
+        )
+        return SourceError(
+            f"hub repository {repo} cannot be had", f"{endpoint()} answers {status}", remedy
+        )
     why = f"{endpoint()} cannot be reached ({first_line(error)}) and the cache has no copy"
     remedy = (
-        f"Ways on: '{spelled('weights', 'random')}'; weights on this disk, as 'local-dir:DIR', 'hf:DIR' or a file with "
-        f"'{spelled('arch', metavar='NAME')}'; or a hub that answers (HF_ENDPOINT, or a cache filled in HF_HOME)."
+        f"Ways on: '{spelled('weights', 'random')}'; weights on this disk, as 'local-dir:DIR',"
+        f" 'hf:DIR' or a file with '{spelled('arch', metavar='NAME')}'; or a hub that answers"
+        " (HF_ENDPOINT, or a cache filled in HF_HOME)."
     )
     return SourceError(f"no weights for {repo}", why, remedy)
 
@@ -102,7 +138,8 @@ def read_json(file: Path, origin: str) -> Cfg:
 
 
 def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
-    """Return name, arguments, and what is stated of weights and images, of a config.json in timm's layout, old or new.
+    """Return name, arguments, and what is stated of weights and images, of a config.json in timm's
+    layout, old or new.
 
     Raises SourceError: missing, not JSON, or not that of a timm model.
     """
@@ -113,13 +150,20 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
         if "model_type" in config:
             remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}"
         raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
-    stated, args = config.get("pretrained_cfg", config), config.get("model_args") or {}
+    stated = config.get("pretrained_cfg", config)
+    args = config.get("model_args") or {}
     if not isinstance(stated, dict) or not isinstance(args, dict):
-        raise SourceError(f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects")
+        raise SourceError(
+            f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects"
+        )
     top = {key: config[key] for key in _TOP_LEVEL if key in config}
     values = {key: value for key, value in {**stated, **top}.items() if value is not None}
     size = values.get("input_size", [3, 224, 224])
-    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(side, int) and side > 0 for side in size)):
+    if not (
+        isinstance(size, list)
+        and len(size) == 3
+        and all(isinstance(side, int) and side > 0 for side in size)
+    ):
         raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
     return name, args, values
 
@@ -133,14 +177,18 @@ def own_cfg(model: nn.Module) -> Cfg:
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """Return a statistic for each channel; as in timm, channels that it does not know get the mean of the others."""
+    """Return a statistic for each channel; as in timm, channels that it does not know get the mean
+    of the others.
+    """
     if len(values) == channels:
         return list(values)
     return [sum(values) / len(values)] * channels
 
 
 def crop_share(crop: int, resize: int) -> float:
-    """Return the crop_pct by which timm resizes to that side: it takes the floor of crop / crop_pct."""
+    """Return the crop_pct by which timm resizes to that side: it takes the floor of crop /
+    crop_pct.
+    """
     share = crop / resize
     if math.floor(crop / share) == resize:
         return share
@@ -148,7 +196,9 @@ def crop_share(crop: int, resize: int) -> float:
 
 
 def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
-    """Return the preprocessing (JSON) of a network with these arguments, `cfg` being timm's record of its source."""
+    """Return the preprocessing (JSON) of a network with these arguments, `cfg` being timm's record
+    of its source.
+    """
     classes = getattr(model, "num_classes", cfg["num_classes"])
     recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
     if classes != recorded.get("num_classes"):
@@ -157,12 +207,18 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     chans = kwargs.get("in_chans", recorded["input_size"][0])
     size = kwargs.get("img_size", recorded["input_size"][1:])
     recorded["input_size"] = [chans, *to_2tuple(size)]
-    recorded |= {key: per_channel(recorded[key], chans) for key in ("mean", "std") if recorded.get(key) is not None}
+    recorded |= {
+        key: per_channel(recorded[key], chans)
+        for key in ("mean", "std")
+        if recorded.get(key) is not None
+    }
     return json.loads(json.dumps(recorded))
 
 
 def bare(config: Cfg) -> Cfg:
-    """Return a config of transformers without what it says of a file, and of weights that parts of it would fetch."""
+    """Return a config of transformers without what it says of a file, and of weights that parts of
+    it would fetch.
+    """
     recorded = {key: value for key, value in config.items() if key not in _OF_A_FILE}
     recorded |= {key: bare(value) for key, value in recorded.items() if isinstance(value, dict)}
     if "use_pretrained_backbone" in recorded:
@@ -171,7 +227,9 @@ def bare(config: Cfg) -> Cfg:
 
 
 def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
-    """Return timm's record of a transformers network's preprocessing, as its preprocessor_config.json states it."""
+    """Return timm's record of a transformers network's preprocessing, as its
+    preprocessor_config.json states it.
+    """
     config: Any = model.config
     channels = getattr(config, "num_channels", 3)
     crop = _sides(stated.get("do_center_crop", True) and stated.get("crop_size"))
@@ -194,7 +252,9 @@ def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
             preprocessing[word] = [float(value) for value in values]
     if type(model).__name__.endswith("ForImageClassification"):
         names = [str(config.id2label[label]) for label in sorted(config.id2label)]
-        meaningful = len(set(names)) == len(names) and not all(name.startswith("LABEL_") for name in names)
+        meaningful = len(set(names)) == len(names) and not all(
+            name.startswith("LABEL_") for name in names
+        )
         preprocessing["num_classes"] = config.num_labels
         if meaningful:
             preprocessing["label_names"] = names

@@ -1,7 +1,9 @@
-"""What a MODEL may be: the kinds of sources, files of weights and exported files; known before torch is imported.
+"""What a MODEL may be: the kinds of sources, files of weights and exported files; known before
+torch is imported.
 
-A kind is a row, and a file that is imported when first needed. It has `build(name, wanted)`, from a name to a `Built`,
-`create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model, rebuild)`, from a network to an `Arch`.
+A kind is a row, and a file that is imported when first needed. It has `build(name, wanted)`, from a
+name to a `Built`, `create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model,
+rebuild)`, from a network to an `Arch`.
 """
 
 import importlib.util
@@ -26,10 +28,11 @@ FOLDERS = {".mlpackage": "Manifest.json"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package that it needs.
+    """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package
+    that it needs.
 
-    `prefix` stands before the colon in MODEL and where an architecture is spelled, each of `also` is part of the name;
-    foreign: its networks are built by code that this machine's user brings.
+    `prefix` stands before the colon in MODEL and where an architecture is spelled, each of `also`
+    is part of the name; foreign: its networks are built by code that this machine's user brings.
     """
 
     builder: str
@@ -40,7 +43,9 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the file that builds such networks; raises SourceError where a package is missing that it needs."""
+        """Return the file that builds such networks; raises SourceError where a package is missing
+        that it needs.
+        """
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
             raise SourceError(what, "it is not installed", f"pip install {self.package}")
@@ -48,7 +53,9 @@ class Kind:
 
     @property
     def identify(self) -> Callable[..., Arch | None] | None:
-        """From a network that somebody built to its `Arch`, where the package is in use and its file can do that."""
+        """From a network that somebody built to its `Arch`, where the package is in use and its
+        file can do that.
+        """
         if self.package and self.package not in sys.modules:
             return None
         return getattr(self.load(), "identify", None)
@@ -67,11 +74,15 @@ KINDS = (
 
 
 def of(name: str) -> Kind:
-    """Find the kind of source that a MODEL names: by prefix or ending; else a factory, if written so, else timm's."""
+    """Find the kind of source that a MODEL names: by prefix or ending; else a factory, if written
+    so, else timm's.
+    """
     if name.endswith(".yaml"):
         return ULTRALYTICS
     prefix = name.partition(":")[0]
-    matches = (kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name))
+    matches = (
+        kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name)
+    )
     return next(matches, FACTORY if _FACTORY.fullmatch(name) else TIMM)
 
 
@@ -85,7 +96,11 @@ def by_builder(builder: str) -> Kind:
     match = next((kind for kind in KINDS if kind.builder == builder), None)
     if match is None:
         names = ", ".join(kind.builder for kind in KINDS)
-        raise SourceError(f"this normswap does not know the builder {builder!r}", f"it knows {names}", "Upgrade it")
+        raise SourceError(
+            f"this normswap does not know the builder {builder!r}",
+            f"it knows {names}",
+            "Upgrade it",
+        )
     return match
 
 
@@ -105,9 +120,13 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
 
     Raises SourceError: there is no such file; OptionError: options that do not go together.
     """
-    file, (prefix, colon, _) = Path(source), source.partition(":")
+    file = Path(source)
+    prefix, colon, _ = source.partition(":")
     if exported(file):
-        remedy = "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was exported from"
+        remedy = (
+            "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was"
+            " exported from"
+        )
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
     named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
     if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
@@ -120,9 +139,13 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
             raise OptionError(f"{file} holds weights only, or is no MODEL", remedy=remedy)
         return arch, file
     if arch is not None:
-        raise OptionError(f"an architecture ({arch}) goes with a weights file, and {source} is none")
+        raise OptionError(
+            f"an architecture ({arch}) goes with a weights file, and {source} is none"
+        )
     if weights in ("pretrained", "random"):
         return source, None
     if not (weights.endswith(SUFFIXES) or Path(weights).is_file()):
-        raise OptionError(f"weights '{weights}'", "must be 'pretrained' or 'random', or a weights file")
+        raise OptionError(
+            f"weights '{weights}'", "must be 'pretrained' or 'random', or a weights file"
+        )
     return source, Path(weights)

@@ -1,4 +1,6 @@
-"""Eval mode for a while, or nearly training mode, hooks, full precision; and how far a long piece of work has come."""
+"""Eval mode for a while, or nearly training mode, hooks, full precision; and how far a long piece
+of work has come.
+"""
 
 import copy
 from collections import OrderedDict
@@ -31,9 +33,11 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*models: nn.Module) -> Iterator[None]:
-    """Eval mode for networks that belong to somebody: whatever a forward writes meanwhile is undone afterwards.
+    """Eval mode for networks that belong to somebody: whatever a forward writes meanwhile is undone
+    afterwards.
 
-    Counters, caches, a first batch that sets a scale: attributes and tensors of modules whose class is not torch's own.
+    Counters, caches, a first batch that sets a scale: attributes and tensors of modules whose class
+    is not torch's own.
     """
     with ExitStack() as stack:
         for module in {module for model in models for module in nn.Module.modules(model)}:
@@ -50,7 +54,9 @@ Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:
-    """What the module holds itself and may write into: tensors and plain collections, those inside of others too."""
+    """What the module holds itself and may write into: tensors and plain collections, those inside
+    of others too.
+    """
     values = [value for name, value in vars(module).items() if name not in _HOOKS]
     values += [*module._parameters.values(), *module._buffers.values()]
     visited = set[int]()
@@ -94,18 +100,24 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10 bits of a factor.
+    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10
+    bits of a factor.
 
-    Tensors that are made meanwhile can be trained, also where the caller is in `torch.inference_mode`.
+    Tensors that are made meanwhile can be trained, also where the caller is in
+    `torch.inference_mode`.
     """
-    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    products = torch.backends.cuda.matmul
     holders: list[Any] = [cudnn, products]
-    switch, off = "allow_tf32", cast(object, False)
+    switch = "allow_tf32"
+    off = cast(object, False)
     try:
         before = [getattr(holder, switch) for holder in holders]
     # Values that were set by torch's newer names cannot be read by the older ones.
     except RuntimeError:
-        holders, switch, off = [cast(Any, cudnn).conv, products], "fp32_precision", "ieee"
+        holders = [cast(Any, cudnn).conv, products]
+        switch = "fp32_precision"
+        off = "ieee"
         before = [getattr(holder, switch) for holder in holders]
     try:
         for holder in holders:
@@ -119,7 +131,9 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Let forward run auxiliary heads as in training, with layers in eval mode and the same random draws each time."""
+    """Let forward run auxiliary heads as in training, with layers in eval mode and the same random
+    draws each time.
+    """
     with undisturbed(*models):
         for model in models:
             show_heads(model)
@@ -128,7 +142,9 @@ def with_heads(*models: nn.Module) -> Iterator[None]:
 
 
 def show_heads(model: nn.Module) -> None:
-    """Let the modules that hold others, whose forward may ask for it, be in training mode; layers stay as they are."""
+    """Let the modules that hold others, whose forward may ask for it, be in training mode; layers
+    stay as they are.
+    """
     for module in nn.Module.modules(model):
         if module._modules and not type(module).__module__.startswith("torch.nn"):
             module.__dict__["training"] = True

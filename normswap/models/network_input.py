@@ -1,7 +1,7 @@
 """The inputs of a network, and how to look at its outputs: the one answer for the whole package.
 
-An example comes from what the user gives; else from what the network says of itself (its patches, timm's record, a
-Hugging Face config), else from its first layer.
+An example comes from what the user gives; else from what the network says of itself (its patches,
+timm's record, a Hugging Face config), else from its first layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +27,27 @@ _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Raises SourceError for the result of `torch.compile`, and for a lazy layer that has not run yet."""
+    """Raises SourceError for the result of `torch.compile`, and for a lazy layer that has not run
+    yet.
+    """
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
-        raise SourceError("the network is compiled", f"it stands for a {type(inner).__name__}", "Give model._orig_mod")
+        raise SourceError(
+            "the network is compiled",
+            f"it stands for a {type(inner).__name__}",
+            "Give model._orig_mod",
+        )
     for where, tensor in _tensors(model):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise SourceError(f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example")
+            raise SourceError(
+                f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example"
+            )
 
 
 def check_values(model: nn.Module) -> None:
-    """Raises SourceError for tensors without values, or with such as no training gives, and for quantized layers."""
+    """Raises SourceError for tensors without values, or with such as no training gives, and for
+    quantized layers.
+    """
     remedy = "Load the network's weights again"
     for where, tensor in _tensors(model):
         if tensor.is_meta and not is_lazy(tensor):
@@ -47,20 +57,28 @@ def check_values(model: nn.Module) -> None:
     for path, module in nn.Module.named_modules(model):
         if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
             what = f"{path}: {type(module).__name__} is quantized".removeprefix(": ")
-            raise SourceError(what, remedy="Convert the network as it was before, and quantize the result")
+            raise SourceError(
+                what, remedy="Convert the network as it was before, and quantize the result"
+            )
         if has_broken_statistics(module):
             why = "they are not finite, or a variance is below zero"
-            raise SourceError(f"the running statistics of {path or 'the network'} are broken", why, remedy)
+            raise SourceError(
+                f"the running statistics of {path or 'the network'} are broken", why, remedy
+            )
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every number of a tensor is finite. Their sum is looked at first, which is faster but may overflow."""
+    """Whether every number of a tensor is finite. Their sum is looked at first, which is faster but
+    may overflow.
+    """
     with torch.no_grad():
         return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def has_broken_statistics(module: nn.Module) -> bool:
-    """Whether running statistics of a module are such as no training gives: not finite, or a variance below zero."""
+    """Whether running statistics of a module are such as no training gives: not finite, or a
+    variance below zero.
+    """
     mean, variance = map(dict(module._buffers.items()).get, ("running_mean", "running_var"))
     if mean is None or variance is None or is_lazy(variance):
         return False
@@ -76,11 +94,18 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_module(model: object) -> nn.Module:
-    """Return a network, or the one that a result holds as its `model`; raises SourceError where it is neither."""
+    """Return a network, or the one that a result holds as its `model`; raises SourceError where it
+    is neither.
+    """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
-        what = f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
-        raise SourceError(what, remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device")
+        what = (
+            f"torch's default device is {default_device}, and normswap makes its tensors on the CPU"
+        )
+        raise SourceError(
+            what,
+            remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device",
+        )
     if not isinstance(model, nn.Module):
         model = getattr(model, "model", model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -88,15 +113,26 @@ def require_module(model: object) -> nn.Module:
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
     if isinstance(model, nn.Module):
         return model
-    remedy = "Give an instance: timm.create_model(NAME, pretrained=True), normswap.load(DIR), MyNetwork()"
-    raise SourceError(f"a network is wanted, not something of type {type(model).__name__}", remedy=remedy)
+    remedy = (
+        "Give an instance: timm.create_model(NAME, pretrained=True), normswap.load(DIR),"
+        " MyNetwork()"
+    )
+    raise SourceError(
+        f"a network is wanted, not something of type {type(model).__name__}", remedy=remedy
+    )
 
 
 def require_size(size: object) -> None:
     """Raises OptionError for what is neither None nor the size of one input, without a batch."""
-    positive = isinstance(size, Sequence) and size and all(isinstance(side, int) and side > 0 for side in size)
+    positive = (
+        isinstance(size, Sequence)
+        and size
+        and all(isinstance(side, int) and side > 0 for side in size)
+    )
     if size is not None and not positive:
-        raise OptionError(f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)")
+        raise OptionError(
+            f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)"
+        )
 
 
 def require_seed(seed: object) -> None:
@@ -106,16 +142,22 @@ def require_seed(seed: object) -> None:
 
 
 def check_calls(calls: Sequence[Example]) -> None:
-    """Raises OptionError for calls without images, or with NaN: a proof on nothing, or on NaN, proves nothing."""
+    """Raises OptionError for calls without images, or with NaN: a proof on nothing, or on NaN,
+    proves nothing.
+    """
     for call in calls:
         if not call.images.numel():
             raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
         if not is_finite(call.images):
-            raise OptionError(f"the inputs ({call}) hold NaN or infinite numbers", remedy="Give finite ones")
+            raise OptionError(
+                f"the inputs ({call}) hold NaN or infinite numbers", remedy="Give finite ones"
+            )
 
 
 def answer(output: object) -> Tensor:
-    """The network's answer in its output: the tensor, or the one of that name, or alone; raises OptionError: none."""
+    """The network's answer in its output: the tensor, or the one of that name, or alone; raises
+    OptionError: none.
+    """
     if isinstance(output, Tensor):
         return output
     named: dict[str, Tensor] = {}
@@ -131,11 +173,15 @@ def answer(output: object) -> Tensor:
 
 
 def scores(output: object) -> Tensor:
-    """Return the scores of the classes (N, classes) in what a network gives; raises OptionError if there are none."""
+    """Return the scores of the classes (N, classes) in what a network gives; raises OptionError if
+    there are none.
+    """
     logits = answer(output)
     if logits.ndim != 2:
         shape = "x".join(map(str, logits.shape))
-        raise OptionError("the network does not classify images", f"it gives {shape}, not a score per class")
+        raise OptionError(
+            "the network does not classify images", f"it gives {shape}, not a score per class"
+        )
     return logits
 
 
@@ -162,25 +208,40 @@ class DrawnCalls(list[Example]):
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
     """One call of the inputs that the network's record states by name; None where it states none.
 
-    Floating-point numbers are N(0, 1); whole ones are below the smallest number of rows of its embeddings, or 2.
+    Floating-point numbers are N(0, 1); whole ones are below the smallest number of rows of its
+    embeddings, or 2.
     """
     stated = provenance.of(model).pretrained_cfg.get("inputs")
     if not stated:
         return None
     generator = torch.Generator().manual_seed(seed)
-    rows = min((m.num_embeddings for m in nn.Module.modules(model) if isinstance(m, nn.Embedding)), default=2)
+    rows = min(
+        (m.num_embeddings for m in nn.Module.modules(model) if isinstance(m, nn.Embedding)),
+        default=2,
+    )
     values: dict[str, object] = {}
     for name, (shape, dtype) in stated.items():
         if dtype == "float32":
             values[name] = torch.randn(batch, *shape, generator=generator)
         else:
-            values[name] = torch.randint(rows, (batch, *shape), generator=generator).to(getattr(torch, dtype))
+            values[name] = torch.randint(rows, (batch, *shape), generator=generator).to(
+                getattr(torch, dtype)
+            )
     return DrawnCalls([Example((), values).like(model)])
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Return a row of numbers of words, with no size of an image, for a network that begins with an embedding."""
-    first = next((m for m in nn.Module.modules(model) if next(m.parameters(recurse=False), None) is not None), None)
+    """Return a row of numbers of words, with no size of an image, for a network that begins with an
+    embedding.
+    """
+    first = next(
+        (
+            m
+            for m in nn.Module.modules(model)
+            if next(m.parameters(recurse=False), None) is not None
+        ),
+        None,
+    )
     if isinstance(first, nn.Embedding):
         row = torch.arange(8, device=first.weight.device) % first.num_embeddings
         yield (), Example((row[None],))
@@ -192,11 +253,15 @@ def size(model: nn.Module) -> tuple[int, ...]:
     if len({channels for channels, *_ in sizes[:2]}) < 2:
         return sizes[0]
     # A stem that rearranges channels takes another number of them than its first layer.
-    return next((shape for shape in sizes[:2] if runs(model, partial(noise, model, shape))), sizes[0])
+    return next(
+        (shape for shape in sizes[:2] if runs(model, partial(noise, model, shape))), sizes[0]
+    )
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is larger than they are."""
+    """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is
+    larger than they are.
+    """
     channels, *sides = size
     reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97) if len(sides) == 2]
     return [shape for shape in dict.fromkeys(reduced) if shape != tuple(size)]
@@ -204,7 +269,8 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Sizes to try, the likeliest first."""
-    stated, first = stated_size(model), _first_layer(model)
+    stated = stated_size(model)
+    first = _first_layer(model)
     sizes = list(filter(None, [stated]))
     if first and stated and len(first) == len(stated):
         sizes.append((first[0], *stated[1:]))
@@ -212,7 +278,9 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append(first)
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        rows = next((m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1)
+        rows = next(
+            (m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1
+        )
         sizes += [(rows, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
@@ -222,7 +290,10 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 def stated_size(model: nn.Module) -> tuple[int, ...] | None:
     """The size (C, H, W) that the network, or a record of it, states."""
     configs = (provenance.of(model).pretrained_cfg, getattr(model, "pretrained_cfg", None))
-    stated = next((tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")), None)
+    stated = next(
+        (tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")),
+        None,
+    )
     patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
         return ((stated or _first_layer(model) or (3,))[0], *patches)
@@ -230,8 +301,12 @@ def stated_size(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    for stated in (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))):
-        side, channels = getattr(stated, "image_size", None), getattr(stated, "num_channels", 3)
+    for stated in (
+        config,
+        *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder")),
+    ):
+        side = getattr(stated, "image_size", None)
+        channels = getattr(stated, "num_channels", 3)
         if isinstance(side, int):
             return (channels, side, side)
         if isinstance(side, list | tuple) and len(side) == 2:

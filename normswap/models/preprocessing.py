@@ -1,4 +1,6 @@
-"""How a network wants its images: what its record states, what is assumed beyond that, and what the user says."""
+"""How a network wants its images: what its record states, what is assumed beyond that, and what the
+user says.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -33,7 +35,10 @@ def assumed(model: nn.Module) -> tuple[str, ...]:
 def assumption(model: nn.Module) -> str:
     """A sentence that says what is assumed; empty where everything is stated."""
     config = data_config(model)
-    shown = {key: comma_list(value) if isinstance(value, list | tuple) else value for key, value in config.items()}
+    shown = {
+        key: comma_list(value) if isinstance(value, list | tuple) else value
+        for key, value in config.items()
+    }
     parts = [f"{name.replace('_', '-')} {shown[name]}" for name in assumed(model)]
     if not parts:
         return ""
@@ -56,27 +61,39 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """The network itself, whose record says this size (C, H, W); raises OptionError: it is built for another."""
+    """The network itself, whose record says this size (C, H, W); raises OptionError: it is built
+    for another.
+    """
     usual = network_input.size(model)
     _record(model, {"input_size": tuple(size)})
     built = network_input.size(model)
-    if len(usual) != len(size) and not network_input.runs(model, partial(network_input.noise, model, size)):
+    if len(usual) != len(size) and not network_input.runs(
+        model, partial(network_input.noise, model, size)
+    ):
         why = f"the network does not run on it; it takes sizes such as {comma_list(usual)}"
         raise OptionError(f"input size {comma_list(size)}", why)
     if tuple(built) != tuple(size):
         remedy = f"See `{spelled('arch_args', metavar='img_size=...')}`"
-        raise OptionError(f"input size {comma_list(size)}", f"the network is built for {comma_list(built)}", remedy)
+        raise OptionError(
+            f"input size {comma_list(size)}",
+            f"the network is built for {comma_list(built)}",
+            remedy,
+        )
     return model
 
 
 def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
-    """The network itself, whose record says what it takes: by name the shape without the batch, and the type."""
+    """The network itself, whose record says what it takes: by name the shape without the batch, and
+    the type.
+    """
     _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
     return model
 
 
 def _record(model: nn.Module, values: Cfg) -> None:
-    provenance.attach(model, replace(provenance.of(model), pretrained_cfg={**stated(model), **values}))
+    provenance.attach(
+        model, replace(provenance.of(model), pretrained_cfg={**stated(model), **values})
+    )
 
 
 def stated(model: nn.Module) -> Cfg:

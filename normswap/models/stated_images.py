@@ -1,4 +1,6 @@
-"""How the user says that images are prepared, and whether any can be prepared so: seen before torch is imported."""
+"""How the user says that images are prepared, and whether any can be prepared so: seen before torch
+is imported.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 class Preprocessing:
     """The preprocessing of an image before the network; None: as its record says, or as is assumed.
 
-    Mean and std are those of pixels in 0..1, per channel or for all; crop_pct is the share of a side that is kept.
+    Mean and std are those of pixels in 0..1, per channel or for all; crop_pct is the share of a
+    side that is kept.
     """
 
     mean: tuple[float, ...] | None = None
@@ -23,15 +26,24 @@ class Preprocessing:
     def check(self) -> None:
         """See that images can be prepared so; raises OptionError: they cannot."""
         if self.std is not None and min(self.std) <= 0:
-            raise OptionError(f"std {comma_list(self.std)}", "it must be positive: images are divided by it")
+            raise OptionError(
+                f"std {comma_list(self.std)}", "it must be positive: images are divided by it"
+            )
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and not all(0 <= number <= 1 for number in numbers):
                 remedy = "Of 0..255 it is divided by 255"
-                raise OptionError(f"{name} {comma_list(numbers)}", "it is that of pixels in 0..1", remedy)
+                raise OptionError(
+                    f"{name} {comma_list(numbers)}", "it is that of pixels in 0..1", remedy
+                )
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
-            raise OptionError(f"crop-pct {self.crop_pct:g}", "it is a share of the image's side, above 0 and at most 1")
+            raise OptionError(
+                f"crop-pct {self.crop_pct:g}",
+                "it is a share of the image's side, above 0 and at most 1",
+            )
         if self.interpolation is not None and self.interpolation not in INTERPOLATIONS:
-            raise OptionError(f"interpolation {self.interpolation}", f"it is one of {', '.join(INTERPOLATIONS)}")
+            raise OptionError(
+                f"interpolation {self.interpolation}", f"it is one of {', '.join(INTERPOLATIONS)}"
+            )
 
 
 def comma_list(value: Sequence[float]) -> str:

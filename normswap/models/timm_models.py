@@ -1,4 +1,6 @@
-"""timm's networks: by name, from the Hugging Face hub, from directories. Only this room knows timm's registry."""
+"""timm's networks: by name, from the Hugging Face hub, from directories. Only this room knows
+timm's registry.
+"""
 
 import functools
 import json
@@ -16,8 +18,16 @@ from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, ma
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 
-# Arguments of timm.create_model that would load weights or return something else than the named network.
-_FORBIDDEN = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only")
+# Arguments of timm.create_model that would load weights or return something else than the named
+# network.
+_FORBIDDEN = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "features_only",
+)
 _FILES = ("model.safetensors", "pytorch_model.bin")
 # What holds where a config.json says nothing.
 _USUAL = {**hub.GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
@@ -27,7 +37,9 @@ def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
     _check_known(arch.name)
     check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
-    model: nn.Module = make(arch.name, functools.partial(timm.create_model, arch.name, pretrained=False), arch.kwargs)
+    model: nn.Module = make(
+        arch.name, functools.partial(timm.create_model, arch.name, pretrained=False), arch.kwargs
+    )
     return model.eval()
 
 
@@ -37,7 +49,9 @@ def _check_known(name: str) -> None:
         shipped.register_networks()
     if _looks_like_path(name) or not is_model(base):
         names = timm.list_models() + timm.list_models(pretrained=True)
-        raise SourceError(f"unknown model '{name}'", remedy=near(name, names, "timm.list_models() has the names"))
+        raise SourceError(
+            f"unknown model '{name}'", remedy=near(name, names, "timm.list_models() has the names")
+        )
     try:
         get_pretrained_cfg(name)
     except RuntimeError:
@@ -55,17 +69,26 @@ def _looks_like_path(name: str) -> bool:
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or raises SourceError."""
+    """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or
+    raises SourceError.
+    """
     prefix, _, place = name.partition(":")
     if prefix in ("hf-hub", "hf_hub"):
-        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments())
+        return _from_layout(
+            functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments()
+        )
     if name == shipped.NAME:
         return _from_layout(functools.partial(hub.local, shipped.FOLDER), name, request.arguments())
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         folder = Path(name.removeprefix("local-dir:")).resolve()
-        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments())
+        return _from_layout(
+            functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments()
+        )
     if _looks_like_path(name):
-        remedy = "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code package.module:factory"
+        remedy = (
+            "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code"
+            " package.module:factory"
+        )
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
     return _from_name(name, request.arguments())
 
@@ -77,7 +100,9 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     preprocessing = hub.record(cfg, arch.kwargs, model)
-    return Built(model, arch, source, preprocessing, lambda: _load_named(model, source, arguments, cfg))
+    return Built(
+        model, arch, source, preprocessing, lambda: _load_named(model, source, arguments, cfg)
+    )
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
@@ -88,14 +113,17 @@ def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
         implied["num_classes"] = cfg["num_classes"]
     if cfg["input_size"][0] != usual["input_size"][0]:
         implied["in_chans"] = cfg["input_size"][0]
-    if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(usual["input_size"][1:]):
+    if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(
+        usual["input_size"][1:]
+    ):
         implied["img_size"] = list(cfg["input_size"][1:])
     return Arch(name, {**implied, **arguments})
 
 
 def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.Module:
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
-        repo, file = cfg["hf_hub_id"], cfg.get("hf_hub_filename")
+        repo = cfg["hf_hub_id"]
+        file = cfg.get("hf_hub_filename")
         named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
         load_into(model, read(hub.fetch(repo, named)), repo, cfg)
         return model
@@ -123,16 +151,27 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]
-    of_name = {key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
+    of_name = {
+        key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")
+    }
     cfg = {**_USUAL, **of_name, **stated, "architecture": name}
     chans, *size = cfg["input_size"]
     cfg["input_size"] = [model_args.get("in_chans", chans), *size]
-    kwargs = {**_untagged(cfg, {}).kwargs, "num_classes": cfg["num_classes"], **model_args, **arguments}
+    kwargs = {
+        **_untagged(cfg, {}).kwargs,
+        "num_classes": cfg["num_classes"],
+        **model_args,
+        **arguments,
+    }
     return Arch(name, kwargs), cfg
 
 
-def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
-    """Find how to rebuild a network (`zoo.identify`): by the arguments that timm remembers, or classes and channels."""
+def identify(
+    model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
+) -> Arch | None:
+    """Find how to rebuild a network (`zoo.identify`): by the arguments that timm remembers, or
+    classes and channels.
+    """
     name = hub.own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):
         return None
@@ -145,7 +184,9 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
     remembered = getattr(model, "_model_args", {})
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
-    if classes is not None and (classes != _registered(name).get("num_classes") or "num_classes" in remembered):
+    if classes is not None and (
+        classes != _registered(name).get("num_classes") or "num_classes" in remembered
+    ):
         current["num_classes"] = classes
     stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:

@@ -1,7 +1,9 @@
-"""torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`, every builder of `torchvision.models.get_model`.
+"""torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`, every builder of
+`torchvision.models.get_model`.
 
-Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load them. So that name
-is a part of the architecture, as the argument `weights`; the network is built with it and nothing is loaded.
+Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load
+them. So that name is a part of the architecture, as the argument `weights`; the network is built
+with it and nothing is loaded.
 """
 
 import contextlib
@@ -27,12 +29,16 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or raises SourceError."""
+    """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or
+    raises SourceError.
+    """
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
-    member, classes, source = None, 0, f"torchvision:{called}"
+    member = None
+    classes = 0
+    source = f"torchvision:{called}"
     if tag or request.trained:
         member = _member(called, tag)
         classes = len(member.meta.get("categories") or ())
@@ -52,7 +58,9 @@ def build(name: str, request: BuildRequest) -> Built:
         load_into(model, state, source, {})
         return model
 
-    preprocessing = _preprocessing(member or getattr(models.get_model_weights(called), "DEFAULT", None))
+    preprocessing = _preprocessing(
+        member or getattr(models.get_model_weights(called), "DEFAULT", None)
+    )
     if "num_classes" in preprocessing and "num_classes" in arguments:
         preprocessing["num_classes"] = arguments["num_classes"]
     return Built(model, arch, source, preprocessing, pretrained)
@@ -85,8 +93,14 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
     members = models.get_model_weights(name).__members__
     if (tag or "DEFAULT") in members:
         return members[tag or "DEFAULT"]
-    what = f"torchvision has no weights '{tag}' for {name}" if tag else f"torchvision has no weights for {name}"
-    raise SourceError(what, remedy=near(tag, members, f"Use '{spelled('weights', 'random')}', or a weights file."))
+    what = (
+        f"torchvision has no weights '{tag}' for {name}"
+        if tag
+        else f"torchvision has no weights for {name}"
+    )
+    raise SourceError(
+        what, remedy=near(tag, members, f"Use '{spelled('weights', 'random')}', or a weights file.")
+    )
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
@@ -97,17 +111,28 @@ def _download(member: models.WeightsEnum, source: str) -> State:
             )
     except Exception as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
-        random, own = spelled("weights", "random"), spelled("weights", metavar="FILE")
-        remedy = f"Ways on: '{random}'; '{own}' with weights on this disk; or put {member.url} at {file}."
-        raise SourceError(f"no weights for {source}", f"{member.url}: {first_line(error)}", remedy) from None
+        random = spelled("weights", "random")
+        own = spelled("weights", metavar="FILE")
+        remedy = (
+            f"Ways on: '{random}'; '{own}' with weights on this disk; or put {member.url} at"
+            f" {file}."
+        )
+        raise SourceError(
+            f"no weights for {source}", f"{member.url}: {first_line(error)}", remedy
+        ) from None
     check_finite(state, source)
     return state
 
 
 def _rehead(state: State, model: nn.Module, classes: int) -> State:
     bare = model.state_dict()
-    heads = [name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare]
-    return {**state, **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]}}
+    heads = [
+        name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare
+    ]
+    return {
+        **state,
+        **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]},
+    }
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
@@ -117,10 +142,18 @@ def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
     # A detector normalizes its images itself.
     if isinstance(preset, presets.ObjectDetection):
         return {"mean": [0.0] * 3, "std": [1.0] * 3}
-    preprocessing: Cfg = {name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)}
+    preprocessing: Cfg = {
+        name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)
+    }
     if not isinstance(preset, presets.ImageClassification):
         return preprocessing
     side = int(preset.crop_size[0])
     size = {"input_size": [3, side, side], "crop_pct": crop_share(side, int(preset.resize_size[0]))}
     classes = {"num_classes": len(member.meta["categories"])} if "categories" in member.meta else {}
-    return {**preprocessing, **size, "crop_mode": "center", "interpolation": preset.interpolation.value, **classes}
+    return {
+        **preprocessing,
+        **size,
+        "crop_mode": "center",
+        "interpolation": preset.interpolation.value,
+        **classes,
+    }

@@ -1,7 +1,8 @@
 """transformers' networks: `hf:owner/name[@revision]` from the Hugging Face hub, or `hf:DIR`.
 
-The class is the one that the config names, else AutoModel's; code that a repository brings is never run. An
-architecture is the class and its config as JSON, so that the network can be built again offline.
+The class is the one that the config names, else AutoModel's; code that a repository brings is never
+run. An architecture is the class and its config as JSON, so that the network can be built again
+offline.
 """
 
 import contextlib
@@ -21,15 +22,24 @@ from normswap.models.building import BuildRequest, Built, Cfg, make, rebuilds
 from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
 
-_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _NOT_RUN = "Code that a repository brings is not run"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises SourceError."""
-    place, source = name.partition(":")[2], name
+    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises
+    SourceError.
+    """
+    place = name.partition(":")[2]
+    source = name
     arguments = request.arguments("num_labels", "num_channels")
-    stated, processor = arguments, dict[str, Any]()
+    stated = arguments
+    processor = dict[str, Any]()
     arch = Arch(place, arguments, "transformers")
     if Path(place).is_dir() or not hasattr(transformers, place):
         if Path(place).is_dir():
@@ -41,12 +51,15 @@ def build(name: str, request: BuildRequest) -> Built:
     model = create(arch)
     fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
     preprocessing = hub.of_image_processor(processor, model)
-    return Built(model, arch, source, preprocessing, lambda: _trained(place, arch, name, fresh=fresh))
+    return Built(
+        model, arch, source, preprocessing, lambda: _trained(place, arch, name, fresh=fresh)
+    )
 
 
 def create(arch: Arch) -> transformers.PreTrainedModel:
     """Build the bare network; see `kinds`."""
-    config, kind = _config(arch), getattr(transformers, arch.name, None)
+    config = _config(arch)
+    kind = getattr(transformers, arch.name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise SourceError(f"transformers has no network '{arch.name}'", remedy=_NOT_RUN)
     return make(f"hf:{arch.name}", lambda: kind(config), {}).eval()
@@ -55,10 +68,14 @@ def create(arch: Arch) -> transformers.PreTrainedModel:
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arch | None:
     """Return the architecture of a network that somebody built with transformers, or None."""
     kind = type(model)
-    if kind is not getattr(transformers, kind.__name__, None) or not isinstance(model, transformers.PreTrainedModel):
+    if kind is not getattr(transformers, kind.__name__, None) or not isinstance(
+        model, transformers.PreTrainedModel
+    ):
         return None
     try:
-        arch = Arch(kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers")
+        arch = Arch(
+            kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers"
+        )
     except (TypeError, ValueError):
         return None
     if not rebuilds(lambda: rebuild(create(arch)), model):
@@ -70,15 +87,21 @@ def _fetch(place: str, *names: str) -> Path:
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:
-        raise SourceError(f"hf:{place} is no directory", "nor is it owner/name, a repository of the hub")
+        raise SourceError(
+            f"hf:{place} is no directory", "nor is it owner/name, a repository of the hub"
+        )
     return hub.fetch(place, names)
 
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     config = _config(Arch(name, hub.bare(stated)))
-    strange = next((key for key in arguments if key not in stated and not hasattr(config, key)), None)
+    strange = next(
+        (key for key in arguments if key not in stated and not hasattr(config, key)), None
+    )
     if strange is not None:
-        raise SourceError(f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated))
+        raise SourceError(
+            f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated)
+        )
     kwargs = hub.bare(stated) | arguments
     # The names of the config's classes are those of another number of classes.
     for key in ("id2label", "label2id") if "num_labels" in arguments else ():
@@ -92,7 +115,8 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
 
 def _config(arch: Arch) -> transformers.PretrainedConfig:
     body = dict(arch.kwargs)
-    kind, configs = body.pop("model_type", None), transformers.CONFIG_MAPPING
+    kind = body.pop("model_type", None)
+    configs = transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in configs:
         remedy = near(str(kind), configs, _NOT_RUN)
         raise SourceError(f"{arch.name}: transformers has no model_type {kind!r}", remedy=remedy)
@@ -117,7 +141,11 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
             ignore_mismatched_sizes=True,
         )
     other_shapes = [key[0] for key in info["mismatched_keys"] if not fresh]
-    wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": other_shapes}
+    wrong = {
+        "missing": info["missing_keys"],
+        "unexpected": info["unexpected_keys"],
+        "of another shape": other_shapes,
+    }
     if any(wrong.values()):
         raise SourceError(f"the weights of {name} do not fit {arch.name}", listed(wrong))
     check_finite(model.state_dict(), name)

@@ -1,7 +1,9 @@
-"""Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a description that it ships.
+"""Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a
+description that it ships.
 
-A checkpoint's tensors are read without its code (`read_pickled_network`), and the network is built from the description
-of the name that it says, as Ultralytics ships it: others' descriptions are not taken, as it evaluates what they hold.
+A checkpoint's tensors are read without its code (`read_pickled_network`), and the network is built
+from the description of the name that it says, as Ultralytics ships it: others' descriptions are not
+taken, as it evaluates what they hold.
 """
 
 import re
@@ -19,13 +21,19 @@ _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.modul
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a checkpoint, with its tensors, or of a description; or raises SourceError."""
-    place, state, kwargs = name.removeprefix("ultralytics:"), State(), request.arguments()
+    """Build the network of a checkpoint, with its tensors, or of a description; or raises
+    SourceError.
+    """
+    place = name.removeprefix("ultralytics:")
+    state = State()
+    kwargs = request.arguments()
     described = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())
         if not Path(place).is_file():
-            raise SourceError(f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it")
+            raise SourceError(
+                f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it"
+            )
         with explained(SourceError, f"{place} cannot be read", _BY_FACTORY):
             attributes, state = read_pickled_network(Path(place))
             described, classes = (attributes["yaml"][key] for key in ("yaml_file", "nc"))
@@ -43,8 +51,17 @@ def build(name: str, request: BuildRequest) -> Built:
         return model
 
     # Ultralytics writes the license into each of its files.
-    cfg: Cfg = {"input_size": [3, 640, 640], "mean": [0.0] * 3, "std": [1.0] * 3, "license": "agpl-3.0"}
-    cfg |= {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center" if "-cls" in described else "border"}
+    cfg: Cfg = {
+        "input_size": [3, 640, 640],
+        "mean": [0.0] * 3,
+        "std": [1.0] * 3,
+        "license": "agpl-3.0",
+    }
+    cfg |= {
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "crop_mode": "center" if "-cls" in described else "border",
+    }
     return Built(model, arch, f"ultralytics:{place}", cfg, filled)
 
 
@@ -58,7 +75,9 @@ def create(arch: Arch) -> nn.Module:
     names = {arch.name, re.sub(r"(\d+)[nslmx]", r"\1", arch.name)}
     file = next((file for file in folder.rglob("*.yaml") if file.name in names), None)
     if file is None:
-        raise SourceError(f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY)
+        raise SourceError(
+            f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY
+        )
     usual: Any = make(arch.name, ultralytics.YOLO, {"model": str(file.with_name(arch.name))}).model
     settings = {"cfg": usual.yaml, "nc": arch.kwargs.get("num_classes"), "verbose": False}
     model = make(arch.name, type(usual), settings)

@@ -1,4 +1,6 @@
-"""Model sources: from what the user names to a network with weights, whatever kind of source it is (`kinds`)."""
+"""Model sources: from what the user names to a network with weights, whatever kind of source it is
+(`kinds`).
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +13,11 @@ from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built
-from normswap.models.preprocessing import data_config as data_config, for_inputs as for_inputs, for_size as for_size
+from normswap.models.preprocessing import (
+    data_config as data_config,
+    for_inputs as for_inputs,
+    for_size as for_size,
+)
 from normswap.models.weight_files import hash_tensors as hash_tensors, load_into, read
 from normswap.plan import Arch
 
@@ -33,26 +39,33 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
     """Raises SourceError where something is asked of a MODEL that says all of it itself."""
     useless = [spelled(key) for key in OPTIONS if asked.get(key) not in (None, {}, 0, "pretrained")]
     if useless:
-        raise SourceError(f"{name} was written by normswap and knows its architecture", remedy=f"Drop {useless[0]}")
+        raise SourceError(
+            f"{name} was written by normswap and knows its architecture",
+            remedy=f"Drop {useless[0]}",
+        )
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it cannot be built."""
+    """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it
+    cannot be built.
+    """
     return kinds.by_builder(arch.builder).load().create(arch)
 
 
 def skeleton(arch: Arch) -> nn.Module:
     """Build the bare network with zeros for random values: it is then filled, strictly."""
-    # A library that is imported while the meta device is the default would keep its constants there.
+    # A library that is imported while the meta device is the default would keep its constants
+    # there.
     kinds.by_builder(arch.builder).load()
     return _undrawn(lambda: create(arch), lambda model: model)
 
 
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
-    """Build on the meta device, as drawing random values takes most of the time, then put zeros on the CPU.
+    """Build on the meta device, as drawing random values takes most of the time, then put zeros on
+    the CPU.
 
-    `network` finds it in what `build` returns. It is built as ever where building it needs values, or a state dict,
-    which is then loaded, does not hold each of its tensors once.
+    `network` finds it in what `build` returns. It is built as ever where building it needs values,
+    or a state dict, which is then loaded, does not hold each of its tensors once.
     """
     try:
         with torch.device("meta"):
@@ -70,7 +83,9 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     return build()
 
 
-def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton) -> Arch | None:
+def identify(
+    model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
+) -> Arch | None:
     """Find how to rebuild a network, or None; `rebuild` replays on a skeleton the network's plan."""
     archs = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
     return next((arch for arch in archs if arch is not None), None)
@@ -98,10 +113,12 @@ def open_source(
 
     Args:
         weights: "pretrained"; "random" for the bare architecture; or a weights file.
-        arch: the architecture of a weights file; then `num_classes` and `in_chans` are those that the file has.
+        arch: the architecture of a weights file; then `num_classes` and `in_chans` are those that
+            the file has.
         trust_factory: a factory may be imported; false where the name was read from a file.
 
-    Raises SourceError: it cannot be found, read or built; OptionError: options that do not go together.
+    Raises SourceError: it cannot be found, read or built; OptionError: options that do not go
+    together.
     """
     name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)
@@ -129,4 +146,6 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
-    return provenance.attach(model, provenance.Provenance(built.arch, source, sha256, built.preprocessing))
+    return provenance.attach(
+        model, provenance.Provenance(built.arch, source, sha256, built.preprocessing)
+    )

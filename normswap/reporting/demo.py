@@ -1,4 +1,6 @@
-"""The demo: a small trained network that ships with the package, converted, saved, loaded and measured. Offline."""
+"""The demo: a small trained network that ships with the package, converted, saved, loaded and
+measured. Offline.
+"""
 
 import tempfile
 import time
@@ -24,8 +26,9 @@ _FEW = 4
 def run(say: Callable[[str], None] = lambda what: None) -> Body:
     """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on.
 
-    `anatomy` is the source's summary without its long lists; a row has the norms that are left, the trainable values,
-    top-1 in percent, the fraction of images with the source's answer, and |logits - the source's| / |the source's|.
+    `anatomy` is the source's summary without its long lists; a row has the norms that are left, the
+    trainable values, top-1 in percent, the fraction of images with the source's answer, and |logits
+    - the source's| / |the source's|.
     """
     start = time.perf_counter()
     say("opening and inspecting the network")
@@ -37,18 +40,31 @@ def run(say: Callable[[str], None] = lambda what: None) -> Body:
     with tempfile.TemporaryDirectory(prefix="normswap-demo-") as folder:
         for scheme in SCHEMES:
             say(f"converting to {scheme}, saving, loading again")
-            networks[scheme] = checkpoint.load(checkpoint.save(convert(source, scheme), Path(folder) / scheme))
+            networks[scheme] = checkpoint.load(
+                checkpoint.save(convert(source, scheme), Path(folder) / scheme)
+            )
     say("reading the images")
     batches = list(make_loader(source, str(IMAGES), workers=0))
     first, truth = classify(source, batches)
-    rows, passed = [], True
+    rows = []
+    passed = True
     for name, model in networks.items():
         say(f"verifying and evaluating {name}")
         evaluation, answers = classify(model, batches)
         report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
         same = agreement(truth, answers)
         passed = passed and report.passed and same == 1 and evaluation.top1 == first.top1
-        measured = {"top1": evaluation.top1, "agreement": same, "relative_l2": report.worst.relative_l2}
+        measured = {
+            "top1": evaluation.top1,
+            "agreement": same,
+            "relative_l2": report.worst.relative_l2,
+        }
         rows.append({"network": name, **summary.sizes(model), **measured})
     seconds = time.perf_counter() - start
-    return {"passed": passed, "seconds": seconds, "images": first.count, "anatomy": anatomy, "rows": rows}
+    return {
+        "passed": passed,
+        "seconds": seconds,
+        "images": first.count,
+        "anatomy": anatomy,
+        "rows": rows,
+    }

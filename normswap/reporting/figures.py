@@ -1,4 +1,6 @@
-"""The report's figures, by matplotlib: what each shows, under which title, and what is to be said about it."""
+"""The report's figures, by matplotlib: what each shows, under which title, and what is to be said
+about it.
+"""
 
 import base64
 import io
@@ -14,12 +16,15 @@ from normswap.reporting.report import Facts
 from normswap.surgery.report import Report
 
 ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
-_MEASURED, _REFERENCE = plots.COLOURS[0], "0.4"
+_MEASURED = plots.COLOURS[0]
+_REFERENCE = "0.4"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its title and caption; the picture is an SVG, as an address that holds all its data."""
+    """A figure with its title and caption; the picture is an SVG, as an address that holds all its
+    data.
+    """
 
     title: str
     picture: str
@@ -29,11 +34,23 @@ class Figure:
 def sites(facts: Facts, report: Report) -> Figure:
     """Show the error at the output of every block."""
     stages = {block.path: block.stage for block in facts.blocks}
-    errors, precision = [error.relative_l2 for error in report.sites], report.sites[0].precision
+    errors = [error.relative_l2 for error in report.sites]
+    precision = report.sites[0].precision
     axes = _axes()
-    axes.semilogy(range(1, len(errors) + 1), errors, "o-", color=_MEASURED, label=f"result against source, {precision}")
+    axes.semilogy(
+        range(1, len(errors) + 1),
+        errors,
+        "o-",
+        color=_MEASURED,
+        label=f"result against source, {precision}",
+    )
     if report.exact:
-        axes.axhline(report.tolerance[precision], color=_REFERENCE, linestyle="--", label="allowed at the logits")
+        axes.axhline(
+            report.tolerance[precision],
+            color=_REFERENCE,
+            linestyle="--",
+            label="allowed at the logits",
+        )
     axes.set_ylabel("relative L2 error")
     plots.over_blocks(axes, [stages.get(error.site, "") for error in report.sites])
     caption = "|result - source| / |source| at each block's output; an error of 0 is not drawn."
@@ -58,12 +75,16 @@ def alphas(facts: Facts) -> Figure:
     """Show the scalars at the ends of the branches, against what a paper proposes."""
     depths = {block.path: depth for depth, block in enumerate(facts.blocks, 1)}
     values = {depths[alpha.block]: alpha.value for alpha in facts.alphas if alpha.block in depths}
-    axes, start = _axes(), f"1/√{len(facts.blocks)}"
+    axes = _axes()
+    start = f"1/√{len(facts.blocks)}"
     axes.stem([*values], [*values.values()], label="alpha", basefmt="none")
     axes.axhline(len(facts.blocks) ** -0.5, color=_REFERENCE, linestyle="--", label=start)
     axes.set_ylabel("alpha")
     plots.over_blocks(axes, [block.stage for block in facts.blocks])
-    caption = f"y = skip + {ALPHA}·f(x). Deep networks train from {start} or less; De & Smith 2020 propose 0."
+    caption = (
+        f"y = skip + {ALPHA}·f(x). Deep networks train from {start} or less; De & Smith 2020"
+        " propose 0."
+    )
     return Figure("Alpha per residual block", _svg(axes), caption)
 
 

@@ -1,6 +1,7 @@
 """The report as one HTML page: its own style, figures as SVG, nothing loaded from anywhere.
 
-The page is `page.html.jinja`; here is what it is filled with. Jinja escapes every text that is not marked as HTML.
+The page is `page.html.jinja`; here is what it is filled with. Jinja escapes every text that is not
+marked as HTML.
 """
 
 import math
@@ -18,7 +19,8 @@ from normswap.surgery.report import Report
 from normswap.version import __version__
 
 _MINUS = "\N{MINUS SIGN}"
-# The class of each role of norms in the page's style, and of each outcome of a norm its mark and its meaning.
+# The class of each role of norms in the page's style, and of each outcome of a norm its mark and
+# its meaning.
 COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}
 OUTCOMES = {
     "gone": ("", "folded away"),
@@ -28,24 +30,32 @@ OUTCOMES = {
     "replaced": ("r", "replaced by another layer"),
     "kept": ("●", "kept"),
 }
-_PAPER, _CODE = re.compile(r"arXiv:(\d{4}\.\d{4,5})"), re.compile(r"`([^`]*)`")
+_PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_CODE = re.compile(r"`([^`]*)`")
 
 
 def render(facts: Facts) -> str:
     """Write the whole page."""
     loader = PackageLoader("normswap.reporting", ".")
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    pages = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
     pages.filters |= {"marked": _marked, "small": small, "share": share}
     norms = facts.norms
     return pages.get_template("page.html.jinja").render(
         facts=facts,
         report=facts.report,
         tiles=list(_tiles(facts)),
-        style=resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8"),
+        style=resources.files("normswap.reporting")
+        .joinpath("report.css")
+        .read_text(encoding="utf-8"),
         norms=norms,
         used_roles={norm.role for norm in norms},
         used_outcomes={norm.outcome for norm in norms},
-        stages=[(stage, list(blocks)) for stage, blocks in groupby(facts.blocks, lambda block: block.stage)],
+        stages=[
+            (stage, list(blocks))
+            for stage, blocks in groupby(facts.blocks, lambda block: block.stage)
+        ],
         version=__version__,
         figures=figures,
         colours=COLOURS,
@@ -71,7 +81,8 @@ def _marked(text: str) -> Markup:
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if facts.report:
         yield from _report_tiles(facts.report)
-    before, after = facts.sizes["before"], facts.sizes["after"]
+    before = facts.sizes["before"]
+    after = facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
     yield "parameters", f"{after['parameters']:,}", f"{change} by the conversion"

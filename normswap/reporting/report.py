@@ -1,6 +1,7 @@
 """The report about a directory that normswap wrote: everything that the page says, as records.
 
-The source is opened again where it is still what it was; else only what the directory itself holds is told.
+The source is opened again where it is still what it was; else only what the directory itself holds
+is told.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,9 @@ _NOISE = 8
 
 @dataclass(frozen=True)
 class NormFact:
-    """A norm of the source, and what the plan did to it: one of `page.OUTCOMES`, and the same in words."""
+    """A norm of the source, and what the plan did to it: one of `page.OUTCOMES`, and the same in
+    words.
+    """
 
     path: str
     role: str
@@ -67,7 +70,8 @@ class Facts:
         others: the norms outside of blocks.
         sizes: norms and parameters of `before` and `after`.
         notes: what the reader should know about the figures.
-        signal: the points of the networks `before` and `after`, as far as there are any; measured on `signal_inputs`.
+        signal: the points of the networks `before` and `after`, as far as there are any; measured
+            on `signal_inputs`.
         accuracy: top-1 in percent of source and result, agreement and count, where measured.
     """
 
@@ -122,7 +126,11 @@ def collect(
     anatomy = bare.anatomy
     norms = _norms(anatomy, record.plan)
     in_blocks = {path for block in anatomy.blocks for path in block.norms}
-    measured = {name: net for name, net in (("before", before), ("after", network)) if net and net.anatomy.blocks}
+    measured = {
+        name: net
+        for name, net in (("before", before), ("after", network))
+        if net and net.anatomy.blocks
+    }
     header = checkpoint.read_header(directory)
     return Facts(
         source=record.source,
@@ -133,12 +141,17 @@ def collect(
         versions=header.versions,
         report=header.report,
         blocks=tuple(
-            BlockFact(block.path, block.stage, block.skip, tuple(norms[path] for path in block.norms))
+            BlockFact(
+                block.path, block.stage, block.skip, tuple(norms[path] for path in block.norms)
+            )
             for block in anatomy.blocks
         ),
         others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
         alphas=_alphas(result, anatomy, record.plan),
-        sizes={name: summary.sizes(model) for name, model in (("before", bare.module), ("after", result))},
+        sizes={
+            name: summary.sizes(model)
+            for name, model in (("before", bare.module), ("after", result))
+        },
         notes=tuple(notes),
         signal={name: tuple(signal_propagation(net)) for name, net in measured.items()},
         signal_inputs=signal_inputs,
@@ -147,16 +160,21 @@ def collect(
 
 
 def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
-    """Return what the signal is measured on, the first batch of the images or noise, and its description."""
+    """Return what the signal is measured on, the first batch of the images or noise, and its
+    description.
+    """
     if loader is not None:
         batch = next(iter(loader))[0]
         return batch, f"the first {len(batch)} images"
-    noise = torch.randn(_NOISE, *network_input.size(result), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        _NOISE, *network_input.size(result), generator=torch.Generator().manual_seed(0)
+    )
     return noise, f"{_NOISE} images of N(0, 1) noise"
 
 
 def _source(network: Network) -> tuple[Network | None, list[str]]:
-    result, record = network.module, network.provenance
+    result = network.module
+    record = network.provenance
     notes: list[str] = []
     if record.source and record.sha256:
         try:
@@ -171,8 +189,14 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
 
 
 def _step(step: Step) -> Body:
-    scheme, options = schemes.get(step.scheme), schemes.changed(step.scheme, step.options)
-    return {"scheme": step.scheme, "options": options, "summary": scheme.summary, "paper": scheme.paper}
+    scheme = schemes.get(step.scheme)
+    options = schemes.changed(step.scheme, step.options)
+    return {
+        "scheme": step.scheme,
+        "options": options,
+        "summary": scheme.summary,
+        "paper": scheme.paper,
+    }
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
@@ -186,11 +210,19 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
             if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
     said = {path: "; ".join(texts) or "stays as it is" for path, texts in sentences.items()}
-    return {norm.path: NormFact(norm.path, norm.role, outcomes[norm.path], said[norm.path]) for norm in anatomy.norms}
+    return {
+        norm.path: NormFact(norm.path, norm.role, outcomes[norm.path], said[norm.path])
+        for norm in anatomy.norms
+    }
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    planned = {edit.path: edit.args.get("alpha") for step in plan.steps for edit in step.edits if edit.layer == "Scale"}
+    planned = {
+        edit.path: edit.args.get("alpha")
+        for step in plan.steps
+        for edit in step.edits
+        if edit.layer == "Scale"
+    }
     blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
     order = list(blocks)
     alphas = []
@@ -198,8 +230,16 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
         if scales_branch(module):
             place = path.removesuffix(".then")
             bias = None if module.bias is None else module.bias.item()
-            alphas.append(Alpha(blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias))
-    return tuple(sorted(alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)))
+            alphas.append(
+                Alpha(
+                    blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias
+                )
+            )
+    return tuple(
+        sorted(
+            alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)
+        )
+    )
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:

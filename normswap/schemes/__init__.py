@@ -1,6 +1,8 @@
-"""The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme` adds more.
+"""The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme`
+adds more.
 
-A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record in the catalogue.
+A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record
+in the catalogue.
 """
 
 import inspect
@@ -10,28 +12,46 @@ from normswap import plugins
 from normswap.errors import OptionError, near, spelled
 from normswap.plan import Step
 from normswap.schemes.catalogue import PURPOSES as PURPOSES, STEPS as STEPS, TARGETS
-from normswap.schemes.scheme import Chosen as Chosen, Option, Options as Options, Scheme as Scheme, check_given
+from normswap.schemes.scheme import (
+    Chosen as Chosen,
+    Option,
+    Options as Options,
+    Scheme as Scheme,
+    check_given,
+)
 
-UNFOLD = "The source's own BatchNorm again, with what was learned since: the way back from an exact scheme."
+UNFOLD = (
+    "The source's own BatchNorm again, with what was learned since: the way back from an exact"
+    " scheme."
+)
 _registered: dict[str, Scheme] = {}
 
 
 def register_scheme(name: str, scheme: Scheme) -> Scheme:
-    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`. Returns it, under its name.
+    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`. Returns it,
+    under its name.
 
     An installed package names the module that does this among its entry points `normswap.schemes`.
 
     Raises OptionError: there is a scheme of that name, or it is none.
     """
     if not isinstance(scheme, Scheme):
-        raise OptionError(f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}")
+        raise OptionError(
+            f"scheme {name}: a Scheme is wanted, not something of type {type(scheme).__name__}"
+        )
     if name in {*TARGETS, *PURPOSES, *STEPS, *_registered, "unfold"}:
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
-    keywords = [p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    keywords = [
+        p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
     kinds = [type(p.default) if type(p.default) in (int, float, bool) else str for p in keywords]
-    options = tuple(Option(p.name, kind, p.default) for p, kind in zip(keywords, kinds, strict=True))
+    options = tuple(
+        Option(p.name, kind, p.default) for p, kind in zip(keywords, kinds, strict=True)
+    )
     summary = scheme.summary or (inspect.getdoc(scheme.plan) or name).split("\n")[0]
-    _registered[name] = replace(scheme, name=name, options=scheme.options or options, summary=summary)
+    _registered[name] = replace(
+        scheme, name=name, options=scheme.options or options, summary=summary
+    )
     return _registered[name]
 
 
@@ -63,7 +83,9 @@ def check_target(name: str) -> None:
 def check_purpose(name: str | None) -> None:
     """Check that the purpose is known; else an OptionError."""
     if name is not None and name not in PURPOSES:
-        raise OptionError(f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(PURPOSES)))
+        raise OptionError(
+            f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(PURPOSES))
+        )
 
 
 def _unknown(name: str) -> OptionError:
@@ -96,7 +118,10 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 def described() -> str:
     """The options of all schemes, a line each: for `help(normswap.convert)`."""
     options = [(name, option) for name, scheme in TARGETS.items() for option in scheme.options]
-    return "".join(f"        {name}: {option.name}={option.default!r}, {option.help}\n" for name, option in options)
+    return "".join(
+        f"        {name}: {option.name}={option.default!r}, {option.help}\n"
+        for name, option in options
+    )
 
 
 def changed(scheme: str, options: Options) -> Options:
@@ -105,4 +130,8 @@ def changed(scheme: str, options: Options) -> Options:
         defaults = get(scheme).defaults
     except OptionError:
         return options
-    return {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in defaults or defaults[name] != value
+    }

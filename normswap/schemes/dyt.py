@@ -1,8 +1,9 @@
-"""Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no statistics.
+"""Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no
+statistics.
 
-The convolution before absorbs the BatchNorm's mean and deviation, so that one alpha fits all channels; in
-pre-activation networks a scale and shift in front does. `dynamic_tanh` has the formula of gamma', `tanh_factors` the
-factors of channels with long tails.
+The convolution before absorbs the BatchNorm's mean and deviation, so that one alpha fits all
+channels; in pre-activation networks a scale and shift in front does. `dynamic_tanh` has the formula
+of gamma', `tanh_factors` the factors of channels with long tails.
 """
 
 from normswap.calibration.sequential_fit import refit
@@ -33,11 +34,20 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by layer."""
+    """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by
+    layer.
+    """
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
+        refit(
+            target,
+            task.result,
+            task.batches,
+            only=task.takes_part,
+            seed=task.seed,
+            progress=task.progress,
+        )
 
 
 def fitting_target(step: Step) -> Step:

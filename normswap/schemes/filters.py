@@ -1,8 +1,9 @@
 """Schemes that normalize filters: `nf`, `centered-weightnorm`, `weightnorm`, `spectralnorm`.
 
-Convolutions become timm's `ScaledStdConv2d`, which computes exactly the filters that sum to zero. `--mean fit` rescales
-channels (`zero_sum_rescaling`) and fits zero-sum filters to the source (`sequential_fit`). `--mean keep` keeps the
-means as one more parameter per filter, and with them the function.
+Convolutions become timm's `ScaledStdConv2d`, which computes exactly the filters that sum to zero.
+`--mean fit` rescales channels (`zero_sum_rescaling`) and fits zero-sum filters to the source
+(`sequential_fit`). `--mean keep` keeps the means as one more parameter per filter, and with them
+the function.
 """
 
 from dataclasses import replace
@@ -28,13 +29,18 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBu
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
 
-def plan_centered_weightnorm(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|, up to sqrt(fan-in) in g."""
+def plan_centered_weightnorm(
+    anatomy: Anatomy, *, mean: str, stem: str, depthwise: str
+) -> PlanBuilder:
+    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|, up to
+    sqrt(fan-in) in g.
+    """
     return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
 def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Let every convolution of the builder, but those of gates and the classifier, have standardized filters.
+    """Let every convolution of the builder, but those of gates and the classifier, have
+    standardized filters.
 
     Args:
         mean: `keep` or `fit` the filters' means.
@@ -56,18 +62,27 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         except NotFoldable as why:
             builder.notes.append(f"{path} is not standardized: {why}")
             continue
-        is_kept = (i == 0 and stem == "keep") or (own_forwards.is_depthwise(module) and depthwise == "keep")
+        is_kept = (i == 0 and stem == "keep") or (
+            own_forwards.is_depthwise(module) and depthwise == "keep"
+        )
         linear = builder.linear(path)
-        linear.layer, linear.extra = "StandardizedConv", {"mean": is_kept or mean == "keep"}
+        linear.layer = "StandardizedConv"
+        linear.extra = {"mean": is_kept or mean == "keep"}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
         only = "gates, the classifier and filters of one number are left alone"
-        raise RefusedError("no convolution to standardize", only, f"`{spelled('to', 'folded')}` works on any network")
+        raise RefusedError(
+            "no convolution to standardize",
+            only,
+            f"`{spelled('to', 'folded')}` works on any network",
+        )
     return builder
 
 
-def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> str | tuple[int, ...]:
+def _padding(
+    builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd
+) -> str | tuple[int, ...]:
     check_linear(builder, path, conv)
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")
@@ -83,18 +98,23 @@ def _padding(builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd) -> 
 
 
 def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan W = g v / |v| for every linear layer, g the filter's norm; a filter of 0 keeps a direction."""
+    """Plan W = g v / |v| for every linear layer, g the filter's norm; a filter of 0 keeps a
+    direction.
+    """
     return reparametrize(anatomy, "WeightNorm")
 
 
 def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), and alpha starts as sigma(W)."""
+    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), and alpha starts as
+    sigma(W).
+    """
     return reparametrize(anatomy, "SpectralNorm")
 
 
 def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
     """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
-    builder, modules = fold_norms(anatomy), anatomy.traced.modules
+    builder = fold_norms(anatomy)
+    modules = anatomy.traced.modules
     count = 0
     for path in linear_paths(anatomy):
         try:
@@ -112,9 +132,16 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Fit the zero-sum filters to the same network with all means, which computes what the source does."""
+    """Fit the zero-sum filters to the same network with all means, which computes what the source
+    does.
+    """
     assert task.batches is not None
     edits = task.step.edits
-    edits = tuple(replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit for edit in edits)
+    edits = tuple(
+        replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit
+        for edit in edits
+    )
     target = task.after(replace(task.step, edits=edits))
-    fit_zero_sum(target, task.result, task.batches, task.takes_part, seed=task.seed, progress=task.progress)
+    fit_zero_sum(
+        target, task.result, task.batches, task.takes_part, seed=task.seed, progress=task.progress
+    )

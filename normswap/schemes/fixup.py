@@ -1,7 +1,9 @@
-"""Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every layer and activation; no norm.
+"""Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every layer and
+activation; no norm.
 
-`--init fixup` applies the paper's reset, which is not exact: the last convolution of each branch and the classifier are
-0, and the other convolutions of a branch with m of them are scaled by L^(-1/(2m-2)), L the number of residual blocks.
+`--init fixup` applies the paper's reset, which is not exact: the last convolution of each branch
+and the classifier are 0, and the other convolutions of a branch with m of them are scaled by
+L^(-1/(2m-2)), L the number of residual blocks.
 """
 
 from torch import fx, nn
@@ -18,7 +20,9 @@ from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Fold; put multipliers (1) at the branches' ends and biases (0) before layers; `init="fixup"` resets weights."""
+    """Fold; put multipliers (1) at the branches' ends and biases (0) before layers; `init="fixup"`
+    resets weights.
+    """
     check_blocks(anatomy)
     builder = fold_norms(anatomy)
     if init == "fixup":
@@ -26,7 +30,11 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
     _shift_layers(builder)
     _place_scales(builder)
     for path, module in anatomy.traced.modules.items():
-        if builder.is_removed(path, module) and anatomy.takes_part(path) and _before_activation(builder, module):
+        if (
+            builder.is_removed(path, module)
+            and anatomy.takes_part(path)
+            and _before_activation(builder, module)
+        ):
             builder.replace(path, "ScalarBias")
     return builder
 
@@ -43,7 +51,9 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
-    """Plan a bias before each layer. It comes first, so that a layer that ends a branch absorbs the branch's scalar."""
+    """Plan a bias before each layer. It comes first, so that a layer that ends a branch absorbs the
+    branch's scalar.
+    """
     modules = builder.traced.modules
     for path in linear_paths(builder.anatomy):
         kind = reparametrized.plain_class(builder.traced.linear(path))
@@ -52,7 +62,9 @@ def _shift_layers(builder: PlanBuilder) -> None:
         except NotFoldable as why:
             builder.notes.append(f"{path} gets no bias before it: {why}")
             continue
-        if kind not in reparametrized.SHIFTED and not isinstance(modules[path], reparametrized.InputBiased):
+        if kind not in reparametrized.SHIFTED and not isinstance(
+            modules[path], reparametrized.InputBiased
+        ):
             builder.notes.append(f"{path} gets no bias before it: it is a {kind.__name__}")
         else:
             builder.linear(path).layer = "Shifted"
@@ -62,7 +74,9 @@ def linear_paths(anatomy: Anatomy) -> list[str]:
     """Every convolution and linear layer that forward calls and that takes part, each once."""
     traced = anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
-    return distinct(traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)])
+    return distinct(
+        traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)]
+    )
 
 
 def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
@@ -95,7 +109,8 @@ def _reset(builder: PlanBuilder) -> None:
 
 def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
     """The convolutions on the branch, without gates, up to `last`."""
-    traced, convolutions = anatomy.traced, []
+    traced = anatomy.traced
+    convolutions = []
     skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)
     node: fx.Node | None = traced.calls[id(traced.modules[last])][0]
     while node is not None and not traced.depends(skip, on=node):

@@ -1,8 +1,10 @@
-"""GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the BatchNorm.
+"""GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the
+BatchNorm.
 
-`layers.per_sample` has the formulas. By default eps is 9 times the mean variance (`--relative-eps`), so nine tenths of
-variance + eps are the same for every sample. `per_sample_rescaling` chooses sign and scale of each channel before the
-norm, so that a sample's own statistics cost least.
+`layers.per_sample` has the formulas. By default eps is 9 times the mean variance
+(`--relative-eps`), so nine tenths of variance + eps are the same for every sample.
+`per_sample_rescaling` chooses sign and scale of each channel before the norm, so that a sample's
+own statistics cost least.
 """
 
 from torch import nn
@@ -19,12 +21,16 @@ from normswap.schemes.scheme import FitTask
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
-    """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every BatchNorm."""
+    """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every
+    BatchNorm.
+    """
     return plan(anatomy, groups=1, group_size=0, relative_eps=relative_eps)
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm per channel and sample, which erases each channel's mean and size; one element is refused."""
+    """Plan a norm per channel and sample, which erases each channel's mean and size; one element is
+    refused.
+    """
     return plan(anatomy, channelwise=True, groups=0, group_size=1, relative_eps=0.0)
 
 
@@ -35,21 +41,34 @@ def fit(task: FitTask) -> None:
     target = task.after(fitting_target(task.step))
     choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
     if task.batches is not None:
-        refit(target, task.result, task.batches, only=task.takes_part, seed=task.seed, progress=task.progress)
+        refit(
+            target,
+            task.result,
+            task.batches,
+            only=task.takes_part,
+            seed=task.seed,
+            progress=task.progress,
+        )
 
 
 def plan(
-    anatomy: Anatomy, channelwise: bool = False, *, groups: int, group_size: int, relative_eps: float
+    anatomy: Anatomy,
+    channelwise: bool = False,
+    *,
+    groups: int,
+    group_size: int,
+    relative_eps: float,
 ) -> PlanBuilder:
     """Plan a GroupNorm in place of every BatchNorm.
 
     Args:
         channelwise: each channel is a group.
         groups: the number of groups; `group_size`, unless it is 0: the channels of each.
-        relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0, channels may be
-            rescaled, by a convolution right before the norm or by a `ChannelAffine`. With r = `relative_eps`, a sample
-            whose variance is d^2 times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
-            is divided by.
+        relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0,
+            channels may be rescaled, by a convolution right before the norm or by a
+            `ChannelAffine`. With r = `relative_eps`, a sample whose variance is d^2 times the
+            average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample is divided
+            by.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
@@ -71,7 +90,10 @@ def plan(
     for path, count in counts.items():
         channels = affine.channels(norms[path])
         args: Body = {"groups": count}
-        sentence = f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count} channels"
+        sentence = (
+            f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count}"
+            " channels"
+        )
         if path in large_eps:
             args["eps"] = large_eps[path]
             conv = conv_before(builder, norms[path])
@@ -84,8 +106,13 @@ def plan(
         builder.settle(path, Outcome("became GroupNorm", sentence))
     if large_eps:
         share = relative_eps / (1 + relative_eps)
-        what = f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is constant"
-        builder.notes.append(f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less")
+        what = (
+            f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is"
+            " constant"
+        )
+        builder.notes.append(
+            f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less"
+        )
     return builder
 
 
@@ -94,9 +121,13 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
         size = channels // count
-        builder.notes.append(f"{path}: groups of {size} channels, as groups of 1 erase each channel's mean")
+        builder.notes.append(
+            f"{path}: groups of {size} channels, as groups of 1 erase each channel's mean"
+        )
     elif count != groups:
-        builder.notes.append(f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}")
+        builder.notes.append(
+            f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}"
+        )
     return count
 
 
@@ -112,4 +143,6 @@ def fitting_target(step: Step) -> Step:
 
 def nearest_divisor(channels: int, groups: int) -> int:
     """The divisor of `channels` nearest to `groups`; of two, the smaller."""
-    return min((d for d in range(1, channels + 1) if channels % d == 0), key=lambda d: (abs(d - groups), d))
+    return min(
+        (d for d in range(1, channels + 1) if channels % d == 0), key=lambda d: (abs(d - groups), d)
+    )

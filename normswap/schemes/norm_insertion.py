@@ -1,8 +1,10 @@
-"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands, or stood.
+"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands,
+or stood.
 
-In the place of a norm that was folded back is its output: mean = beta, variance = gamma^2 var / (var + eps). In the
-place of one that was folded forward, or left a shift or an affine map, is its input, with its running statistics. The
-new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be the identity).
+In the place of a norm that was folded back is its output: mean = beta, variance = gamma^2 var /
+(var + eps). In the place of one that was folded forward, or left a shift or an affine map, is its
+input, with its running statistics. The new layer computes what stands there now (Ioffe & Szegedy
+2015, section 3: the transform can be the identity).
 """
 
 import math
@@ -26,7 +28,8 @@ from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
     """Plan a BatchNorm wherever a norm stands or stood; `where` and `like` are planned elsewhere.
 
-    In training `ghost_batch` samples share statistics (Hoffer et al. 2017, arXiv:1705.08741, algorithm 1).
+    In training `ghost_batch` samples share statistics (Hoffer et al. 2017, arXiv:1705.08741,
+    algorithm 1).
     """
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
@@ -35,7 +38,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         if same and not affine.is_frozen(module) and not affine.is_registered(module):
             builder.settle(path, Outcome("kept", "kept"))
         else:
-            builder.replace(path, "SiteNorm", **ghost, **_settings(anatomy, anatomy.original_path(path)))
+            builder.replace(
+                path, "SiteNorm", **ghost, **_settings(anatomy, anatomy.original_path(path))
+            )
             sentence = f"statistics over {ghost_batch or 'all'} samples"
             builder.settle(path, Outcome("statistics over some samples", sentence))
 
@@ -43,7 +48,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm of constants wherever one stands or stood: `FrozenBatchNorm2d`, or timm's with an activation."""
+    """Plan a norm of constants wherever one stands or stood: `FrozenBatchNorm2d`, or timm's with an
+    activation.
+    """
 
     def freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
         if affine.is_frozen(module):
@@ -66,10 +73,12 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_tune(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a live gamma that scales the weight of every convolution before a norm, made anew at each step.
+    """Plan a live gamma that scales the weight of every convolution before a norm, made anew at
+    each step.
 
-    W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that no plain 2-D
-    convolution can absorb keeps frozen statistics in its place, and learns gamma and beta there.
+    W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that
+    no plain 2-D convolution can absorb keeps frozen statistics in its place, and learns gamma and
+    beta there.
     """
 
     def keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -81,11 +90,18 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
         module = anatomy.traced.linear(conv)
-        plain = reparametrized.plain_class(module) is nn.Conv2d and not reparametrized.keeps_input_bias(module)
-        if edit is None or not plain or (conv in builder.linears and builder.linears[conv].layer != "Folded"):
+        plain = reparametrized.plain_class(
+            module
+        ) is nn.Conv2d and not reparametrized.keeps_input_bias(module)
+        if (
+            edit is None
+            or not plain
+            or (conv in builder.linears and builder.linears[conv].layer != "Folded")
+        ):
             continue
         linear = builder.linear(conv)
-        linear.layer, linear.extra = "Tuned", dict(edit.args)
+        linear.layer = "Tuned"
+        linear.extra = dict(edit.args)
         linear.add(path, AbsorbMode.NORM)
         builder.remove(path)
         builder.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
@@ -100,9 +116,15 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
     for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
-        after = [read for read, absorption in edit.absorbed if absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)]
+        after = [
+            read
+            for read, absorption in edit.absorbed
+            if absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)
+        ]
         lost = [read for read in after if isinstance(modules.get(read), Vacant)]
-        absorbed.setdefault(edit.path, []).extend(path for path in lost if path not in absorbed.get(edit.path, ()))
+        absorbed.setdefault(edit.path, []).extend(
+            path for path in lost if path not in absorbed.get(edit.path, ())
+        )
     convolutions: dict[str, list[str]] = {}
     for conv, paths in absorbed.items():
         if len(paths) == 1 and conv in modules:
@@ -114,14 +136,22 @@ Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Fold all but the BatchNorms, call `keep` for each of those, and put a `layer` wherever one was lost."""
+    """Fold all but the BatchNorms, call `keep` for each of those, and put a `layer` wherever one
+    was lost.
+    """
     modules = anatomy.traced.modules
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
     living = [norm.path for norm in norms if anatomy.takes_part(norm.path)]
     present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
-    lost = [path for path in anatomy.provenance.original_paths if path not in present and anatomy.takes_part(path)]
+    lost = [
+        path
+        for path in anatomy.provenance.original_paths
+        if path not in present and anatomy.takes_part(path)
+    ]
     now = [anatomy.current_path(path) for path in lost]
-    builder = fold_norms(anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))])
+    builder = fold_norms(
+        anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))]
+    )
     refusals = {id(read.module): read.refusal for read in anatomy.maps}
     for path in living:
         if why := refusals[id(modules[path])]:
@@ -140,7 +170,8 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
 
 def _settings(anatomy: Anatomy, path: str) -> Body:
     """The recorded settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
-    norms, names = anatomy.provenance.norms, ("eps", "momentum", "num_batches_tracked")
+    norms = anatomy.provenance.norms
+    names = ("eps", "momentum", "num_batches_tracked")
     values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
     settings = {name: None if math.isnan(value) else value for name, value in values.items()}
     return {"settings": settings} if settings else {}
@@ -154,7 +185,9 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         return
     removed = builder.is_removed(path, old)
     if not removed and not _stands_for_a_norm(old):
-        builder.notes.append(f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}")
+        builder.notes.append(
+            f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}"
+        )
         return
     if affine.holds_statistics(old) and not removed:
         builder.replace(path, layer, **args)
@@ -162,7 +195,9 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         return
     mean, std = moments(builder.anatomy, original, at_input=not removed)
     builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
-    builder.settle(path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept"))
+    builder.settle(
+        path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept")
+    )
 
 
 def _stands_for_a_norm(module: nn.Module | None) -> bool:

@@ -1,8 +1,9 @@
 """What `--for` adds after a scheme: the needs of private or federated training, as one more step.
 
-`opacus` (Abadi et al. 2016, arXiv:1607.00133): no statistics of the batch, no buffers in a layer that learns
-(`GradSampleModule.validate`), and nothing written in place to what such a layer returns. `federated` (McMahan et al.
-2017, arXiv:1602.05629): no statistics of the batch and no buffer that training changes.
+`opacus` (Abadi et al. 2016, arXiv:1607.00133): no statistics of the batch, no buffers in a layer
+that learns (`GradSampleModule.validate`), and nothing written in place to what such a layer
+returns. `federated` (McMahan et al. 2017, arXiv:1602.05629): no statistics of the batch and no
+buffer that training changes.
 """
 
 from dataclasses import replace
@@ -37,29 +38,39 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     traced = anatomy.traced
     for path, module in traced.modules.items():
         if getattr(module, "inplace", False) is True:
-            outer = next((parent for parent in builder.replacements if path.startswith(f"{parent}.")), None)
+            outer = next(
+                (parent for parent in builder.replacements if path.startswith(f"{parent}.")), None
+            )
             if outer is None:
                 builder.replace(path, "OutOfPlace")
             else:
-                builder.replacements[outer] = replace(builder.replacements[outer], out_of_place=True)
+                builder.replacements[outer] = replace(
+                    builder.replacements[outer], out_of_place=True
+                )
         if path not in builder.refusals and path not in builder.replacements:
             _refuse_buffers(builder, path, module)
     for node in traced.nodes:
         if overwrites(traced, node):
             _copy_before(builder, node)
     for path, why in traced.opaque.items():
-        builder.notes.append(f"{path} cannot be looked into ({why}): whether it writes in place is not known")
+        builder.notes.append(
+            f"{path} cannot be looked into ({why}): whether it writes in place is not known"
+        )
     return builder
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     remedy = "groupnorm, skipinit and frozen-bn do not"
     if affine.is_batchnorm(module) and not affine.is_frozen(module):
-        builder.refusals[path] = f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
+        builder.refusals[path] = (
+            f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
+        )
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         builder.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
     elif isinstance(module, parametrizations._SpectralNorm):
-        builder.refusals[path] = "spectral normalization keeps buffers that training changes; weightnorm has none"
+        builder.refusals[path] = (
+            "spectral normalization keeps buffers that training changes; weightnorm has none"
+        )
 
 
 def learns(module: nn.Module) -> bool:
@@ -70,7 +81,10 @@ def learns(module: nn.Module) -> bool:
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     buffers = [name for name, _ in module.named_buffers() if learns(module)]
     if buffers:
-        what = f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which Opacus refuses"
+        what = (
+            f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which"
+            " Opacus refuses"
+        )
         builder.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
     elif parametrize.is_parametrized(module) and not learns(module):
         # Without a bias Opacus would hook the parametrization, which sees no samples.

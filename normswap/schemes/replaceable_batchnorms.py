@@ -15,8 +15,12 @@ from normswap.layers import affine
 from normswap.plan import Step
 
 
-def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuilder, dict[str, nn.Module]]:
-    """The builder of a plan that folds all but the BatchNorms, and the BatchNorms that can be replaced, by path."""
+def replaceable_batchnorms(
+    anatomy: Anatomy, replacement: str
+) -> tuple[PlanBuilder, dict[str, nn.Module]]:
+    """The builder of a plan that folds all but the BatchNorms, and the BatchNorms that can be
+    replaced, by path.
+    """
     traced = anatomy.traced
     norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
@@ -26,7 +30,9 @@ def replaceable_batchnorms(anatomy: Anatomy, replacement: str) -> tuple[PlanBuil
         ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
         raise RefusedError(lacking, "", f"Where BatchNorm was folded away, {ways} brings it back")
     builder = fold_norms(anatomy, leave=norms)
-    once = {id(module): path for path, module in reversed(norms.items()) if id(module) in traced.calls}
+    once = {
+        id(module): path for path, module in reversed(norms.items()) if id(module) in traced.calls
+    }
     replaceable: dict[str, nn.Module] = {}
     for path, module in norms.items():
         if once.get(id(module)) != path:
@@ -51,8 +57,12 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
     return path
 
 
-def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The nodes that read the value of `node`, directly or through nodes that pass it on, each once."""
+def readers(
+    builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]
+) -> Iterator[fx.Node]:
+    """The nodes that read the value of `node`, directly or through nodes that pass it on, each
+    once.
+    """
     users = builder.traced.users
     met: set[fx.Node] = set()
     ahead = [*users[node]]
@@ -67,7 +77,9 @@ def readers(builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], boo
 
 def exchanged(step: Step, layer: str, other: str) -> Step:
     """The same step with another layer in place of this one."""
-    return replace(step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits))
+    return replace(
+        step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits)
+    )
 
 
 def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
@@ -75,6 +87,7 @@ def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
     if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
         raise RefusedError(
             lacking,
-            "its norms are LayerNorms: they take statistics of each token, and without those too much accuracy is lost",
+            "its norms are LayerNorms: they take statistics of each token, and without those too"
+            " much accuracy is lost",
             f"Try '{spelled('to', 'rmsnorm')}', which is exact",
         )

@@ -1,9 +1,12 @@
-"""Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no normalization.
+"""Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no
+normalization.
 
-Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and the last is multiplied
-by a g / b, so the function is kept. b sits at the end of the branch. a needs a module on the sum: a ReLU module after
-it, where relu(a z) = a relu(z). Without one (pre-activation networks) the branches, which write to the stream, hold it
-instead, and the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
+Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and
+the last is multiplied by a g / b, so the function is kept. b sits at the end of the branch. a needs
+a module on the sum: a ReLU module after it, where relu(a z) = a relu(z). Without one
+(pre-activation networks) the branches, which write to the stream, hold it
+instead, and the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds b / (a_1
+... a_l) f(x).
 """
 
 import math
@@ -25,7 +28,10 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "szegedy": lambda block, depth: (1.0, 0.2),
     "hanin": lambda block, depth: (1.0, 0.9**block),
     "arpit": lambda block, depth: (1.0, 1 / depth),
-    "rescale": lambda block, depth: (math.sqrt(1 - 1 / (block + depth)), math.sqrt(1 / (block + depth))),
+    "rescale": lambda block, depth: (
+        math.sqrt(1 - 1 / (block + depth)),
+        math.sqrt(1 / (block + depth)),
+    ),
 }
 
 # Half precision ends at 2^16, which `balduzzi` reaches on the skips of 32 blocks.
@@ -73,7 +79,9 @@ def _scale(
         owed[block.total] = a * _owed_before(builder, block, owed)
         b /= owed[block.total]
         if b > LARGEST:
-            raise NotFoldable(f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision")
+            raise NotFoldable(
+                f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision"
+            )
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
     act, path = after_sum
@@ -93,7 +101,9 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
-    """The activation after the sum, and the path for a factor of its output; None where no module can hold one."""
+    """The activation after the sum, and the path for a factor of its output; None where no module
+    can hold one.
+    """
     traced = builder.traced
     users = traced.users[block.total]
     module = traced.module(users[0]) if len(users) == 1 else None
@@ -102,7 +112,11 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
             raise NotFoldable("a factor of the sum cannot pass the activation that follows")
         return None
     after = traced.users[users[0]]
-    removed = len(after) == 1 and builder.removes(str(after[0].target)) and scales_branch(traced.module(after[0]))
+    removed = (
+        len(after) == 1
+        and builder.removes(str(after[0].target))
+        and scales_branch(traced.module(after[0]))
+    )
     if removed:
         return users[0], str(after[0].target)
     return users[0], str(users[0].target)

@@ -1,8 +1,9 @@
 """RMSNorm in place of every LayerNorm: exact, by centring whatever writes to the residual stream.
 
-LN(x) = RMSNorm(x - mean(x)), with the same eps. With W' = (I - 11'/C) W and b' = b - mean(b) in each linear layer and
-embedding that writes to the stream, its mean is 0. gamma stays with the norm; beta goes into the linear layers after
-it. The features between the blocks lose their mean. Refused where something else reads the mean.
+LN(x) = RMSNorm(x - mean(x)), with the same eps. With W' = (I - 11'/C) W and b' = b - mean(b) in
+each linear layer and embedding that writes to the stream, its mean is 0. gamma stays with the norm;
+beta goes into the linear layers after it. The features between the blocks lose their mean. Refused
+where something else reads the mean.
 """
 
 from torch import nn
@@ -21,7 +22,11 @@ from normswap.plan import AbsorbMode, Outcome
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
     """Plan an RMSNorm in place of every LayerNorm."""
-    norms = {path: m for path, m in norm_affine.foldable_norms(anatomy).items() if isinstance(m, nn.LayerNorm)}
+    norms = {
+        path: m
+        for path, m in norm_affine.foldable_norms(anatomy).items()
+        if isinstance(m, nn.LayerNorm)
+    }
     if not norms:
         remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         raise RefusedError("the network has no LayerNorm", remedy=remedy)
@@ -37,7 +42,9 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def _replace(builder: PlanBuilder, path: str, norm: nn.Module, streams: list[residual_stream.Stream]) -> None:
+def _replace(
+    builder: PlanBuilder, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
+) -> None:
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
@@ -49,7 +56,11 @@ def _replace(builder: PlanBuilder, path: str, norm: nn.Module, streams: list[res
             raise NotFoldable(f"its input must keep its mean: {why}") from None
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
     # A class token that is joined with its tokens just before the last norm is no feature.
-    if role == "head" and channel_axes.is_step(builder.traced, values[0]) and len(inputs(values[0])) == 1:
+    if (
+        role == "head"
+        and channel_axes.is_step(builder.traced, values[0])
+        and len(inputs(values[0])) == 1
+    ):
         features = f"the features after {residual_stream.called(values[0])}"
         builder.notes.append(f"{path} reads {features}: these lose their mean, too")
     builder.replace(path, "RMSNorm")

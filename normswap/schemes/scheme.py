@@ -1,7 +1,8 @@
-"""The record of a scheme, what it is called, computes with and needs; and of its options. Without torch.
+"""The record of a scheme, what it is called, computes with and needs; and of its options. Without
+torch.
 
-The records of options are the one place that says what may be given: the command line, recipes, errors, cards and pages
-are made from them. A registered scheme brings records of its own.
+The records of options are the one place that says what may be given: the command line, recipes,
+errors, cards and pages are made from them. A registered scheme brings records of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ class Range:
     high_open: bool = True
 
     def __contains__(self, value: float) -> bool:
-        is_bound = (value == self.low and not self.low_open) or (value == self.high and not self.high_open)
+        is_bound = (value == self.low and not self.low_open) or (
+            value == self.high and not self.high_open
+        )
         return self.low < value < self.high or is_bound
 
     def __str__(self) -> str:
-        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+        return (
+            f"{'(' if self.low_open else '['}{self.low:g},"
+            f" {self.high:g}{')' if self.high_open else ']'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class Option:
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:
-        """The value as a plan stores it (0, 0.0 and `0` are one number); raises OptionError: it is not allowed."""
+        """The value as a plan stores it (0, 0.0 and `0` are one number); raises OptionError: it is
+        not allowed.
+        """
         is_number = self.kind in (int, float, object)
         if value in self.choices or not (is_number or self.choices):
             return value
@@ -79,7 +87,9 @@ class Option:
             return value if self.kind is int else float(value)
         allowed = [repr(choice) for choice in self.choices]
         if self.kind is int:
-            allowed.append("a whole number" if self.range is None else f"a whole number >= {self.range.low:g}")
+            allowed.append(
+                "a whole number" if self.range is None else f"a whole number >= {self.range.low:g}"
+            )
         elif is_number:
             allowed.append("a finite number" if self.range is None else f"in {self.range}")
         raise OptionError(f"{spelled(self.name, value)} is not {' or '.join(allowed)}")
@@ -90,13 +100,19 @@ class Option:
                 value = float(value)
             except ValueError:
                 return False
-        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else int | float):
+        if isinstance(value, bool) or not isinstance(
+            value, int if self.kind is int else int | float
+        ):
             return False
         return math.isfinite(value) and (self.range is None or value in self.range)
 
 
-def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, object]) -> dict[str, object]:
-    """The values of all options; raises OptionError: the scheme has no such option, or not with such a value."""
+def check_given(
+    scheme: str, options: Sequence[Option], values: Mapping[str, object]
+) -> dict[str, object]:
+    """The values of all options; raises OptionError: the scheme has no such option, or not with
+    such a value.
+    """
     checked: dict[str, object] = {}
     by_name = {option.name: option for option in options}
     if unknown := set(values) - {*by_name, *EVERY}:
@@ -105,7 +121,11 @@ def check_given(scheme: str, options: Sequence[Option], values: Mapping[str, obj
     for option in options:
         value = checked[option.name] = option.check(values.get(option.name, option.default))
         other = by_name.get(option.instead_of)
-        if other and value != option.default and values.get(other.name, other.default) != other.default:
+        if (
+            other
+            and value != option.default
+            and values.get(other.name, other.default) != other.default
+        ):
             both = f"{spelled(other.name)} and {spelled(option.name)}"
             raise OptionError(both, "each says the same in its own way", "Give one of them")
     return checked
@@ -122,7 +142,8 @@ class FitTask:
     Args:
         source: the network before the step.
         result: the network after it; its tensors are set in place.
-        batches: calls of both networks, read as often as needed; None where the user gave no images.
+        batches: calls of both networks, read as often as needed; None where the user gave no
+            images.
         example: one call, for its form and the size of its images.
         after: after(step) is a copy of the source after another step.
         takes_part: whether the layer at a path of the result may be changed (`only`, `skip`).
@@ -156,18 +177,23 @@ class Scheme:
     Args:
         plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
         exact: whether the function is kept; a function of the options where it depends on them.
-        fit: fit(task) sets values of the result from data, in place, where the function is not kept; it may return what
-            the user should know. A batch is a call, `batch.call(task.source)`.
+        fit: fit(task) sets values of the result from data, in place, where the function is not
+            kept; it may return what the user should know. A batch is a call,
+            `batch.call(task.source)`.
         needs_data: whether `fit` needs images of the user's.
         takes_all_images: `fit` measures statistics, on all images; none is held out.
-        settle: of an exact scheme whose `fit` measures statistics on images: settle(source, result, step) sets the
-            other tensors, in place, so that the function is kept. Synthetic images are refused.
+        settle: of an exact scheme whose `fit` measures statistics on images: settle(source, result,
+            step) sets the other tensors, in place, so that the function is kept. Synthetic images
+            are refused.
         starts_from: the scheme that a network without norms must be brought to first.
-        on_branches: it places a layer at the end of residual branches, which must not end in a factor of their own.
+        on_branches: it places a layer at the end of residual branches, which must not end in a
+            factor of their own.
         may_do_nothing: a plan without edits is allowed.
         decay: which parameters decay in its paper, a policy of `param_groups`.
-        options: records of the keywords of `plan`; of a registered scheme by default made from its signature.
-        summary: one line about it; of a registered scheme by default the first line of `plan`'s docstring.
+        options: records of the keywords of `plan`; of a registered scheme by default made from its
+            signature.
+        summary: one line about it; of a registered scheme by default the first line of `plan`'s
+            docstring.
     """
 
     plan: Planner

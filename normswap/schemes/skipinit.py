@@ -1,8 +1,9 @@
-"""SkipInit, regularized or not: no norm, one learned scalar at the end of every residual branch, y = skip + alpha f(x).
+"""SkipInit, regularized or not: no norm, one learned scalar at the end of every residual branch, y
+= skip + alpha f(x).
 
-With `--alpha match` alpha is the standard deviation of the branch's output, and the branch's last convolution is
-divided by it: f has unit variance, as in the paper's analysis, and the function is kept. Any other alpha changes the
-function.
+With `--alpha match` alpha is the standard deviation of the branch's output, and the branch's last
+convolution is divided by it: f has unit variance, as in the paper's analysis, and the function is
+kept. Any other alpha changes the function.
 """
 
 import copy
@@ -40,9 +41,11 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 
 
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
-    """Plan a scalar on each residual branch, a scalar bias after each v1 sum, and dropout before the classifier.
+    """Plan a scalar on each residual branch, a scalar bias after each v1 sum, and dropout before
+    the classifier.
 
-    The biases start at 0 and stand before the block's final ReLU. The paper drops 0.2 on ImageNet and 0.6 on CIFAR.
+    The biases start at 0 and stand before the block's final ReLU. The paper drops 0.2 on ImageNet
+    and 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(builder, dropout)
@@ -61,14 +64,18 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """Fold the network and put one scalar at the end of every residual branch that has none.
 
     Args:
-        value: the scalars' start; None: the standard deviation of the branch's output, which keeps the function. The
-            branch's last convolution is divided by that deviation in both cases.
-        bias: add a scalar bias of 0 where an activation follows the sum; without it, a bias that is there goes into the
-            branch's last convolution.
+        value: the scalars' start; None: the standard deviation of the branch's output, which keeps
+            the function. The branch's last convolution is divided by that deviation in both cases.
+        bias: add a scalar bias of 0 where an activation follows the sum; without it, a bias that is
+            there goes into the branch's last convolution.
     """
     check_blocks(anatomy)
     modules = anatomy.traced.modules
-    scaled = {block.tail for block in anatomy.included_blocks if block.tail and _stays(modules[block.tail], bias)}
+    scaled = {
+        block.tail
+        for block in anatomy.included_blocks
+        if block.tail and _stays(modules[block.tail], bias)
+    }
     builder = fold_norms(anatomy, leave=scaled)
     for block in anatomy.included_blocks:
         if block.tail is None:
@@ -86,7 +93,9 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             alpha = old.alpha.item()
             _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
         else:
-            builder.notes.append(f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}")
+            builder.notes.append(
+                f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"
+            )
             builder.replacements.pop(block.tail, None)
             continue
         if value is not None:
@@ -100,8 +109,12 @@ def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
-    """Whether it is a scalar that learns and can stay: it may have a bias, or its bias or its alpha is 0."""
-    return _learns(module) and (bias or module.bias is None or not (module.bias.any() and module.alpha.any()))
+    """Whether it is a scalar that learns and can stay: it may have a bias, or its bias or its alpha
+    is 0.
+    """
+    return _learns(module) and (
+        bias or module.bias is None or not (module.bias.any() and module.alpha.any())
+    )
 
 
 def check_blocks(anatomy: Anatomy) -> None:
@@ -111,7 +124,11 @@ def check_blocks(anatomy: Anatomy) -> None:
         raise RefusedError("the network has no residual blocks", remedy=remedy)
     if not anatomy.included_blocks:
         examples = ", ".join(block.path for block in anatomy.blocks[:2])
-        raise RefusedError("no residual block is chosen", "scalars sit on whole blocks", f"Name blocks, as {examples}")
+        raise RefusedError(
+            "no residual block is chosen",
+            "scalars sit on whole blocks",
+            f"Name blocks, as {examples}",
+        )
 
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
@@ -121,12 +138,17 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
         alpha = old.alpha.item()
     bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
-        builder.replacements[path] = Edit(path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})})
+        builder.replacements[path] = Edit(
+            path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})}
+        )
 
 
 def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
-    """Dropout with probability `p` before the classifier: where there is a place for it, else in the classifier."""
-    path, classifier = builder.anatomy.dropout, builder.anatomy.classifier
+    """Dropout with probability `p` before the classifier: where there is a place for it, else in
+    the classifier.
+    """
+    path = builder.anatomy.dropout
+    classifier = builder.anatomy.classifier
     if classifier is not None and not builder.anatomy.takes_part(classifier):
         builder.notes.append(f"no dropout: {classifier} is to stay as it is")
         return builder
@@ -166,7 +188,9 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     return builder
 
 
-def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale") -> None:
+def place_scale(
+    builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale"
+) -> None:
     """Place a scalar at `path`, after what stands there if that is not removed."""
     old = builder.traced.modules[path]
     removed = builder.removes(path)
@@ -185,10 +209,11 @@ def place_scale(builder: PlanBuilder, path: str, alpha: float, bias: bool, layer
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide the branch's last convolution by the deviation of its output; returns that as the first alpha.
+    """Divide the branch's last convolution by the deviation of its output; returns that as the
+    first alpha.
 
-    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. One that cannot be divided gets alpha 1 and a
-    note.
+    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. One that cannot be divided
+    gets alpha 1 and a note.
     """
     try:
         conv, readers = last_linear(builder, block.branch, block.total)
@@ -200,28 +225,36 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     rms = math.sqrt(float(deviation.square().mean()))
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
-        builder.notes.append(f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn")
+        builder.notes.append(
+            f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
+        )
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
     if not math.isfinite(rms) or rms < 1e-12:
-        builder.notes.append(f"{block.path}: its last layer stays as large as it is: its output does not vary")
+        builder.notes.append(
+            f"{block.path}: its last layer stays as large as it is: its output does not vary"
+        )
         return 1.0
     _divide(builder, conv, readers, rms)
     return rms
 
 
 def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) -> None:
-    """Divide a convolution's output by a factor, and multiply the inputs of its other readers by it."""
+    """Divide a convolution's output by a factor, and multiply the inputs of its other readers by
+    it.
+    """
     builder.linear(conv).gain /= by
     for reader in readers:
         builder.linear(reader).in_gain *= by
 
 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
-    """Mean and deviation per channel of the branch's output (before its gate), from the norms around `conv`.
+    """Mean and deviation per channel of the branch's output (before its gate), from the norms
+    around `conv`.
 
-    A BatchNorm after the convolution has both. Behind a norm before it (pre-activation) inputs are taken for
-    independent, and variances add up. Only the rescaling depends on this, never the function.
+    A BatchNorm after the convolution has both. Behind a norm before it (pre-activation) inputs are
+    taken for independent, and variances add up. Only the rescaling depends on this, never the
+    function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]
@@ -236,12 +269,15 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
         linear = reparametrized.plain(linear)
     weight = linear.weight.detach().double().reshape(*linear.weight.shape[:2], -1)
     # The first group of a grouped convolution stands for all.
-    mean, variance = mean[: weight.shape[1]], variance[: weight.shape[1]]
+    mean = mean[: weight.shape[1]]
+    variance = variance[: weight.shape[1]]
     return weight.sum(2) @ mean, (weight.square().sum(2) @ variance).sqrt()
 
 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
-    """Mean and variance per channel of a convolution's input, if a norm and elementwise activations made it."""
+    """Mean and variance per channel of a convolution's input, if a norm and elementwise activations
+    made it.
+    """
     traced = anatomy.traced
     acts: list[nn.Module] = []
     node = traced.main_input(call)
@@ -272,7 +308,9 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 
 
 def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation of the norm that `node` calls, or that once stood there; before the activation."""
+    """Mean and deviation of the norm that `node` calls, or that once stood there; before the
+    activation.
+    """
     module = anatomy.traced.module(node)
     if module is not None and affine.has_moments(module):
         return affine.moments(module)

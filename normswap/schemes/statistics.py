@@ -1,8 +1,9 @@
 """Steps that take statistics from images.
 
-`measured-batchnorm`: BatchNorms in a network that never had any, or whose record is lost. gamma = sqrt(var + eps),
-beta = mean: in eval mode nothing changes, whatever the statistics are; in training mode the norms are alive.
-`estimate`: BatchNorms for norms with statistics per sample. `recalibrate`: BatchNorm's statistics anew.
+`measured-batchnorm`: BatchNorms in a network that never had any, or whose record is lost. gamma =
+sqrt(var + eps), beta = mean: in eval mode nothing changes, whatever the statistics are; in training
+mode the norms are alive. `estimate`: BatchNorms for norms with statistics per sample.
+`recalibrate`: BatchNorm's statistics anew.
 """
 
 from math import prod
@@ -27,7 +28,8 @@ from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
 
-EPS, MOMENTUM = 1e-5, 0.1
+EPS = 1e-5
+MOMENTUM = 0.1
 
 
 def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
@@ -35,7 +37,10 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
     builder = PlanBuilder(anatomy)
     for path in norm_places(builder, where):
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
-        builder.settle(path, Outcome("norms measured", "gets a norm after it, with statistics measured on images"))
+        builder.settle(
+            path,
+            Outcome("norms measured", "gets a norm after it, with statistics measured on images"),
+        )
     if not builder.replacements:
         lacking = "there is no place for a BatchNorm"
         require_no_tokenwise_norms(anatomy, lacking)
@@ -67,22 +72,34 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
 
 def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, site_norm.SiteNorm]]:
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
-    return [(path, cast(_ConvNd, chain.inner), cast(site_norm.SiteNorm, chain.then)) for path, chain in chains]
+    return [
+        (path, cast(_ConvNd, chain.inner), cast(site_norm.SiteNorm, chain.then))
+        for path, chain in chains
+    ]
 
 
-_OF_OUTPUTS = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.MultiheadAttention)
+_OF_OUTPUTS = (
+    nn.Sigmoid,
+    nn.LogSigmoid,
+    nn.Softmax,
+    nn.Softmax2d,
+    nn.LogSoftmax,
+    nn.MultiheadAttention,
+)
 
 
 def norm_places(builder: PlanBuilder, where: str) -> list[str]:
     """Paths of the convolutions after which a norm may be added, in order of the forward pass.
 
-    Their values reach an activation next, or, where `where` is `conv`, another linear layer. They have no norm yet, and
-    maps of several positions: else a norm would see one value per channel of an image. A convolution that is called
-    more than once is left out with a note, as one norm would mix its inputs.
+    Their values reach an activation next, or, where `where` is `conv`, another linear layer. They
+    have no norm yet, and maps of several positions: else a norm would see one value per channel of
+    an image. A convolution that is called more than once is left out with a note, as one norm would
+    mix its inputs.
     """
     places = []
     for node in builder.traced.nodes:
-        conv, path = builder.traced.module(node), str(node.target)
+        conv = builder.traced.module(node)
+        path = str(node.target)
         if not isinstance(conv, _ConvNd) or path in places or not builder.anatomy.takes_part(path):
             continue
         if not _goes_on(builder, node, linear=where == "conv"):
@@ -92,13 +109,17 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
             builder.notes.append(f"{path} gets no norm: it is called more than once")
         elif read := builder.traced.read_directly(conv):
             builder.notes.append(f"{path} gets no norm: forward reads {read} by itself")
-        elif isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
+        elif (
+            isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node)
+        ):
             places.append(path)
     return places
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
-    """Whether a convolution's values reach an activation (`linear`: or a linear layer) through channelwise steps."""
+    """Whether a convolution's values reach an activation (`linear`: or a linear layer) through
+    channelwise steps.
+    """
     traced = builder.traced
 
     def passes(reader: fx.Node) -> bool:
@@ -106,11 +127,16 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
         return builder.is_identity(reader) or treats_alike
 
     ahead = readers(builder, node, passes)
-    return any(_activates(traced, each) or (linear and isinstance(traced.module(each), LINEAR)) for each in ahead)
+    return any(
+        _activates(traced, each) or (linear and isinstance(traced.module(each), LINEAR))
+        for each in ahead
+    )
 
 
 def _activates(traced: Traced, node: fx.Node) -> bool:
-    """Whether it is an activation, or x g(x) such as x sigmoid(x), but not one that gives probabilities."""
+    """Whether it is an activation, or x g(x) such as x sigmoid(x), but not one that gives
+    probabilities.
+    """
     module = traced.module(node)
     if module is not None:
         return is_activation(module) and not isinstance(module, _OF_OUTPUTS)
@@ -137,11 +163,20 @@ def fit_estimate(task: FitTask) -> None:
     """Estimate each BatchNorm from what its norm does on average."""
     assert task.batches is not None
     norms = {edit.path for edit in task.step.edits}
-    refit(task.source, task.result, task.batches, only=lambda path: path in norms, mirrored=0, progress=task.progress)
+    refit(
+        task.source,
+        task.result,
+        task.batches,
+        only=lambda path: path in norms,
+        mirrored=0,
+        progress=task.progress,
+    )
 
 
 def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
-    """No edit: `fit_recalibrate` sets statistics, or `surgery/recalibration.py` values; `record` is remembered."""
+    """No edit: `fit_recalibrate` sets statistics, or `surgery/recalibration.py` values; `record` is
+    remembered.
+    """
     return PlanBuilder(anatomy)
 
 

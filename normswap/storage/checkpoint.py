@@ -1,8 +1,9 @@
 """Save and load: a directory of weights, plan and measured proof. Nothing is pickled.
 
-`model.safetensors` has the tensors, and in its header the schema version, source and hash, architecture, plan, report
-and library versions; `config.json` is timm's hub layout; `norms.safetensors` has the source's norm tensors; `README.md`
-is a model card. The directory is written beside its place and renamed.
+`model.safetensors` has the tensors, and in its header the schema version, source and hash,
+architecture, plan, report and library versions; `config.json` is timm's hub layout;
+`norms.safetensors` has the source's norm tensors; `README.md` is a model card. The directory is
+written beside its place and renamed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Header(BaseModel):
     """The record as it is read; the report is that of the conversion.
 
     Args:
-        hashes: of all tensors of a file, by file; tensors: of each by itself, by file and name (none in older ones).
+        hashes: of all tensors of a file, by file; tensors: of each by itself, by file and name
+            (none in older ones).
     """
 
     model_config = ConfigDict(strict=True)
@@ -71,14 +73,16 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its weights file alone.
+    """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its
+    weights file alone.
 
     Returns the network in eval mode, on the CPU, carrying its provenance.
 
     Args:
-        input_size: (C, H, W) of its images, where it states another or none (`zoo.for_size`); inputs: what it takes, by
-            name, where that is no image (`zoo.for_inputs`).
-        trust_factory: as in `load`; named: whether the user named the MODEL, so that its factory may be imported.
+        input_size: (C, H, W) of its images, where it states another or none (`zoo.for_size`);
+            inputs: what it takes, by name, where that is no image (`zoo.for_inputs`).
+        trust_factory: as in `load`; named: whether the user named the MODEL, so that its factory
+            may be imported.
         asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
 
     Raises SourceError: it cannot be found, read or understood.
@@ -99,21 +103,30 @@ def open_model(
 
 
 def save(
-    result: Conversion | nn.Module, directory: str | Path, *, arch: Arch | None = None, force: bool = False
+    result: Conversion | nn.Module,
+    directory: str | Path,
+    *,
+    arch: Arch | None = None,
+    force: bool = False,
 ) -> Path:
-    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`. Returns the directory.
+    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`. Returns the
+    directory.
 
     A network that nobody knows how to build is saved too; `load` then needs its skeleton.
 
     Args:
-        arch: how to build the bare architecture, where the network does not know it itself; of a factory of your own:
-            `Arch("package.module:factory", kwargs, "factory")`.
-        force: replace a directory that normswap, or timm, wrote before; of a link, the one that it points to.
+        arch: how to build the bare architecture, where the network does not know it itself; of a
+            factory of your own: `Arch("package.module:factory", kwargs, "factory")`.
+        force: replace a directory that normswap, or timm, wrote before; of a link, the one that it
+            points to.
 
-    Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN, infinite, or missing.
+    Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN,
+    infinite, or missing.
     """
     place = Path(directory)
-    model, report = (result.model, result.report) if isinstance(result, Conversion) else (result, None)
+    model, report = (
+        (result.model, result.report) if isinstance(result, Conversion) else (result, None)
+    )
     model = network_input.require_module(model)
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
@@ -132,22 +145,29 @@ def save(
 
 
 def load(
-    directory: str | Path, skeleton: nn.Module | None = None, *, trust_factory: bool = False, changed: bool = False
+    directory: str | Path,
+    skeleton: nn.Module | None = None,
+    *,
+    trust_factory: bool = False,
+    changed: bool = False,
 ) -> nn.Module:
     """Return the network that `save` wrote: in eval mode, on the CPU, carrying its provenance.
 
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
     Args:
-        skeleton: the source architecture with any weights, if normswap cannot build it; it is not changed.
+        skeleton: the source architecture with any weights, if normswap cannot build it; it is not
+            changed.
         trust_factory: import the user's factory that builds the network, which runs its code.
         changed: accept tensors that differ from those that were proven.
 
-    Raises SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a factory; PlanError:
-    the plan does not fit the architecture (another version of timm may build it differently).
+    Raises SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a
+    factory; PlanError: the plan does not fit the architecture (another version of timm may build it
+    differently).
     """
     place = Path(directory)
-    header, file = read_header(place), place if place.is_file() else place / WEIGHTS
+    header = read_header(place)
+    file = place if place.is_file() else place / WEIGHTS
     norms_file = file.with_name(NORMS)
     plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
     if header.plan.get("digest") != plan.digest:
@@ -158,9 +178,15 @@ def load(
     if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
         states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
     weight_files.check_finite(state, str(file))
-    bare = copy.deepcopy(skeleton) if skeleton is not None else _bare(place, header.arch, trust_factory)
+    bare = (
+        copy.deepcopy(skeleton)
+        if skeleton is not None
+        else _bare(place, header.arch, trust_factory)
+    )
     dtype = _dtype(state)
-    model = applying.apply(bare, plan.steps)._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    model = applying.apply(bare, plan.steps)._apply(
+        lambda t: t.to(dtype) if t.is_floating_point() else t
+    )
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header, states, file)
@@ -168,20 +194,28 @@ def load(
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     norms = states.get(NORMS, {})
-    record = provenance.Provenance(header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms)
+    record = provenance.Provenance(
+        header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms
+    )
     return provenance.attach(model, record)
 
 
 def read_header(place: Path) -> Header:
-    """Read the record in a directory or in a weights file; raises SourceError: missing, damaged, or of a later one."""
+    """Read the record in a directory or in a weights file; raises SourceError: missing, damaged, or
+    of a later one.
+    """
     file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():
-        raise SourceError(f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote")
+        raise SourceError(
+            f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote"
+        )
     what = f"{file} is not a readable safetensors file"
     with explained(SourceError, what, "Is it truncated?"), safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get("normswap")
     if text is None:
-        remedy = "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
+        remedy = (
+            "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
+        )
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
     try:
         version = json.loads(text)["version"]
@@ -194,22 +228,32 @@ def read_header(place: Path) -> Header:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-        raise SourceError(f"{file}: the header cannot be read", why, "The file is damaged: get it again") from None
+        raise SourceError(
+            f"{file}: the header cannot be read", why, "The file is damaged: get it again"
+        ) from None
 
 
 def _check_the_same(header: Header, states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
     for name, state in states.items():
         if name in header.hashes and weight_files.hash_tensors(state) != header.hashes[name]:
-            what = f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those that were saved"
-            saved, now = header.tensors.get(name, {}), weight_files.hash_each(state)
-            others = [tensor for tensor in saved | now if saved and saved.get(tensor) != now.get(tensor)]
+            what = (
+                f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those"
+                " that were saved"
+            )
+            saved = header.tensors.get(name, {})
+            now = weight_files.hash_each(state)
+            others = [
+                tensor for tensor in saved | now if saved and saved.get(tensor) != now.get(tensor)
+            ]
             why = "missing, damaged, or changed by another program, and the proof is about others"
             remedy = "Get it again; `normswap.load(..., changed=True)` takes it as it is"
             raise SourceError(what, f"{weight_files.some(others or [name])}: {why}", remedy)
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Tell whether normswap wrote this directory (by its config.json) or weights file (by its header)."""
+    """Tell whether normswap wrote this directory (by its config.json) or weights file (by its
+    header).
+    """
     try:
         if place.suffix == ".safetensors" and place.is_file():
             with safe_open(place, "pt") as file:
@@ -220,12 +264,16 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of another kind."""
+    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of
+    another kind.
+    """
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
         return None
     try:
-        schemes = json.loads(hub.fetch(repo, (CONFIG,)).read_text(encoding="utf-8"))["normswap"]["schemes"]
+        schemes = json.loads(hub.fetch(repo, (CONFIG,)).read_text(encoding="utf-8"))["normswap"][
+            "schemes"
+        ]
     # timm's reader says what is wrong with it.
     except (ValueError, KeyError, TypeError):
         return None
@@ -236,8 +284,12 @@ def _from_hub(source: str) -> Path | None:
     return hub.fetch(repo, (WEIGHTS,)).parent
 
 
-def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None) -> None:
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+def _write(
+    folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None
+) -> None:
+    state = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}
     versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
@@ -262,7 +314,10 @@ def _write(folder: Path, model: nn.Module, record: provenance.Provenance, report
         "num_classes": getattr(model, "num_classes", None),
         "model_args": arch.kwargs,
         "pretrained_cfg": record.pretrained_cfg,
-        "normswap": {"schemes": [step.scheme for step in record.plan.steps], "plan": record.plan.digest},
+        "normswap": {
+            "schemes": [step.scheme for step in record.plan.steps],
+            "plan": record.plan.digest,
+        },
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
@@ -278,7 +333,9 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         save_file(tensors, file, metadata)
     except KeyError as error:
         remedy = "Convert model.to(torch.complex64)"
-        raise OutputError(f"cannot write {file.name}", f"safetensors has no {error}", remedy) from None
+        raise OutputError(
+            f"cannot write {file.name}", f"safetensors has no {error}", remedy
+        ) from None
     except SafetensorError as error:
         raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 
@@ -288,7 +345,9 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
     kind = kinds.by_builder(arch.builder)
-    zoo.check_trust(f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted)
+    zoo.check_trust(
+        f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted
+    )
     return zoo.skeleton(arch)
 
 

@@ -1,16 +1,24 @@
-"""The files of a network's directory, and whether one may be written somewhere: without importing torch."""
+"""The files of a network's directory, and whether one may be written somewhere: without importing
+torch.
+"""
 
 from pathlib import Path
 
 from normswap.errors import OutputError, spelled
 
-WEIGHTS, CONFIG, NORMS, CARD = FILES = ("model.safetensors", "config.json", "norms.safetensors", "README.md")
+WEIGHTS, CONFIG, NORMS, CARD = FILES = (
+    "model.safetensors",
+    "config.json",
+    "norms.safetensors",
+    "README.md",
+)
 
 
 def check_writable(place: Path, *, force: bool) -> None:
     """See, before any work, that `place` may be written.
 
-    Raises OutputError: it exists (without `force`), holds something that normswap did not write, or lies in a network.
+    Raises OutputError: it exists (without `force`), holds something that normswap did not write, or
+    lies in a network.
     """
     check_beside(place)
     if not place.exists():
@@ -23,17 +31,24 @@ def check_writable(place: Path, *, force: bool) -> None:
         remedy = f"Give another directory, or {spelled('force', True)} to replace it"
         raise OutputError(f"{place} exists", remedy=remedy)
     if not _is_network(place):
-        raise OutputError(f"{place} is not a model directory", remedy="Remove it yourself, or give another directory")
+        raise OutputError(
+            f"{place} is not a model directory",
+            remedy="Remove it yourself, or give another directory",
+        )
 
 
 def check_beside(place: Path) -> None:
     """See that `place` lies in a directory, and not in that of a network; or raises OutputError."""
     for parent in place.absolute().parents:
         if parent.is_file():
-            raise OutputError(f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory")
+            raise OutputError(
+                f"cannot write {place}", f"{parent.name} is a file", "Name a place in a directory"
+            )
         if _is_network(parent):
             remedy = "Name a place beside it"
-            raise OutputError(f"{place} lies in {parent}", "that is the directory of a network", remedy)
+            raise OutputError(
+                f"{place} lies in {parent}", "that is the directory of a network", remedy
+            )
 
 
 def _is_network(place: Path) -> bool:

@@ -1,7 +1,8 @@
 """A directory on the Hugging Face hub, there and back, by huggingface_hub's own upload and cache.
 
-What timm alone can build and load is published so that `timm.create_model("hf-hub:owner/name", pretrained=True)` does;
-anything else loads with normswap. Only the files that `checkpoint.save` wrote leave this machine, in one commit.
+What timm alone can build and load is published so that `timm.create_model("hf-hub:owner/name",
+pretrained=True)` does; anything else loads with normswap. Only the files that `checkpoint.save`
+wrote leave this machine, in one commit.
 """
 
 import json
@@ -31,7 +32,9 @@ _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a push: the commit's url, the names of its files, and whether timm alone builds the network."""
+    """The result of a push: the commit's url, the names of its files, and whether timm alone builds
+    the network.
+    """
 
     url: str
     repo: str
@@ -48,14 +51,17 @@ def push(
     message: str = "",
     trust_factory: bool = False,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`, made if it is not there. Returns what was published.
+    """Publish a directory that `save` wrote as `owner/name`, made if it is not there. Returns what
+    was published.
 
     Args:
-        license: of the weights, by the hub's name (apache-2.0, mit, other); by default the source's.
+        license: of the weights, by the hub's name (apache-2.0, mit, other); by default the
+            source's.
         private: of a new repository.
         message: of the commit.
 
-    Raises SourceError, OptionError, OutputError: the directory is damaged, the license unknown, the hub refuses it.
+    Raises SourceError, OptionError, OutputError: the directory is damaged, the license unknown, the
+    hub refuses it.
     """
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
@@ -66,10 +72,15 @@ def push(
     license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
     license = license or _license_on_card(model_card.base_model(record))
     if license is None:
-        remedy = f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0, other ..."
+        remedy = (
+            f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0,"
+            " other ..."
+        )
         raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
     arguments = _arguments(model, record.arch)
-    contents: dict[str, Path | bytes] = {name: folder / name for name in FILES if (folder / name).is_file()}
+    contents: dict[str, Path | bytes] = {
+        name: folder / name for name in FILES if (folder / name).is_file()
+    }
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if arguments is not None:
         config["model_args"] = dict(arguments)
@@ -81,16 +92,20 @@ def push(
     report = checkpoint.read_header(folder).report
     contents[CARD] = model_card.render(record, report, code=code, license=license).encode()
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
-    api, commit_message = client.HfApi(), message or f"{folder.name}, converted by normswap"
+    api = client.HfApi()
+    commit_message = message or f"{folder.name}, converted by normswap"
     try:
         with quiet():
             api.create_repo(repo, private=private, exist_ok=True)
             commit = api.create_commit(repo, operations, commit_message=commit_message)
     except client.errors.HFValidationError as error:
-        raise OutputError(f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name") from None
+        raise OutputError(
+            f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name"
+        ) from None
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        why, remedy = f"{hub.endpoint()} answers {status}", ""
+        why = f"{hub.endpoint()} answers {status}"
+        remedy = ""
         if status is None:
             why = f"{hub.endpoint()}: {first_line(error)}"
         elif status in (401, 403):
@@ -106,7 +121,9 @@ def _license_on_card(repo: str | None) -> str | None:
 
 
 def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
-    """Arguments with which timm builds this very network, if there are any: found by building it and running both."""
+    """Arguments with which timm builds this very network, if there are any: found by building it
+    and running both.
+    """
     if arch is None or arch.builder != "timm":
         return None
     for more in ({}, *({"norm_layer": name} for name in _NORM_LAYERS)):
@@ -123,11 +140,15 @@ def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | No
 
 
 def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) -> str | None:
-    """Return code that loads a folded network into timm's own class, if it does: it is run here, and compared."""
+    """Return code that loads a folded network into timm's own class, if it does: it is run here,
+    and compared.
+    """
     if arch is None or arch.builder != "timm":
         return None
     names: dict[str, Any] = {}
-    code = partial(_FOLDED.read_text(encoding="utf-8").format, name=arch.name, kwargs=dict(arch.kwargs))
+    code = partial(
+        _FOLDED.read_text(encoding="utf-8").format, name=arch.name, kwargs=dict(arch.kwargs)
+    )
     with suppress(Exception):
         exec(code(file=repr(str(folder / WEIGHTS))), names)
         if comparison.verify(model, names["model"]).passed:

@@ -1,7 +1,8 @@
 """DO: carry out a plan. No decisions are made here.
 
-Every replacement is built from the untouched model. Then the model is copied with the replacements in place. So edits
-have no order, the source is never written to, and a tensor that is replaced is never copied.
+Every replacement is built from the untouched model. Then the model is copied with the replacements
+in place. So edits have no order, the source is never written to, and a tensor that is replaced is
+never copied.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
 def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
-    """Return `model`, which is not changed, after these steps (`apply_step`), as a new model of the same class."""
+    """Return `model`, which is not changed, after these steps (`apply_step`), as a new model of the
+    same class.
+    """
     for step in steps:
         model = apply_step(model, step, double=double)
     return model
@@ -35,9 +38,11 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
     Raises PlanError: an edit names a path, a layer or an argument that does not exist.
     """
-    like, duplicate = _like(model), copying.duplicate
+    like = _like(model)
+    duplicate = copying.duplicate
     if double:
-        like, duplicate = like.double(), copying.to_double
+        like = like.double()
+        duplicate = copying.to_double
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
     # Innermost paths come first: a layer that stays needs the replacements inside it.
@@ -56,7 +61,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             new.train(original.training)
             # A parameter that is frozen stays frozen in the layer that takes it over by name.
             for name, parameter in new.named_parameters(recurse=False):
-                parameter.requires_grad &= getattr(getattr(original, name, None), "requires_grad", True)
+                parameter.requires_grad &= getattr(
+                    getattr(original, name, None), "requires_grad", True
+                )
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
@@ -65,11 +72,17 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
 
 def _like(model: nn.Module) -> torch.Tensor:
-    return next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[:0]
+    return next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[
+        :0
+    ]
 
 
-def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """Functions that build a step's replacements in float64, and its tensors by identity, for `running.by_parts`."""
+def doubles(
+    model: nn.Module, result: nn.Module, step: Step
+) -> tuple[Replacements, dict[int, torch.Tensor]]:
+    """Functions that build a step's replacements in float64, and its tensors by identity, for
+    `running.by_parts`.
+    """
     like = _like(model).double()
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
@@ -78,7 +91,9 @@ def doubles(model: nn.Module, result: nn.Module, step: Step) -> tuple[Replacemen
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         if isinstance(old, nn.Module):
-            replacements[result.get_submodule(_now(edit.path, depths))] = partial(_double, edit, old, reads, like)
+            replacements[result.get_submodule(_now(edit.path, depths))] = partial(
+                _double, edit, old, reads, like
+            )
         elif isinstance(value := _replacement(edit, old, reads, like), torch.Tensor):
             tensors[id(find(result, _now(edit.path, depths), "the result"))] = value.detach()
     return replacements, tensors
@@ -95,7 +110,9 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 
 def find(model: nn.Module, path: str, who: str) -> Held:
-    """The module, parameter or plain number (a dropout rate) at a dotted path; a PlanError where there is none."""
+    """The module, parameter or plain number (a dropout rate) at a dotted path; a PlanError where
+    there is none.
+    """
     value: object = model
     for name in path.split("."):
         if not hasattr(value, name):
@@ -131,10 +148,15 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the edit's layer, or of one that follows it, by name; raises PlanError: it is not known."""
-    layers, name = planned_layers(), name or edit.layer
+    """The class of the edit's layer, or of one that follows it, by name; raises PlanError: it is
+    not known.
+    """
+    layers = planned_layers()
+    name = name or edit.layer
     if name not in layers:
-        raise PlanError(f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}")
+        raise PlanError(
+            f"edit of {edit.path} names an unknown layer {name!r}", f"known: {', '.join(layers)}"
+        )
     return layers[name]
 
 
@@ -143,30 +165,44 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    pairs = {path: (source.get_submodule(path), result.get_submodule(_now(path, depths))) for path in gone}
+    pairs = {
+        path: (source.get_submodule(path), result.get_submodule(_now(path, depths)))
+        for path in gone
+    }
     still = [path for path, modules in pairs.items() if all(map(affine.is_batchnorm, modules))]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:
-    """The path of a module after the step: the inside of a module that stays moves into its `inner`."""
+    """The path of a module after the step: the inside of a module that stays moves into its
+    `inner`.
+    """
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    inside = [name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)]
+    inside = [
+        name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)
+    ]
     return ".".join([*inside, parts[-1]])
 
 
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
-        raise PlanError(f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there")
+        raise PlanError(
+            f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there"
+        )
     try:
         with torch.no_grad():
-            following = [layer_of(edit, t.layer).replacing(nn.Identity(), like=like, **t.args) for t in edit.then]
+            following = [
+                layer_of(edit, t.layer).replacing(nn.Identity(), like=like, **t.args)
+                for t in edit.then
+            ]
             if edit.keep:
                 new = old
-                following.insert(0, layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments))
+                following.insert(
+                    0, layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)
+                )
             else:
                 new = layer.replacing(old, *reads, like=like, **edit.arguments)
             for follower in following:

@@ -1,4 +1,6 @@
-"""Carry out one step of a conversion: apply it, fit its values to data, prove the result, record what was done."""
+"""Carry out one step of a conversion: apply it, fit its values to data, prove the result, record
+what was done.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -59,10 +61,12 @@ class Conversion:
 
 @full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
-    """Apply one step, perhaps edited by hand, fit its values to data if its scheme does that, and measure the result.
+    """Apply one step, perhaps edited by hand, fit its values to data if its scheme does that, and
+    measure the result.
 
-    Raises OptionError: the scheme needs data and there are none; SourceError: unusable data; PlanError: the step does
-    not fit the model; RefusedError: a norm cannot process its input; VerificationError: the result is wrong.
+    Raises OptionError: the scheme needs data and there are none; SourceError: unusable data;
+    PlanError: the step does not fit the model; RefusedError: a norm cannot process its input;
+    VerificationError: the result is wrong.
     """
     scheme = schemes.of(step)
     images = images_for(scheme, network)
@@ -73,28 +77,46 @@ def carry_out(network: Network, step: Step) -> Conversion:
     except (AssertionError, AttributeError, TypeError):
         _check_runs(network, result, step.scheme)
         raise
-    return Conversion(network.after(result), report, {}, fitted.notes, tuple(applying.renames(network.module, step)))
+    return Conversion(
+        network.after(result),
+        report,
+        {},
+        fitted.notes,
+        tuple(applying.renames(network.module, step)),
+    )
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """The images to fit a step to, if any; raises OptionError: it needs images, or images of the user's."""
+    """The images to fit a step to, if any; raises OptionError: it needs images, or images of the
+    user's.
+    """
     if not chosen.fits:
         return None
     images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
     if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
-        why = "there are none" if images is None else "those of synthetic images are not what training would begin from"
+        why = (
+            "there are none"
+            if images is None
+            else "those of synthetic images are not what training would begin from"
+        )
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
     if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
         remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
-        raise OptionError(f"{chosen.scheme.name} fits its values to images", "there are none", remedy)
+        raise OptionError(
+            f"{chosen.scheme.name} fits its values to images", "there are none", remedy
+        )
     return images
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
     words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    exact = [(name, word) for name, word in words if chosen.scheme.is_exact({**chosen.options, name: word})]
+    exact = [
+        (name, word)
+        for name, word in words
+        if chosen.scheme.is_exact({**chosen.options, name: word})
+    ]
     return [spelled(name, word) for name, word in exact]
 
 
@@ -107,13 +129,19 @@ class Fitted:
     notes: tuple[str, ...] = ()
 
 
-def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None) -> Fitted:
-    """Let the step's scheme set the values of `result`, in place; raises SourceError: unusable or too few images."""
+def fit(
+    chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None
+) -> Fitted:
+    """Let the step's scheme set the values of `result`, in place; raises SourceError: unusable or
+    too few images.
+    """
     if not chosen.fits:
         return Fitted()
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
-    if not (batches is None or chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)):
+    if not (
+        batches is None or chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
+    ):
         calls = list(batches) if isinstance(batches, Iterator) else batches
         batches = split = held_out.HeldOutSplit(calls, network.device)
     assert chosen.scheme.fit is not None
@@ -130,19 +158,30 @@ def fit(chosen: Chosen, network: Network, result: nn.Module, step: Step, images:
     )
     notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):
-        notes += (f"fitted to {COUNT} images made from the network's own statistics: real ones may keep less, or more",)
+        notes += (
+            (
+                f"fitted to {COUNT} images made from the network's own statistics: real ones may"
+                " keep less, or more"
+            ),
+        )
     if split is None:
-        return Fitted((), "" if images is None else "no calibration image was held out to measure on", notes)
+        return Fitted(
+            (), "" if images is None else "no calibration image was held out to measure on", notes
+        )
     if split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
 
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
-    """Measure a step's result on its source's inputs and held-out images; raises VerificationError: it is wrong."""
-    exact, settle = schemes.of(step).exact, schemes.of(step).scheme.settle
+    """Measure a step's result on its source's inputs and held-out images; raises VerificationError:
+    it is wrong.
+    """
+    exact = schemes.of(step).exact
+    settle = schemes.of(step).scheme.settle
     precise = None
-    # An approximate result differs by far more than float32 rounding, so float64 would show nothing.
+    # An approximate result differs by far more than float32 rounding, so float64 would show
+    # nothing.
     if exact and settle is not None:
         double = network.after(result).doubled().module
         settle(network.module, double, step)
@@ -151,7 +190,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
         precise = comparison.compare_double(
             network,
             lambda: applying.apply_step(network.module, step, double=True),
-            lambda example: running.by_parts(result, example, *applying.doubles(network.module, result, step)),
+            lambda example: running.by_parts(
+                result, example, *applying.doubles(network.module, result, step)
+            ),
         )
     report = comparison.compare(network, result, exact=exact, precise=precise)
     comparison.require_passed(network, report, step.scheme)
@@ -160,28 +201,43 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
 
 
 def applied(network: Network, step: Step) -> nn.Module:
-    """Return the network after a step, with its provenance, checked to run. No values are fitted yet."""
+    """Return the network after a step, with its provenance, checked to run. No values are fitted
+    yet.
+    """
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
     if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
-    edited, norms = {edit.path for edit in step.edits}, {}
+    edited = {edit.path for edit in step.edits}
+    norms = {}
     for path, module in network.module.named_modules():
         if path in edited:
-            norms.update({f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()})
+            norms.update(
+                {f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()}
+            )
     return provenance.attach(result, network.provenance.after(step, norms))
 
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
-    """Raise RefusedError where a norm cannot process its input, or a forward asks for the old layers' attributes."""
+    """Raise RefusedError where a norm cannot process its input, or a forward asks for the old
+    layers' attributes.
+    """
     example = network.examples[0].first(1)
     try:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:
-        remedy = f"Give larger inputs, or leave a norm of one element out by '{spelled('skip', metavar='PATTERN')}'"
+        remedy = (
+            "Give larger inputs, or leave a norm of one element out by"
+            f" '{spelled('skip', metavar='PATTERN')}'"
+        )
         size = tuple(example.images.shape[1:])
         raise RefusedError(f"{scheme} does not run on {size}", first_line(error), remedy) from None
     except (AssertionError, AttributeError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        remedy = f"Let it only call its layers, or leave the layer out by '{spelled('skip', metavar='PATTERN')}'"
-        raise RefusedError("forward asks a layer for something that the new layer does not have", why, remedy) from None
+        remedy = (
+            "Let it only call its layers, or leave the layer out by"
+            f" '{spelled('skip', metavar='PATTERN')}'"
+        )
+        raise RefusedError(
+            "forward asks a layer for something that the new layer does not have", why, remedy
+        ) from None

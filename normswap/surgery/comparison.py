@@ -1,12 +1,13 @@
 """PROVE: run source and result on the same inputs, and measure by how much they differ, and where.
 
-Exact conversions must agree to a relative L2 error of 1e-5 in float32 at the logits, and of 1e-12 in float64, where
-a correct fold is off by 1e-14 and a wrong eps by 1e-4. In half precision three times what the format's own rounding
-costs the source is allowed: itself in that precision against its float64 values. Where a change of its input in the
-last digit moves the output of a source in float32 by more than the tolerance (a chaotic network), four times that is
-allowed, and float64 decides; in float64 32 times that is allowed, up to 1e-8. Each output is measured by itself, and
-the worst counts. The error of labels, masks and counts is the share of entries that differ. Where a layer's class is
-neither torch's nor timm's, the same must hold at ten times the input's scale.
+Exact conversions must agree to a relative L2 error of 1e-5 in float32 at the logits, and of 1e-12
+in float64, where a correct fold is off by 1e-14 and a wrong eps by 1e-4. In half precision three
+times what the format's own rounding costs the source is allowed: itself in that precision against
+its float64 values. Where a change of its input in the last digit moves the output of a source in
+float32 by more than the tolerance (a chaotic network), four times that is allowed, and float64
+decides; in float64 32 times that is allowed, up to 1e-8. Each output is measured by itself, and the
+worst counts. The error of labels, masks and counts is the share of entries that differ. Where a
+layer's class is neither torch's nor timm's, the same must hold at ten times the input's scale.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
 from normswap.surgery.running import Outputs, both, outputs_double, run
 
-FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-5, 1e-12
-# In float64 32 times the change that the last digit of the input makes is allowed, and never more than 1e-8.
-_MOST64, _CONDITION = 1e-8, 32
-# Three times what half precision costs the source is allowed: ten networks under eight schemes were off by up to 2.1.
+FLOAT32_TOLERANCE = 1e-5
+FLOAT64_TOLERANCE = 1e-12
+# In float64 32 times the change that the last digit of the input makes is allowed, and never more
+# than 1e-8.
+_MOST64 = 1e-8
+_CONDITION = 32
+# Three times what half precision costs the source is allowed: ten networks under eight schemes were
+# off by up to 2.1.
 ROUNDING = 3
 # Inputs, different in the last digit, that are run where one says too little about rounding.
 _MOVED = 8
@@ -40,10 +45,12 @@ _MOVED = 8
 _FEW = 8
 # Where rounding alone changes more of the output than this share, half precision proves little.
 _COARSE = 0.1
-# Where two runs of the source differ by this share of a result's error, the source is not repeatable.
+# Where two runs of the source differ by this share of a result's error, the source is not
+# repeatable.
 _OF_ERROR = 0.1
 _KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
-# A clamp at the end of a format's range changes nothing at the scale of noise or images, but at this multiple.
+# A clamp at the end of a format's range changes nothing at the scale of noise or images, but at
+# this multiple.
 _LARGER = 10
 # An input or a branch that changes the output by a smaller share proves nothing.
 _HARDLY = 1e-4
@@ -61,8 +68,9 @@ def verify(
     """Measure how far `result` is from `source`, in their own precision; neither is changed.
 
     Args:
-        inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by default N(0, 1)
-            noise of at most `input_size` (by default the network's own), from `seed`.
+        inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these;
+            by default N(0, 1) noise of at most `input_size` (by default the network's own), from
+            `seed`.
         exact: whether they should agree; else the report passes if the numbers are finite.
 
     Returns:
@@ -74,28 +82,41 @@ def verify(
 
 @full_precision()
 def compare(
-    source: Network, result: nn.Module, *, exact: bool = True, precise: Precise | None = None, traced: bool = True
+    source: Network,
+    result: nn.Module,
+    *,
+    exact: bool = True,
+    precise: Precise | None = None,
+    traced: bool = True,
 ) -> Report:
     """Run both networks in eval mode, on what the source is called with, and compare them.
 
     Args:
         exact: whether the result claims to compute what the source computes.
         precise: the comparison in float64, on the beginning of the first batch (`compare_double`).
-        traced: whether errors are measured at every block of the source, too, and branches checked for life.
+        traced: whether errors are measured at every block of the source, too, and branches checked
+            for life.
 
     Raises VerificationError: one of them does not run, or the source differs from run to run.
     """
-    network, precision = source.module, str(source.dtype).removeprefix("torch.")
+    network = source.module
+    precision = str(source.dtype).removeprefix("torch.")
     anatomy, calls = (source.anatomy, source.examples) if traced else (None, source.calls)
-    blocks = () if anatomy is None else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
-    paths, tails = tuple(b.path for b in blocks), [b.tail for b in blocks if b.tail]
+    blocks = (
+        ()
+        if anatomy is None
+        else tuple(b for b in anatomy.blocks if b.path in anatomy.traced.modules and b.path)
+    )
+    paths = tuple(b.path for b in blocks)
+    tails = [b.tail for b in blocks if b.tail]
     logits: list[Error] = []
     # An approximate result may find another number of boxes, and has no distance in float64 then.
     if precise is not None and (exact or precise.error.relative_l2 != float("inf")):
         logits.append(precise.error)
     sites: list[Error] = []
     vacuous: list[str] = []
-    proved, own_change = True, 0.0
+    proved = True
+    own_change = 0.0
     for example in calls:
         pair = both(network, result, example, paths, tails, calls[0])
         if pair is None:
@@ -103,72 +124,127 @@ def compare(
         (a, at), (b, bt) = pair
         x = example.images
         logits.append(_with_agreement(worst(precision, x, a, b, exact=exact), a, b, anatomy))
-        own_change = max(own_change, _allowance(source, example, a, logits[-1], precise, exact=exact))
+        own_change = max(
+            own_change, _allowance(source, example, a, logits[-1], precise, exact=exact)
+        )
         if example is calls[0]:
             if anatomy is not None and anatomy.traced.heads:
-                logits.append(worst(precision, x, *(run(model, example, heads=True)[0] for model in (network, result))))
+                logits.append(
+                    worst(
+                        precision,
+                        x,
+                        *(run(model, example, heads=True)[0] for model in (network, result)),
+                    )
+                )
             if precise is not None:
                 alone = _alone(network, example, a, precise.reference)
                 own_change = max(own_change, _apart(precision, x, precise.reference, alone))
-            sites = [_error(path, precision, x, at[path], bt[path]) for path in paths if path in at and path in bt]
+            sites = [
+                _error(path, precision, x, at[path], bt[path])
+                for path in paths
+                if path in at and path in bt
+            ]
             vacuous = _vacuous(a, at, blocks)
             proved = bool(sites) or not _unproved(a)
     tolerance = _tolerance(precision, own_change, precise)
     # The number of boxes that the source itself finds depends on the last digit.
     if precise is not None and own_change == float("inf"):
-        vacuous.append(f"in {precision} the outputs change their shape when the input changes in its last digit")
+        vacuous.append(
+            f"in {precision} the outputs change their shape when the input changes in its last"
+            " digit"
+        )
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and own_change > _COARSE:
-        vacuous.append(f"{precision} alone moves the source's output by {own_change:.0%} of its size")
+        vacuous.append(
+            f"{precision} alone moves the source's output by {own_change:.0%} of its size"
+        )
     passed = proved and _passes(logits, tolerance, exact=exact)
     foreign = anatomy is None or _has_foreign_layers(anatomy)
-    if passed and exact and foreign and (larger := _error_of_larger(source, result, tolerance[precision], precise)):
+    if (
+        passed
+        and exact
+        and foreign
+        and (larger := _error_of_larger(source, result, tolerance[precision], precise))
+    ):
         logits.append(larger)
         passed = False
-    report = Report(exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous))
+    report = Report(
+        exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous)
+    )
     _require_repeatable(network, calls[0], report)
     return report
 
 
 def require_passed(network: Network, report: Report, scheme: str) -> None:
-    """Raise VerificationError where the report of a scheme's result failed; `network`, the source, may be why."""
+    """Raise VerificationError where the report of a scheme's result failed; `network`, the source,
+    may be why.
+    """
     if report.passed:
         return
     outputs, _ = run(network.module, network.calls[0])
     if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
-        raise VerificationError("the network itself gives NaN or infinite numbers", f"on {network.described}", remedy)
+        raise VerificationError(
+            "the network itself gives NaN or infinite numbers", f"on {network.described}", remedy
+        )
     if _passes(report.logits, report.tolerance, exact=report.exact):
         remedy = "Give inputs that it has an answer to: `inputs=`"
         raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
     if not report.exact:
-        remedy = "A norm whose gammas are all 0 can be left out: " + spelled("skip", metavar="PATTERN")
-        raise VerificationError(f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy)
+        remedy = "A norm whose gammas are all 0 can be left out: " + spelled(
+            "skip", metavar="PATTERN"
+        )
+        raise VerificationError(
+            f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy
+        )
     if report.tolerance.get("float64", 0.0) >= _MOST64:
-        why = "in float64, too, changing the last digit of its input changes the source's output by more than 1e-10"
-        raise VerificationError(f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much")
-    worst_error = max(report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision])
-    size, precision = worst_error.relative_l2, worst_error.precision
+        why = (
+            "in float64, too, changing the last digit of its input changes the source's output by"
+            " more than 1e-10"
+        )
+        raise VerificationError(
+            f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much"
+        )
+    worst_error = max(
+        report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision]
+    )
+    size = worst_error.relative_l2
+    precision = worst_error.precision
     doubles = [error for error in report.logits if error.precision == "float64"]
     remedy = "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
     if doubles and _passes(doubles, report.tolerance):
-        remedy = f"Nothing was written. In float64 it is right, so {precision} is what differs: convert model.double()"
+        remedy = (
+            f"Nothing was written. In float64 it is right, so {precision} is what differs: convert"
+            " model.double()"
+        )
     raise VerificationError(
-        f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits ({precision})",
+        f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits"
+        f" ({precision})",
         f"allowed: {report.tolerance[precision]:.0e}",
         remedy,
     )
 
 
 def _has_foreign_layers(anatomy: Anatomy) -> bool:
-    """Whether forward calls a layer whose class is neither torch's nor timm's, or that has a forward of its own."""
-    layers = [module for node in anatomy.traced.nodes if (module := anatomy.traced.module(node)) is not None]
-    return any(not type(m).__module__.startswith(_KNOWN_CLASSES) or "forward" in vars(m) for m in layers)
+    """Whether forward calls a layer whose class is neither torch's nor timm's, or that has a
+    forward of its own.
+    """
+    layers = [
+        module
+        for node in anatomy.traced.nodes
+        if (module := anatomy.traced.module(node)) is not None
+    ]
+    return any(
+        not type(m).__module__.startswith(_KNOWN_CLASSES) or "forward" in vars(m) for m in layers
+    )
 
 
-def _error_of_larger(source: Network, result: nn.Module, allowed: float, precise: Precise | None) -> Error | None:
+def _error_of_larger(
+    source: Network, result: nn.Module, allowed: float, precise: Precise | None
+) -> Error | None:
     """The error of the first image at ten times its scale, if that is finite and not allowed."""
-    network, precision = source.module, str(source.dtype).removeprefix("torch.")
+    network = source.module
+    precision = str(source.dtype).removeprefix("torch.")
     larger = source.calls[0].first(1).map_floats(lambda t: _LARGER * t)
     try:
         outputs, _ = run(network, larger)
@@ -192,7 +268,9 @@ def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool =
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Raise VerificationError where an exact result failed because the source differs from run to run."""
+    """Raise VerificationError where an exact result failed because the source differs from run to
+    run.
+    """
     if report.passed or not report.exact:
         return
     worst_error = report.worst
@@ -207,10 +285,19 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
 
 
 def _allowance(
-    source: Network, example: Example, outputs: Outputs, error: Error, precise: Precise | None, *, exact: bool
+    source: Network,
+    example: Example,
+    outputs: Outputs,
+    error: Error,
+    precise: Precise | None,
+    *,
+    exact: bool,
 ) -> float:
-    """How far its own rounding moves the source's outputs; 0 where the error needs no allowance, or has no bound."""
-    is_half, is_double = _is_half(error.precision), error.precision == "float64"
+    """How far its own rounding moves the source's outputs; 0 where the error needs no allowance, or
+    has no bound.
+    """
+    is_half = _is_half(error.precision)
+    is_double = error.precision == "float64"
     if is_half and exact:
         return _rounding(source, example, outputs, error)
     tolerance = FLOAT64_TOLERANCE if is_double else FLOAT32_TOLERANCE
@@ -229,11 +316,16 @@ def _in_the_last_digit(example: Example) -> Example:
 def _rounding(source: Network, example: Example, outputs: Outputs, error: Error) -> float:
     """The relative L2 between the source's outputs in half precision and in float64.
 
-    Where a result errs by more than this allows, other inputs are measured too, which differ from these in the last
-    digit: the rounding of a few numbers may be small by chance.
+    Where a result errs by more than this allows, other inputs are measured too, which differ from
+    these in the last digit: the rounding of a few numbers may be small by chance.
     """
-    precision, x = error.precision, example.images
-    wide = outputs_double(source.module, example.map_floats(Tensor.double)) if source.has_double else outputs
+    precision = error.precision
+    x = example.images
+    wide = (
+        outputs_double(source.module, example.map_floats(Tensor.double))
+        if source.has_double
+        else outputs
+    )
     off = _apart(precision, x, wide, outputs)
     if error.relative_l2 <= ROUNDING * off or not error.relative_l2 < float("inf"):
         return off
@@ -243,9 +335,14 @@ def _rounding(source: Network, example: Example, outputs: Outputs, error: Error)
         signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
         return t * (1 + torch.finfo(t.dtype).eps * signs)
 
-    again = [_apart(precision, x, wide, run(source.module, example.map_floats(moved))[0]) for _ in range(_MOVED)]
+    again = [
+        _apart(precision, x, wide, run(source.module, example.map_floats(moved))[0])
+        for _ in range(_MOVED)
+    ]
     few = sum(value.numel() for value in outputs.values()) < _FEW
-    return max(off, max(again) if few else math.sqrt(sum(value * value for value in again) / _MOVED))
+    return max(
+        off, max(again) if few else math.sqrt(sum(value * value for value in again) / _MOVED)
+    )
 
 
 def _is_half(precision: str) -> bool:
@@ -253,7 +350,9 @@ def _is_half(precision: str) -> bool:
 
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
-    """The relative L2 between two runs of the source: infinite where shapes differ, 0 where values are not finite."""
+    """The relative L2 between two runs of the source: infinite where shapes differ, 0 where values
+    are not finite.
+    """
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
     if shaped and apart == float("inf"):
@@ -264,9 +363,11 @@ def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
 def _tolerance(precision: str, own_change: float, precise: Precise | None) -> dict[str, float]:
     if precision == "float64":
         return {precision: _tolerance64(own_change)}
-    narrow, times = FLOAT32_TOLERANCE, 4
+    narrow = FLOAT32_TOLERANCE
+    times = 4
     if _is_half(precision):
-        narrow, times = torch.finfo(getattr(torch, precision)).eps, ROUNDING
+        narrow = torch.finfo(getattr(torch, precision)).eps
+        times = ROUNDING
     if own_change < float("inf"):
         narrow = max(narrow, times * own_change)
     return {precision: narrow, "float64": _tolerance64(precise.own_change if precise else 0.0)}
@@ -278,7 +379,9 @@ def _tolerance64(own_change: float) -> float:
 
 @dataclass(frozen=True)
 class Precise:
-    """A comparison in float64: the error, the source's outputs, and the source's own change in the last digit."""
+    """A comparison in float64: the error, the source's outputs, and the source's own change in the
+    last digit.
+    """
 
     error: Error
     reference: Outputs
@@ -286,7 +389,9 @@ class Precise:
 
 
 def compare_double(
-    network: Network, make: Callable[[], nn.Module], parts: Callable[[Example], Outputs | None] = lambda _: None
+    network: Network,
+    make: Callable[[], nn.Module],
+    parts: Callable[[Example], Outputs | None] = lambda _: None,
 ) -> Precise | None:
     """Compare source and result in float64 on the first image.
 
@@ -294,8 +399,8 @@ def compare_double(
 
     Args:
         make: makes the result in float64, never rounded to less.
-        parts: a cheaper way to the result's outputs on an example in float64, or None. Where these differ from the
-            source's, the network of `make` decides.
+        parts: a cheaper way to the result's outputs on an example in float64, or None. Where these
+            differ from the source's, the network of `make` decides.
     """
     source = network.module
     if not network.has_double:
@@ -309,29 +414,43 @@ def compare_double(
         with Widening():
             outputs, _ = run(result, example)
         error = worst("float64", example.images, reference, outputs)
-        # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU decides.
+        # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU
+        # decides.
         if error.relative_l2 > FLOAT64_TOLERANCE and example.images.device.type != "cpu":
             on_cpu = example.on(torch.device("cpu"))
-            both_outputs = (outputs_double(to_double(model).cpu(), on_cpu) for model in (source, result))
+            both_outputs = (
+                outputs_double(to_double(model).cpu(), on_cpu) for model in (source, result)
+            )
             error = worst("float64", on_cpu.images, *both_outputs)
     own_change = 0.0
     if error.relative_l2 > FLOAT64_TOLERANCE:
         again = outputs_double(source, _in_the_last_digit(example))
         own_change = _apart("float64", example.images, reference, again)
-    return Precise(_with_agreement(error, reference, outputs, network.anatomy), reference, own_change)
+    return Precise(
+        _with_agreement(error, reference, outputs, network.anatomy), reference, own_change
+    )
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The first image's outputs in the shapes of `like`; the source runs again where its forward squeezes outputs."""
+    """The first image's outputs in the shapes of `like`; the source runs again where its forward
+    squeezes outputs.
+    """
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
-    return {name: value[: len(like[name])] if name in like and value.ndim else value for name, value in outputs.items()}
+    return {
+        name: value[: len(like[name])] if name in like and value.ndim else value
+        for name, value in outputs.items()
+    }
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
-    """The error of the output that differs most; 1 where an approximate result has another number of rows."""
+    """The error of the output that differs most; 1 where an approximate result has another number
+    of rows.
+    """
     if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
-        errors = [replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a]
+        errors = [
+            replace(_error("logits", precision, x, a[name], b[name]), output=name) for name in a
+        ]
         return max(errors, key=lambda error: error.relative_l2)
     alike = a.keys() == b.keys() and all(a[name].shape[1:] == b[name].shape[1:] for name in a)
     if alike and not exact and all(bool(torch.isfinite(value).all()) for value in b.values()):
@@ -340,12 +459,16 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
 
 
 def agreements(a: Outputs, b: Outputs, anatomy: Anatomy | None) -> dict[str, float]:
-    """The share of images, or of places in maps, with the same argmax, by what the argmax is taken of."""
+    """The share of images, or of places in maps, with the same argmax, by what the argmax is taken
+    of.
+    """
     shares = {}
     for name, axis in class_axes(a, anatomy).items():
         if name in b and a[name].shape == b[name].shape:
             equal = a[name].argmax(axis) == b[name].argmax(axis)
-            answer = f"the largest of {a[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(name)
+            answer = f"the largest of {a[name].shape[axis]} on axis {axis}" + f" of {name}" * bool(
+                name
+            )
             shares[answer] = float(equal.double().mean())
     return shares
 
@@ -368,11 +491,17 @@ def least_agreement(shares: Mapping[str, float]) -> tuple[float | None, str]:
 
 
 def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
-    """The axis of classes of each output that is scores: of as many channels as a last linear layer gives.
+    """The axis of classes of each output that is scores: of as many channels as a last linear layer
+    gives.
 
-    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a pyramid.
+    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a
+    pyramid.
     """
-    scores = {name: value for name, value in outputs.items() if value.is_floating_point() and value.ndim > 1}
+    scores = {
+        name: value
+        for name, value in outputs.items()
+        if value.is_floating_point() and value.ndim > 1
+    }
     widths = frozenset[int]() if anatomy is None else anatomy.widths
     if anatomy is not None and anatomy.features:
         return {}
@@ -387,7 +516,9 @@ def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    """The error of b against a: the relative L2; of labels, masks and counts the share of entries that differ."""
+    """The error of b against a: the relative L2; of labels, masks and counts the share of entries
+    that differ.
+    """
     size = tuple(x.shape)
     if a.shape != b.shape:
         return Error(site, precision, size, float("inf"), float("inf"))
@@ -396,13 +527,22 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     if not (a.is_floating_point() or a.is_complex()):
         share = float((a != b).double().mean())
         return Error(site, precision, size, share, share, 1.0 - share)
-    a, b = _numbers(a), _numbers(b)
+    a = _numbers(a)
+    b = _numbers(b)
     masked = (a == b) & (a == -math.inf)
     if bool(masked.any()) and not bool(masked.all()):
         # Scores of classes that are masked out are -inf in both outputs.
-        a, b = a[~masked], b[~masked]
+        a = a[~masked]
+        b = b[~masked]
     difference = a - b
-    numbers = (a.norm(), b.norm(), difference.norm(), difference.abs().max(), a.abs().max(), b.abs().max())
+    numbers = (
+        a.norm(),
+        b.norm(),
+        difference.norm(),
+        difference.abs().max(),
+        a.abs().max(),
+        b.abs().max(),
+    )
     # The numbers are stacked, so that a device is waited for once.
     norm, other, error, most, top, other_top = torch.stack(numbers).tolist()
     if not (math.isfinite(top) and math.isfinite(other_top)):
@@ -413,14 +553,18 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in one dimension, in float64; of a complex one real and imaginary parts."""
+    """All numbers of a tensor in one dimension, in float64; of a complex one real and imaginary
+    parts.
+    """
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     return value.double().flatten()
 
 
 def _unproved(outputs: Outputs) -> str:
-    """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where they prove."""
+    """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where
+    they prove.
+    """
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return "the outputs are empty: no number was compared"
@@ -431,7 +575,9 @@ def _unproved(outputs: Outputs) -> str:
 
 def _is_constant(values: Sequence[Tensor]) -> bool:
     """Whether each of several inputs gives the same."""
-    return all(value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values)
+    return all(
+        value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values
+    )
 
 
 def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
@@ -444,7 +590,10 @@ def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = float((logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30))
         if not moves > _HARDLY:
-            unseen.append(f"the input moves the output by {moves:.0e} of its size only, so this check says little")
+            unseen.append(
+                f"the input moves the output by {moves:.0e} of its size only, so this check says"
+                " little"
+            )
     for block in blocks:
         if block.tail in inside and block.path in inside:
             share = float(inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30))

@@ -1,7 +1,9 @@
-"""PROVE, compiled: a network under torch.compile against itself in eager mode, forward and one training step.
+"""PROVE, compiled: a network under torch.compile against itself in eager mode, forward and one
+training step.
 
-torch.compile sums in another order, and pytorch issues #181696 and #183120 report outputs of GroupNorm that differ. An
-output may be off by 1e-5 of its size and a gradient by 1e-4, or either by eight times what eager mode is off float64.
+torch.compile sums in another order, and pytorch issues #181696 and #183120 report outputs of
+GroupNorm that differ. An output may be off by 1e-5 of its size and a gradient by 1e-4, or either by
+eight times what eager mode is off float64.
 """
 
 from collections.abc import Iterable
@@ -22,15 +24,18 @@ from normswap.surgery.network import Network
 from normswap.surgery.running import Outputs
 
 _GRADIENT_TOLERANCE = 1e-4
-# Times eager mode's own distance from float64: the gradient of a BatchNorm's beta was off by seven times.
+# Times eager mode's own distance from float64: the gradient of a BatchNorm's beta was off by seven
+# times.
 _STRAYING = 8
-# A gradient may be off by this share of all gradients together, which rounding alone may change by as much.
+# A gradient may be off by this share of all gradients together, which rounding alone may change by
+# as much.
 _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The output, or the parameter's gradient, that departs most from eager mode, as a multiple of what is allowed.
+    """The output, or the parameter's gradient, that departs most from eager mode, as a multiple of
+    what is allowed.
 
     Args:
         what: `output`, or `gradient of conv1.weight`.
@@ -48,15 +53,18 @@ class Deviation:
 
 @full_precision()
 def compare(network: Network, example: Example) -> list[Deviation]:
-    """Run copies of the network on `example`, compiled and in eager mode; what departs most of outputs and gradients.
+    """Run copies of the network on `example`, compiled and in eager mode; what departs most of
+    outputs and gradients.
 
-    Outputs in eval mode; gradients (none where nothing can be trained) of a fixed random combination of all outputs, in
-    training mode, with the same random draws. Raises VerificationError: torch.compile does not work on it.
+    Outputs in eval mode; gradients (none where nothing can be trained) of a fixed random
+    combination of all outputs, in training mode, with the same random draws. Raises
+    VerificationError: torch.compile does not work on it.
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
-    eager, compiled = duplicate(network.module, {}), duplicate(network.module, {})
+    eager = duplicate(network.module, {})
+    compiled = duplicate(network.module, {})
     outputs, _ = running.run(eager, example)
     try:
         gradients = _gradients(eager, example)
@@ -73,33 +81,54 @@ def compare(network: Network, example: Example) -> list[Deviation]:
     except Exception as error:
         why = first_line(getattr(error, "inner_exception", error))
         remedy = "torch.compile needs a C++ compiler, such as g++, and on a GPU Triton"
-        raise VerificationError("torch.compile cannot compile the network here", why, remedy) from None
+        raise VerificationError(
+            "torch.compile cannot compile the network here", why, remedy
+        ) from None
     if counters["stats"]["unique_graphs"] == graphs:
-        raise VerificationError("torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1")
-    double_outputs, double_gradients = outputs, gradients
+        raise VerificationError(
+            "torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1"
+        )
+    double_outputs = outputs
+    double_gradients = gradients
     if network.has_double:
         double_example = example.map_floats(Tensor.double)
         double_outputs = running.outputs_double(network.module, double_example)
         with Widening():
-            double_gradients = _gradients(to_double(network.module), double_example) if gradients else {}
-    departures = _departures("output", outputs, compiled_outputs, double_outputs, comparison.FLOAT32_TOLERANCE, 0.0)
-    steps = _departures("gradient of", gradients, compiled_gradients, double_gradients, _GRADIENT_TOLERANCE, _LEAST)
-    return [max(each, key=lambda error: error.relative_l2 / error.allowed) for each in (departures, steps) if each]
+            double_gradients = (
+                _gradients(to_double(network.module), double_example) if gradients else {}
+            )
+    departures = _departures(
+        "output", outputs, compiled_outputs, double_outputs, comparison.FLOAT32_TOLERANCE, 0.0
+    )
+    steps = _departures(
+        "gradient of", gradients, compiled_gradients, double_gradients, _GRADIENT_TOLERANCE, _LEAST
+    )
+    return [
+        max(each, key=lambda error: error.relative_l2 / error.allowed)
+        for each in (departures, steps)
+        if each
+    ]
 
 
 @full_precision()
-def first_apart(network: Network, example: Example, deviations: Iterable[Deviation]) -> Departure | None:
-    """The first layer whose output departs under torch.compile, which gives all layers' outputs then, and fuses less.
+def first_apart(
+    network: Network, example: Example, deviations: Iterable[Deviation]
+) -> Departure | None:
+    """The first layer whose output departs under torch.compile, which gives all layers' outputs
+    then, and fuses less.
 
-    None where the outputs do not depart, or where no layer does then. A function has no value: one before a module that
-    departs is named with it.
+    None where the outputs do not depart, or where no layer does then. A function has no value: one
+    before a module that departs is named with it.
     """
     from torch._inductor import config
 
-    allowed = [each.allowed for each in deviations if each.is_output and each.relative_l2 > each.allowed]
+    allowed = [
+        each.allowed for each in deviations if each.is_output and each.relative_l2 > each.allowed
+    ]
     if not allowed:
         return None
-    compiled, values = duplicate(network.module, {}), list[Tensor]()
+    compiled = duplicate(network.module, {})
+    values = list[Tensor]()
 
     def keep(_module: nn.Module, _args: object, output: object) -> None:
         if isinstance(output, Tensor):
@@ -118,9 +147,15 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
     model.train()
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad(), seeded(*{parameter.device for parameter in model.parameters()}):
-        outputs = [t for _, t in named_tensors(example.map(torch.clone).call(model)) if t.is_floating_point()]
+        outputs = [
+            t
+            for _, t in named_tensors(example.map(torch.clone).call(model))
+            if t.is_floating_point()
+        ]
         factors = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
-        torch.stack([(t * factor).sum() for t, factor in zip(outputs, factors, strict=True)]).sum().backward()
+        torch.stack(
+            [(t * factor).sum() for t, factor in zip(outputs, factors, strict=True)]
+        ).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -137,6 +172,10 @@ def _departures(
     departures = []
     for name, size in sizes.items():
         own = apart(name, double, eager)
-        allowed = max(tolerance, least * whole / (size or 1.0), _STRAYING * own * (own < float("inf")))
-        departures.append(Deviation(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed))
+        allowed = max(
+            tolerance, least * whole / (size or 1.0), _STRAYING * own * (own < float("inf"))
+        )
+        departures.append(
+            Deviation(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed)
+        )
     return departures

@@ -54,7 +54,8 @@ class ConvertOptions(TypedDict, total=False):
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
     """Plan one step of a conversion; returns it and its builder, which has outcomes and notes.
 
-    Raises OptionError: unknown scheme or option; RefusedError: it cannot be converted, or there is nothing to do.
+    Raises OptionError: unknown scheme or option; RefusedError: it cannot be converted, or there is
+    nothing to do.
     """
     schemes.check_target(to)
     return _plan_step(anatomy, schemes.chosen(to, options))
@@ -63,7 +64,9 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
 def plan_steps(
     network: Network, to: str, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, PlanBuilder]]:
-    """Plan the steps that `convert` would take, with images to fit to if `measured`. Raises as `plan_step`."""
+    """Plan the steps that `convert` would take, with images to fit to if `measured`. Raises as
+    `plan_step`.
+    """
     schemes.check_target(to)
     before: Step | None = None
     for chosen in scheme_path(network.anatomy, to, options, measured=measured):
@@ -74,15 +77,23 @@ def plan_steps(
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
-    scheme, limits = chosen.scheme, patterns(chosen.options)
+    scheme = chosen.scheme
+    limits = patterns(chosen.options)
     restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
     if builder.refusals:
-        listed = [f"{path or 'the network itself'}: {why}" for path, why in list(builder.refusals.items())[:3]]
+        listed = [
+            f"{path or 'the network itself'}: {why}"
+            for path, why in list(builder.refusals.items())[:3]
+        ]
         if len(builder.refusals) > len(listed):
             listed.append(f"and {len(builder.refusals) - len(listed)} more")
-        raise RefusedError(f"cannot convert to {scheme.name}", "; ".join(listed), _leaving(restricted, chosen, builder))
+        raise RefusedError(
+            f"cannot convert to {scheme.name}",
+            "; ".join(listed),
+            _leaving(restricted, chosen, builder),
+        )
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
     return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
@@ -105,7 +116,9 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
     why = f"its norms are {kinds}"
     if builder.outcomes:
-        what = ", ".join(f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items())
+        what = ", ".join(
+            f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items()
+        )
         why += f", and stay as they are: {what}"
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm.averages for norm in norms):
@@ -126,21 +139,25 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertOptions],
 ) -> Conversion:
-    """Convert `model`, which is not changed, to another normalization scheme, and measure the result against it.
+    """Convert `model`, which is not changed, to another normalization scheme, and measure the
+    result against it.
 
     Args:
         model: the network, its record, or an earlier conversion's result.
         to: a scheme (`normswap schemes` lists them).
-        inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments, a dict of keywords,
-            or a list of batches of these; by default N(0, 1) noise of `input_size`.
+        inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments,
+            a dict of keywords, or a list of batches of these; by default N(0, 1) noise of
+            `input_size`.
         input_size: (C, H, W); by default what the model says of itself (`network_input.size`).
-        calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be, or a function that
-            gives them, for a scheme that fits values to data, and for a source whose norms have statistics per sample.
-            What a batch has beyond the network's arguments is left out. "synthetic": 128 images made from the
-            statistics that the network's BatchNorms keep.
+        calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be,
+            or a function that gives them, for a scheme that fits values to data, and for a source
+            whose norms have statistics per sample. What a batch has beyond the network's arguments
+            is left out. "synthetic": 128 images made from the statistics that the network's
+            BatchNorms keep.
         progress: called while fitting, with the layers done and their total.
-        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is not (`restrict`);
-            `purpose`, "opacus" or "federated": add what private or federated training needs.
+        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is
+            not (`restrict`); `purpose`, "opacus" or "federated": add what private or federated
+            training needs.
 
     Returns:
         The converted network, in the mode, dtype and device of the source, with what was measured.
@@ -149,7 +166,9 @@ def convert(
         TraceError, OptionError, RefusedError: it cannot be done; says where and why.
         VerificationError: it was done and the result is wrong.
     """
-    network = Network.of(model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress)
+    network = Network.of(
+        model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress
+    )
     schemes.check_target(to)
     # Folding is done in float64, which MPS has not.
     work_on = network.with_double()
@@ -161,10 +180,15 @@ def convert(
         conversion = _converted(work_on, to, dict(options))
     if work_on is network:
         return conversion
-    return replace(conversion, network=replace(conversion.network, module=conversion.model.to(network.device)))
+    return replace(
+        conversion, network=replace(conversion.network, module=conversion.model.to(network.device))
+    )
 
 
-convert.__doc__ = f"{convert.__doc__}\n    Options of the schemes, with their defaults:\n{schemes.described()}    "
+convert.__doc__ = (
+    f"{convert.__doc__}\n    Options of the schemes, with their"
+    f" defaults:\n{schemes.described()}    "
+)
 
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
@@ -177,7 +201,9 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
         if len(steps) == 1 and source.calibrate is not None and not chosen.fits:
-            raise OptionError(f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted")
+            raise OptionError(
+                f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted"
+            )
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
@@ -188,12 +214,15 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
-    """The schemes of a conversion with their options, in order: what the target needs, the target, the purpose.
+    """The schemes of a conversion with their options, in order: what the target needs, the target,
+    the purpose.
 
     - With images (`measured`), norms with statistics per sample first become BatchNorms.
     - A target with scalars on branches needs the factors of normalizer-free blocks folded first.
-    - For a target that needs BatchNorms, lost ones come back from the statistics that the network carries.
-    - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are images.
+    - For a target that needs BatchNorms, lost ones come back from the statistics that the network
+    carries.
+    - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are
+    images.
 
     Raises OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
     """
@@ -205,13 +234,16 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
-    # A target that needs BatchNorms replaces those in the network, and leaves other norms as they are.
+    # A target that needs BatchNorms replaces those in the network, and leaves other norms as they
+    # are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
     before: list[str] = []
     if averaged:
         before.append("estimate")
-    if target.scheme.on_branches and any(_ends_in_a_factor(anatomy, block) for block in anatomy.included_blocks):
+    if target.scheme.on_branches and any(
+        _ends_in_a_factor(anatomy, block) for block in anatomy.included_blocks
+    ):
         before.append("folded")
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
@@ -237,8 +269,12 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
 
 def _ends_in_a_factor(anatomy: Anatomy, block: Block) -> bool:
-    """Whether it is a block of timm's normalizer-free networks, whose branch ends in a factor of the block's own."""
-    return block.tail is None and isinstance(anatomy.traced.modules[block.path.partition("+")[0]], NormFreeBlock)
+    """Whether it is a block of timm's normalizer-free networks, whose branch ends in a factor of
+    the block's own.
+    """
+    return block.tail is None and isinstance(
+        anatomy.traced.modules[block.path.partition("+")[0]], NormFreeBlock
+    )
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
@@ -260,16 +296,22 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
     exact = all(schemes.of(step).exact for step in steps)
     precise = None
     if exact:
-        precise = comparison.compare_double(source, lambda: applying.apply(source.module, steps, double=True))
+        precise = comparison.compare_double(
+            source, lambda: applying.apply(source.module, steps, double=True)
+        )
     report = comparison.compare(source, last.model, exact=exact, precise=precise)
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
     # The exact steps lose nothing, so the fitted step's agreement holds for all steps.
     if len(fitted) == 1:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
-        report = replace(report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself")
+        report = replace(
+            report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself"
+        )
     comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
-    outcomes = {path: outcome for conversion in conversions for path, outcome in conversion.outcomes.items()}
+    outcomes = {
+        path: outcome for conversion in conversions for path, outcome in conversion.outcomes.items()
+    }
     renames: dict[str, str] = {}
     for conversion in conversions:
         later = dict(conversion.renames)
@@ -282,17 +324,31 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
-        raise OptionError(f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options")
-    # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64 would show.
-    rounded = any(edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits)
+        raise OptionError(
+            f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options"
+        )
+    # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
+    # would show.
+    rounded = any(
+        edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits
+    )
     precise = None
     if not rounded:
-        precise = comparison.compare_double(network, lambda: unfolding.unfold(network.doubled()).module)
+        precise = comparison.compare_double(
+            network, lambda: unfolding.unfold(network.doubled()).module
+        )
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise)
     if not report.passed:
-        why = f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"
-        remedy = "If the network has learned what its source cannot compute (a mean, a bias), keep the source network"
+        why = (
+            f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"
+        )
+        remedy = (
+            "If the network has learned what its source cannot compute (a mean, a bias), keep the"
+            " source network"
+        )
         raise VerificationError("cannot unfold", why, remedy)
-    norms = [path for path, module in result.module.named_modules() if affine.is_affine_norm(module)]
+    norms = [
+        path for path, module in result.module.named_modules() if affine.is_affine_norm(module)
+    ]
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))

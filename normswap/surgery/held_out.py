@@ -14,24 +14,29 @@ from normswap.surgery import comparison, running
 from normswap.surgery.report import Kept
 
 # Every fourth image is held out, and at most so many stay in memory.
-EVERY, MOST = 4, 512
+EVERY = 4
+MOST = 512
 TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
 
 
 class HeldOutSplit:
-    """The calls to fit to, which can be iterated repeatedly, and every fourth image held out, in `held`.
+    """The calls to fit to, which can be iterated repeatedly, and every fourth image held out, in
+    `held`.
 
-    Of calls that cannot be split, every fourth call is held out. Calls are cut to a size that suits the device
-    (`checked_batches.parts`). After an iteration, `held` is without the `copies` of images that were fitted to.
+    Of calls that cannot be split, every fourth call is held out. Calls are cut to a size that suits
+    the device (`checked_batches.parts`). After an iteration, `held` is without the `copies` of
+    images that were fitted to.
     """
 
     def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
-        self.batches, self.device = batches, device
+        self.batches = batches
+        self.device = device
         self.held: list[Example] = []
         self.copies = 0
 
     def __iter__(self) -> Iterator[Example]:
-        self.held, room = [], MOST
+        self.held = []
+        room = MOST
         fitted_to: set[bytes] = set()
         position = 0
         for i, batch in enumerate(self.batches):
@@ -40,7 +45,8 @@ class HeldOutSplit:
                 continue
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
-            held_out, fitted = batch.take(out), batch.take(~out)
+            held_out = batch.take(out)
+            fitted = batch.take(~out)
             if held_out is None and fitted is None:
                 held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held_out is not None and room > 0:
@@ -51,13 +57,17 @@ class HeldOutSplit:
                 fitted_to.update(_hashes(fitted))
                 yield from parts(fitted, self.device)
         count = sum(call.count for call in self.held)
-        self.held = [different for call in self.held if (different := _without(call, fitted_to)) is not None]
+        self.held = [
+            different for call in self.held if (different := _without(call, fitted_to)) is not None
+        ]
         self.copies = count - sum(call.count for call in self.held)
 
 
 def _hashes(call: Example) -> list[bytes]:
     """A hash of each sample; none of a call that cannot be split."""
-    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()):
+    if call.listed or any(
+        tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()
+    ):
         return []
     rows = zip(*(tensor.cpu().double().numpy() for tensor in call.tensors()), strict=True)
     return [hashlib.sha256(b"".join(value.tobytes() for value in row)).digest() for row in rows]
@@ -68,7 +78,9 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
     hashes = _hashes(call)
     if not hashes:
         return call
-    new = torch.tensor([mark not in fitted_to and mark not in hashes[:i] for i, mark in enumerate(hashes)])
+    new = torch.tensor(
+        [mark not in fitted_to and mark not in hashes[:i] for i, mark in enumerate(hashes)]
+    )
     fitted_to.update(hashes)
     return call.take(new)
 
@@ -76,20 +88,30 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
 def measured(
     source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
 ) -> Kept | None:
-    """The agreement of both networks on these calls, or None without calls; raises VerificationError: one fails to run.
+    """The agreement of both networks on these calls, or None without calls; raises
+    VerificationError: one fails to run.
 
     `anatomy`, the source's, tells scores of classes from other outputs.
     """
     off = size = 0.0
-    count, axis, same, compared = 0, None, defaultdict[str, float](float), defaultdict[str, int](int)
+    count = 0
+    axis = None
+    same = defaultdict[str, float](float)
+    compared = defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None, "there is no second size"
         (before, _), (after, _) = pair
         error = comparison.worst("", example.images, before, after, exact=False)
-        floats = [value.double().nan_to_num(0.0, 0.0, 0.0) for value in before.values() if value.is_floating_point()]
+        floats = [
+            value.double().nan_to_num(0.0, 0.0, 0.0)
+            for value in before.values()
+            if value.is_floating_point()
+        ]
         squares = sum(float(value.square().sum()) for value in floats) or example.count
-        off, size, count = off + squares * error.relative_l2**2, size + squares, count + example.count
+        off = off + squares * error.relative_l2**2
+        size = size + squares
+        count = count + example.count
         axis = comparison.class_axes(before, anatomy).get("")
         for answer, share in comparison.agreements(before, after, anatomy).items():
             same[answer] += share * example.count

@@ -1,8 +1,10 @@
-"""BatchNorm back in an architecture's own class: the weights of a network without norms, loaded by name.
+"""BatchNorm back in an architecture's own class: the weights of a network without norms, loaded by
+name.
 
-Each norm begins as the identity, plus the bias of its convolution where that class has none. Then it gets statistics
-measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them (Ioffe & Szegedy 2015, arXiv:1502.03167,
-section 3: a norm can be the identity). The result needs no layer of normswap's.
+Each norm begins as the identity, plus the bias of its convolution where that class has none. Then
+it gets statistics measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them
+(Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the identity). The result needs no
+layer of normswap's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,17 +30,23 @@ _MEASURED = Outcome("norms measured", "has statistics measured on images")
 
 
 @torch.no_grad()
-def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[object]) -> Conversion:
-    """The network in the class of `like`, with that class's BatchNorms and statistics measured on `batches`.
+def batchnorm_like(
+    network: Network, like: str | nn.Module, batches: Iterable[object]
+) -> Conversion:
+    """The network in the class of `like`, with that class's BatchNorms and statistics measured on
+    `batches`.
 
     Args:
-        like: an architecture, named as a MODEL is, or a network of that class, which is not changed.
+        like: an architecture, named as a MODEL is, or a network of that class, which is not
+            changed.
 
-    Raises SourceError: no such architecture, or unusable images; RefusedError: the weights do not fit it, or it
-    computes something else with them; VerificationError: a variance is not finite, or too large for its dtype.
+    Raises SourceError: no such architecture, or unusable images; RefusedError: the weights do not
+    fit it, or it computes something else with them; VerificationError: a variance is not finite, or
+    too large for its dtype.
     """
     if isinstance(like, nn.Module):
-        module, arch = copying.duplicate(like, {}), None
+        module = copying.duplicate(like, {})
+        arch = None
     else:
         module = _built(network, like)
         arch = provenance.of(module).arch
@@ -53,11 +61,16 @@ def batchnorm_like(network: Network, like: str | nn.Module, batches: Iterable[ob
     measured = channel_moments.measure(module, norms, batches, network.progress)
     measured.store(norms)
     _undo_statistics(module, shifts)
-    precise = comparison.compare_double(network, lambda: _undo_statistics(skeleton.doubled().module, shifts))
+    precise = comparison.compare_double(
+        network, lambda: _undo_statistics(skeleton.doubled().module, shifts)
+    )
     report = comparison.compare(network, module, precise=precise)
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
-        why = f"with its weights that computes something else (relative L2 error {worst.relative_l2:.1e})"
+        why = (
+            "with its weights that computes something else (relative L2 error"
+            f" {worst.relative_l2:.1e})"
+        )
         raise RefusedError(_ANOTHER, why)
     notes = (f"the statistics of {len(shifts)} norms were measured on {measured.images} images",)
     return Conversion(skeleton.after(module), report, dict.fromkeys(shifts, _MEASURED), notes)
@@ -74,23 +87,30 @@ def _built(network: Network, like: str) -> nn.Module:
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
-    target, classes = _classes(Network(module, size=network.input_size)), _classes(network)
+    target = _classes(Network(module, size=network.input_size))
+    classes = _classes(network)
     if target == classes or not (target and classes):
         return module
     return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=classes)
 
 
 def _classes(network: Network) -> int:
-    """How many classes it tells apart, by its classifier or by what its builder was told; 0 where neither says it."""
-    anatomy, arch = network.anatomy, provenance.of(network.module).arch
+    """How many classes it tells apart, by its classifier or by what its builder was told; 0 where
+    neither says it.
+    """
+    anatomy = network.anatomy
+    arch = provenance.of(network.module).arch
     if anatomy.classifier is not None:
         return int(anatomy.traced.linear(anatomy.classifier).weight.shape[0])
     return 0 if arch is None else int(arch.kwargs.get("num_classes", 0))
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
-    """Copy the tensors by name, and make every norm the identity; returns, by norm, its convolution's bias (C,)."""
-    traced, tensors = skeleton.anatomy.traced, network.module.state_dict()
+    """Copy the tensors by name, and make every norm the identity; returns, by norm, its
+    convolution's bias (C,).
+    """
+    traced = skeleton.anatomy.traced
+    tensors = network.module.state_dict()
     shifts: dict[str, Tensor] = {}
     for path, norm in traced.modules.items():
         if not affine.is_batchnorm(norm) or id(norm) not in traced.calls:
@@ -101,7 +121,9 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
         norm.reset_running_stats()  # type: ignore[operator]
         norm.weight.fill_((1.0 + affine.epsilon(norm)) ** 0.5)  # type: ignore[operator]
         norm.bias.zero_()  # type: ignore[union-attr,operator]
-        shifts[path] = torch.zeros(affine.channels(norm), dtype=torch.float64, device=skeleton.device)
+        shifts[path] = torch.zeros(
+            affine.channels(norm), dtype=torch.float64, device=skeleton.device
+        )
     for name, tensor in skeleton.module.state_dict().items():
         path, _, leaf = name.rpartition(".")
         if path in shifts:

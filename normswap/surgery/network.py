@@ -29,7 +29,9 @@ from normswap.provenance import Provenance
 from normswap.surgery import running
 
 Batches: TypeAlias = Iterable[object] | Callable[[], Iterable[object]]
-"""The images that values are fitted to: batches of what the network takes, or a function that returns them."""
+"""The images that values are fitted to: batches of what the network takes, or a function that
+returns them.
+"""
 
 
 class HasModel(Protocol):
@@ -47,7 +49,11 @@ class _Calls:
         if callable(calibrate):
             batches = calibrate()
         several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
-        if several or not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | Example):
+        if (
+            several
+            or not isinstance(batches, Iterable)
+            or isinstance(batches, Tensor | Mapping | Example)
+        ):
             batches = [batches]
         self.batches: Iterable[object] = batches
         self.form = form
@@ -61,19 +67,21 @@ class _Calls:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A network, how it is called, and the images that its values are fitted to. No function that takes it changes it.
+    """A network, how it is called, and the images that its values are fitted to. No function that
+    takes it changes it.
 
     After a change of the module, make another record: this one stores what it has computed.
 
     Args:
         module: the network itself.
-        inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these; by
-            default random ones of its stated shapes (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
-        size: (C, H, W) of one input; by default the network's own (`network_input.size`), or that of
-            the first batch to calibrate on.
+        inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of
+            batches of these; by default random ones of its stated shapes
+            (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
+        size: (C, H, W) of one input; by default the network's own (`network_input.size`), or that
+            of the first batch to calibrate on.
         seed: of all random numbers.
-        calibrate: batches to fit values to, a function that returns them, or "synthetic": images made from the
-            statistics of the network's BatchNorms.
+        calibrate: batches to fit values to, a function that returns them, or "synthetic": images
+            made from the statistics of the network's BatchNorms.
         progress: called while values are fitted, with the layers done and their total.
     """
 
@@ -89,11 +97,15 @@ class Network:
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
         if self.inputs is None and self.size is None:
-            object.__setattr__(self, "inputs", network_input.drawn_calls(self.module, seed=self.seed))
+            object.__setattr__(
+                self, "inputs", network_input.drawn_calls(self.module, seed=self.seed)
+            )
             if self.inputs is None and network_input.stated_size(self.module) is None:
                 self._look_at_images()
         if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
-            raise OptionError(f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'")
+            raise OptionError(
+                f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'"
+            )
 
     def _look_at_images(self) -> None:
         """Take size or inputs from the first batch of images, for a network that states neither."""
@@ -118,14 +130,24 @@ class Network:
         calibrate: Batches | str | None = None,
         progress: Progress | None = None,
     ) -> Network:
-        """The record of a module, or of a result that holds one; a record itself gets the other arguments."""
+        """The record of a module, or of a result that holds one; a record itself gets the other
+        arguments.
+        """
         if inputs is not None and size is not None:
-            raise OptionError("inputs= and input_size= both say what the network takes", remedy="Give one of them")
+            raise OptionError(
+                "inputs= and input_size= both say what the network takes", remedy="Give one of them"
+            )
         if not isinstance(model, Network):
             module = network_input.require_module(model)
             network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
-        values = {"inputs": inputs, "size": size, "seed": seed, "calibrate": calibrate, "progress": progress}
+        values = {
+            "inputs": inputs,
+            "size": size,
+            "seed": seed,
+            "calibrate": calibrate,
+            "progress": progress,
+        }
         changes = {name: value for name, value in values.items() if value is not None}
         if not changes:
             return model
@@ -140,11 +162,15 @@ class Network:
 
     def _seen_as(self, other: Network) -> Network:
         looked_up = ("anatomy", "calls", "examples")
-        self.__dict__.update({name: value for name, value in other.__dict__.items() if name in looked_up})
+        self.__dict__.update(
+            {name: value for name, value in other.__dict__.items() if name in looked_up}
+        )
         return self
 
     def after(self, module: nn.Module) -> Network:
-        """The record of another module that takes the same inputs: the result of a step, or a copy in float64."""
+        """The record of another module that takes the same inputs: the result of a step, or a copy
+        in float64.
+        """
         after = Network(module, self.inputs, self.size, self.seed)
         if self.inputs is None or after.dtype == self.dtype:
             return after
@@ -161,7 +187,9 @@ class Network:
     @property
     def has_double(self) -> bool:
         """Whether a float64 copy of the network can be made, and would differ from it."""
-        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module))
+        scripted = any(
+            isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module)
+        )
         return self.dtype != torch.float64 and self.device_has_double and not scripted
 
     @cached_property
@@ -174,7 +202,9 @@ class Network:
         return True
 
     def with_double(self) -> Network:
-        """The network itself, or with a copy of its module on the CPU where its device has no float64."""
+        """The network itself, or with a copy of its module on the CPU where its device has no
+        float64.
+        """
         if self.device_has_double:
             return self
         return replace(self, module=copying.duplicate(self.module, {}).cpu())
@@ -189,11 +219,15 @@ class Network:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy, from a recorded forward; raises TraceError: it does not run, or cannot be recorded."""
+        """The anatomy, from a recorded forward; raises TraceError: it does not run, or cannot be
+        recorded.
+        """
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
         if self.size:
-            return inspection.inspect(self.module, network_input.noise(self.module, self.size, batch=2))
+            return inspection.inspect(
+                self.module, network_input.noise(self.module, self.size, batch=2)
+            )
         return inspection.inspect(self.module)
 
     @property
@@ -214,7 +248,9 @@ class Network:
 
     @cached_property
     def calls(self) -> list[Example]:
-        """The inputs, or noise at two sizes where it takes two; raises OptionError: no images, or NaN."""
+        """The inputs, or noise at two sizes where it takes two; raises OptionError: no images, or
+        NaN.
+        """
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
         calls = calling.batches(self.inputs)
@@ -223,7 +259,9 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that a result is proven on; a single one of noise where every size takes the same way."""
+        """The calls that a result is proven on; a single one of noise where every size takes the
+        same way.
+        """
         if self.inputs is not None:
             return self.calls
         traced = self.anatomy.traced
@@ -238,7 +276,14 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
         size = self.size or self.examples[0].size
-        make = partial(synthetic_images.make, self.module, self.form, size, seed=self.seed, progress=self.progress)
+        make = partial(
+            synthetic_images.make,
+            self.module,
+            self.form,
+            size,
+            seed=self.seed,
+            progress=self.progress,
+        )
         return SyntheticImages(make)
 
     @property

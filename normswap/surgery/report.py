@@ -8,10 +8,12 @@ class Kept:
     """How well the answers of source and result agree on held-out images, without labels.
 
     Args:
-        agreement: share of images, or of places in maps, with the same argmax; None where the outputs have no argmax.
+        agreement: share of images, or of places in maps, with the same argmax; None where the
+            outputs have no argmax.
         relative_l2: |result - source| / |source| at the outputs.
         count: number of images.
-        answer: what the argmax is taken of; of several outputs the one that agrees least, and the others' agreement.
+        answer: what the argmax is taken of; of several outputs the one that agrees least, and the
+            others' agreement.
         axis: of that argmax; None where outputs have names.
     """
 
@@ -23,24 +25,32 @@ class Kept:
 
     @property
     def least(self) -> float | None:
-        """The least agreement with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation 4).
+        """The least agreement with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation
+        4).
 
         Places of one image go together: for maps the bound is too high.
         """
         if self.agreement is None:
             return None
-        z, n, p = 1.96, self.count, self.agreement
-        middle, spread = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
+        z = 1.96
+        n = self.count
+        p = self.agreement
+        middle = p + z * z / (2 * n)
+        spread = z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
         return float((middle - spread) / (1 + z * z / n))
 
     def __str__(self) -> str:
-        images, distance = f"{self.count} held-out images", f"relative L2 {self.relative_l2:.1e}"
+        images = f"{self.count} held-out images"
+        distance = f"relative L2 {self.relative_l2:.1e}"
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
         sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
         # A classifier's scores, on axis 1, need no word.
         answer = f", {self.answer}" * bool(self.answer and self.axis != 1)
-        return f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}), {distance}"
+        return (
+            f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}),"
+            f" {distance}"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,8 @@ class Error:
 
     Args:
         relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only); None of one class;
-            `answer` and `axis`: of the argmax, as in `Kept`.
+        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only);
+            None of one class; `answer` and `axis`: of the argmax, as in `Kept`.
         output: the name of the worst output, where there are several.
     """
 
@@ -101,5 +111,7 @@ class Report:
     @property
     def worst(self) -> Error:
         """The largest relative L2 error at the logits in the network's own precision."""
-        errors = [error for error in self.logits if error.precision != "float64"] or list(self.logits)
+        errors = [error for error in self.logits if error.precision != "float64"] or list(
+            self.logits
+        )
         return max(errors, key=lambda error: error.relative_l2)

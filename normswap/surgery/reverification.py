@@ -28,7 +28,9 @@ def recorded(result: nn.Module, directory: Path) -> str:
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record.sha256 is None:
-        raise SourceError(f"{directory} was made from random weights", "they cannot be had again", remedy)
+        raise SourceError(
+            f"{directory} was made from random weights", "they cannot be had again", remedy
+        )
     return record.source
 
 
@@ -49,7 +51,9 @@ def how(result: nn.Module) -> Body:
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
-    """Whether the source has the same tensors as when `result` was made; None where that was not recorded."""
+    """Whether the source has the same tensors as when `result` was made; None where that was not
+    recorded.
+    """
     hashed = provenance.of(result).sha256
     if hashed is None:
         return None
@@ -57,7 +61,9 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a loaded result with its source; raises TraceError, VerificationError: one of them does not run."""
+    """Compare a loaded result with its source; raises TraceError, VerificationError: one of them
+    does not run.
+    """
     exact = all(schemes.of(step).exact for step in Network(result).provenance.plan.steps)
     return comparison.compare(source, result, exact=exact)
 
@@ -65,25 +71,34 @@ def again(source: Network, result: nn.Module) -> Report:
 def first_apart(source: Network, result: nn.Module, report: Report) -> Departure | None:
     """The first layer that computes something else than what the recorded plan makes of the source.
 
-    None where the report passed, where values were fitted, which no plan tells, and where the plan does not fit.
+    None where the report passed, where values were fitted, which no plan tells, and where the plan
+    does not fit.
     """
     if report.passed or not report.exact:
         return None
-    example, values, allowed = source.examples[0], list[object](), report.tolerance[report.worst.precision]
+    example = source.examples[0]
+    values = list[object]()
+    allowed = report.tolerance[report.worst.precision]
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)
-        recording.record_once(result, example, lambda _name, value: values.append(copy.deepcopy(value)))
+        recording.record_once(
+            result, example, lambda _name, value: values.append(copy.deepcopy(value))
+        )
         return departure.first_apart(expected, example, values, allowed)
     except NormswapError:
         return None
 
 
-def on_images(source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None) -> Body:
-    """Top-1 in percent of both networks and the fraction of equal answers; without labels or classes, the relative L2.
+def on_images(
+    source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None
+) -> Body:
+    """Top-1 in percent of both networks and the fraction of equal answers; without labels or
+    classes, the relative L2.
 
     Args:
         loader: batches of images and labels; -1: no label.
-        progress: called with the images done and their total; twice over all where there are labels.
+        progress: called with the images done and their total; twice over all where there are
+            labels.
 
     Raises SourceError: no images, or labels that are no classes of the networks.
     """
@@ -91,7 +106,12 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
         before, answers = classify(source.module, loader, progress=progress)
         after, others = classify(result, loader, progress=progress)
         same = agreement(answers, others)
-        return {"source": before.top1, "result": after.top1, "agreement": same, "count": before.count}
+        return {
+            "source": before.top1,
+            "result": after.top1,
+            "agreement": same,
+            "count": before.count,
+        }
     form = calling.form(source.module)
     calls = (form.read(batch)[0] for batch in loader)
     figures = held_out.measured(source.module, result, calls, source.anatomy)
@@ -103,4 +123,7 @@ def on_images(source: Network, result: nn.Module, loader: Loader, progress: Prog
 def labels_are_missing(loader: Loader) -> bool:
     """Whether samples of the first batch have no label: -1."""
     firsts = itertools.islice(loader, 1)
-    return any(bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any()) for batch in firsts)
+    return any(
+        bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any())
+        for batch in firsts
+    )

@@ -21,7 +21,9 @@ Outputs = dict[str, Tensor]
 def run(
     model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
 ) -> tuple[Outputs, Outputs]:
-    """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at `paths`."""
+    """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at
+    `paths`.
+    """
     outputs_at_paths: Outputs = {}
 
     def keep(path: str, _module: nn.Module, _args: object, output: object) -> None:
@@ -34,7 +36,9 @@ def run(
     handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
     with hooked(handles), with_heads(model) if heads else undisturbed(model):
         output = example.map(torch.clone).call(model)
-    return {name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)}, outputs_at_paths
+    return {
+        name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)
+    }, outputs_at_paths
 
 
 def both(
@@ -45,7 +49,8 @@ def both(
     tails: Sequence[str] = (),
     first: Example | None = None,
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
-    """Both outputs (`running.run`), or None where the source runs on `first` but not on this size of input.
+    """Both outputs (`running.run`), or None where the source runs on `first` but not on this size
+    of input.
 
     Raises VerificationError: one of them does not run, or the source gives nothing.
     """
@@ -54,7 +59,9 @@ def both(
         outputs = run(source, example, (*paths, *tails) if example is first else paths)
     except Exception as error:
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
-            raise VerificationError(f"the source does not run on {example}", first_line(error)) from None
+            raise VerificationError(
+                f"the source does not run on {example}", first_line(error)
+            ) from None
         return None
     if not outputs[0]:
         remedy = "Its forward has to return what it computes"
@@ -64,7 +71,9 @@ def both(
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """The outputs in float64: by parts, or of a copy where a forward reads another module's tensors."""
+    """The outputs in float64: by parts, or of a copy where a forward reads another module's
+    tensors.
+    """
     outputs = by_parts(model, example)
     if outputs is not None:
         return outputs
@@ -81,8 +90,9 @@ def by_parts(
 ) -> Outputs | None:
     """The outputs in float64; None where dtypes were mixed, or a module calls itself.
 
-    A module has float64 tensors only while its forward runs, so the network never exists twice. `replacements` and
-    `tensors` are layers and tensors that are built in float64, not cast to it (`applying.doubles`).
+    A module has float64 tensors only while its forward runs, so the network never exists twice.
+    `replacements` and `tensors` are layers and tensors that are built in float64, not cast to it
+    (`applying.doubles`).
     """
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
@@ -91,12 +101,18 @@ def by_parts(
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
         doubles = dict(_tensors(replacements[module]()))
-        ready.update({id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles})
+        ready.update(
+            {id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles}
+        )
 
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
         tensors_of_module = {**module._parameters, **module._buffers}
-        floats = {name: t for name, t in tensors_of_module.items() if t is not None and t.is_floating_point()}
+        floats = {
+            name: t
+            for name, t in tensors_of_module.items()
+            if t is not None and t.is_floating_point()
+        }
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
@@ -109,9 +125,15 @@ def by_parts(
         for name, tensor in lent.pop(module).items():
             _put(module, name, tensor)
 
-    owners = [module for module in nn.Module.modules(model) if module._parameters or module._buffers]
+    owners = [
+        module for module in nn.Module.modules(model) if module._parameters or module._buffers
+    ]
     handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
-    handles += [hook for m in owners for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))]
+    handles += [
+        hook
+        for m in owners
+        for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))
+    ]
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
@@ -123,7 +145,9 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` with torch's function modes off: a recorder that watches every call costs more than the call."""
+    """`work` with torch's function modes off: a recorder that watches every call costs more than
+    the call.
+    """
 
     def alone(*args: object) -> None:
         with torch._C.DisableTorchFunction():
@@ -138,15 +162,23 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def noise(
-    model: nn.Module, size: Sequence[int], *, batch: int = 2, seed: int = 0, ran: Collection[str] = ()
+    model: nn.Module,
+    size: Sequence[int],
+    *,
+    batch: int = 2,
+    seed: int = 0,
+    ran: Collection[str] = (),
 ) -> list[Example]:
-    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W) where that fails.
+    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W)
+    where that fails.
 
-    `ran`: printed examples that it is known to run on. Raises VerificationError: it runs on none of them.
+    `ran`: printed examples that it is known to run on. Raises VerificationError: it runs on none of
+    them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    called, why = form(model), ""
+    called = form(model)
+    why = ""
     first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
     for shape in (first, *others):
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
@@ -158,7 +190,10 @@ def noise(
             continue
         # `compare` leaves this image of a second size out if the network does not take it.
         second = others[:1] if shape == first else []
-        return [x, *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second)]
+        return [
+            x,
+            *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second),
+        ]
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
 
 

@@ -1,8 +1,10 @@
-"""Unfold: back to the source's BatchNorm, from the norm tensors that a checkpoint keeps beside its weights.
+"""Unfold: back to the source's BatchNorm, from the norm tensors that a checkpoint keeps beside its
+weights.
 
-The converted network is first brought to its canonical form C. The bare source architecture, with its old norms, has
-the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A
-channel with s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
+The converted network is first brought to its canonical form C. The bare source architecture, with
+its old norms, has the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta takes
+up the change of b_C by fine-tuning. A channel with s = 0 keeps the value t and gets fresh weights,
+which are multiplied by 0 and can learn.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,31 +31,38 @@ from normswap.surgery.network import Network
 def unfold(network: Network) -> Network:
     """The network that this one was converted from, with its norms and what was learned since.
 
-    Gammas and betas of LayerNorms, and LayerScales, that were folded into other layers are ones and zeros.
+    Gammas and betas of LayerNorms, and LayerScales, that were folded into other layers are ones and
+    zeros.
 
     Raises RefusedError: the network was not converted, or the source cannot express its changes.
     """
     record = network.provenance
     if not record.plan.steps:
         remedy = "`unfold` is for what `normswap convert` wrote"
-        raise RefusedError("nothing to unfold", "the network was not converted: its norms are its own", remedy)
+        raise RefusedError(
+            "nothing to unfold", "the network was not converted: its norms are its own", remedy
+        )
     if record.merged_paths:
         why = "branches were merged into one convolution, which does not say what each of them was"
         remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
         raise RefusedError("cannot unfold", why, remedy)
     arch = architecture(network.module)
     if arch is None:
-        raise RefusedError("cannot unfold", "nobody knows how to build the source", "Keep the source network")
+        raise RefusedError(
+            "cannot unfold", "nobody knows how to build the source", "Keep the source network"
+        )
     source = bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
     canonical = _canonical(network)
-    state, tensors = source.module.state_dict(), _tensors(canonical)
+    state = source.module.state_dict()
+    tensors = _tensors(canonical)
     _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
     # The norms come second: a ChannelBias has a `bias` where its norm had one.
     _copy(state, record.norms)
     _copy(state, _tensors(network.module, affine.is_affine_norm))
     builder = fold_norms(source.anatomy)
-    modules, converted = builder.anatomy.traced.modules, _by_old_path(canonical)
+    modules = builder.anatomy.traced.modules
+    converted = _by_old_path(canonical)
     for edit in builder.edits():
         if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
@@ -64,8 +73,11 @@ def unfold(network: Network) -> Network:
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
     """The record of another module with the network's inputs and origin."""
-    attributes, record = network.module.__dict__, network.provenance
-    module.__dict__.update({name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes})
+    attributes = network.module.__dict__
+    record = network.provenance
+    module.__dict__.update(
+        {name: attributes[name] for name in ("pretrained_cfg", "default_cfg") if name in attributes}
+    )
     origin = Provenance(arch, record.source, record.sha256, record.pretrained_cfg)
     return network.after(provenance.attach(module, origin))
 
@@ -73,12 +85,17 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 def architecture(model: nn.Module) -> Arch | None:
     """How to build the network that `model` was converted from, if known."""
     record = provenance.of(model)
-    return record.arch or zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
+    return record.arch or zoo.identify(
+        model, lambda skeleton: applying.apply(skeleton, record.plan.steps)
+    )
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network's canonical form, without scalars; raises RefusedError: it has none that the source shares."""
-    builder, anatomy = fold_norms(network.anatomy), network.anatomy
+    """The network's canonical form, without scalars; raises RefusedError: it has none that the
+    source shares.
+    """
+    builder = fold_norms(network.anatomy)
+    anatomy = network.anatomy
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
             why = f"a {norm.kind} sits there now, which no BatchNorm computes"
@@ -87,11 +104,20 @@ def _canonical(network: Network) -> nn.Module:
             raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
     for path, module in anatomy.traced.modules.items():
         if reparametrized.keeps_input_bias(module):
-            why = "it has learned a bias of its input, which it pads with zeros: no BatchNorm computes that"
+            why = (
+                "it has learned a bias of its input, which it pads with zeros: no BatchNorm"
+                " computes that"
+            )
             raise RefusedError(f"cannot unfold {path}", why, "Keep the network as it is")
     scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
-    for path in (*builder.refusals, *(path for path in scalars if path not in builder.replacements)):
-        raise RefusedError(f"cannot unfold {path}", builder.refusals.get(path) or str(builder.outcomes.get(path, "")))
+    for path in (
+        *builder.refusals,
+        *(path for path in scalars if path not in builder.replacements),
+    ):
+        raise RefusedError(
+            f"cannot unfold {path}",
+            builder.refusals.get(path) or str(builder.outcomes.get(path, "")),
+        )
     return applying.apply_step(network.module, Step("folded", {}, builder.edits()))
 
 
@@ -108,12 +134,17 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def _tensors(model: nn.Module, among: Callable[[nn.Module], bool] = lambda module: True) -> dict[str, Tensor]:
+def _tensors(
+    model: nn.Module, among: Callable[[nn.Module], bool] = lambda module: True
+) -> dict[str, Tensor]:
     """The tensors of the modules for which `among` holds, by their names in the source."""
     tensors = {}
     for path, module in _by_old_path(model).items():
         if among(module):
-            own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            own = {
+                **dict(module.named_parameters(recurse=False)),
+                **dict(module.named_buffers(recurse=False)),
+            }
             tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
     return tensors
 

@@ -1,1 +1,3 @@
-"""Recover: recipes, and the engine that trains a converted network. Imports: `analysis` and what is below."""
+"""Recover: recipes, and the engine that trains a converted network. Imports: `analysis` and what is
+below.
+"""

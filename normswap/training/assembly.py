@@ -1,4 +1,6 @@
-"""A run's objects: its network, opened and converted as the recipe says; the machine and processes; trackers."""
+"""A run's objects: its network, opened and converted as the recipe says; the machine and processes;
+trackers.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FOLDED = (
-    "a folded network fine-tunes badly (arXiv:2305.11624): its weights have absorbed the norms' scales. "
-    "Convert it to tune, skipinit or unfold first"
+    "a folded network fine-tunes badly (arXiv:2305.11624): its weights have absorbed the norms'"
+    " scales. Convert it to tune, skipinit or unfold first"
 )
 _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
@@ -61,14 +63,17 @@ class Subject:
         return provenance.attach(copy.deepcopy(self.module), record)
 
     def preprocessing(self, side: int | None) -> Body:
-        """Return the preprocessing of its images, `side` pixels high and wide if the recipe says so."""
+        """Return the preprocessing of its images, `side` pixels high and wide if the recipe says
+        so.
+        """
         record = datasets.image_record(self.module)
         if side is not None:
             record["input_size"] = (record["input_size"][0], side, side)
         return record
 
     def teacher(self, distill: Distill) -> nn.Module:
-        """Return the teacher: a MODEL, this network's source, or, of an unconverted network, a copy.
+        """Return the teacher: a MODEL, this network's source, or, of an unconverted network, a
+        copy.
 
         Raises SourceError: the source cannot be opened, or has changed.
         """
@@ -81,9 +86,13 @@ class Subject:
             origin = reverification.recorded(module, Path("the network"))
             source = checkpoint.open_model(origin, **reverification.how(module))
         except NormswapError as error:
-            raise SourceError("the teacher, the network's source, cannot be had", error.what, _NO_SOURCE) from None
+            raise SourceError(
+                "the teacher, the network's source, cannot be had", error.what, _NO_SOURCE
+            ) from None
         if reverification.unchanged(source, module) is False:
-            raise SourceError(f"the teacher {origin} is not what the network was made from", remedy=_NO_SOURCE)
+            raise SourceError(
+                f"the teacher {origin} is not what the network was made from", remedy=_NO_SOURCE
+            )
         return source
 
 
@@ -92,23 +101,38 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     settings = recipe.model
     if model is None:
         if settings is None:
-            raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+            raise OptionError(
+                "nothing to train", "neither a MODEL is given nor does the recipe name one"
+            )
         # Random weights depend on the seed, so that a run can be continued.
         with drawn_by(recipe.train.seed, "weights"):
-            model = checkpoint.open_model(settings.name, weights=settings.weights, arch_args=settings.args, named=False)
+            model = checkpoint.open_model(
+                settings.name, weights=settings.weights, arch_args=settings.args, named=False
+            )
     return Subject(Network.of(model), model)
 
 
 def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
-    """Convert the network if the recipe says so, as a new one; `say` is called with notes for the user."""
-    network, model, how = subject.network, subject.source, recipe.convert
+    """Convert the network if the recipe says so, as a new one; `say` is called with notes for the
+    user.
+    """
+    network = subject.network
+    model = subject.source
+    how = recipe.convert
     if how is not None:
         say(f"converting to {how.to}")
         images = None
         if how.calibrate:
-            place, seed = places(recipe.data)[0], recipe.train.seed
+            place = places(recipe.data)[0]
+            seed = recipe.train.seed
             images = datasets.make_loader(
-                model, place, split="train", samples=how.samples, seed=seed, workers=0, labelled=False
+                model,
+                place,
+                split="train",
+                samples=how.samples,
+                seed=seed,
+                workers=0,
+                labelled=False,
             )
         result = conversion.convert(network, how.to, calibrate=images, **how.options)
         for note in result.notes:
@@ -128,10 +152,17 @@ def read_slurm() -> None:
     Raises OptionError: the address where the processes meet is not set.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
-    if "RANK" in os.environ or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() or int(tasks) == 1:
+    if (
+        "RANK" in os.environ
+        or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys()
+        or int(tasks) == 1
+    ):
         return
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        remedy = "Export the first node's name and a free port before srun, as recipes/finetune.sbatch does"
+        remedy = (
+            "Export the first node's name and a free port before srun, as recipes/finetune.sbatch"
+            " does"
+        )
         raise OptionError(f"srun has started {tasks} processes", f"no {missing[0]}", remedy)
     for name, slurms in (("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID"), ("WORLD_SIZE", "NTASKS")):
         os.environ[name] = os.environ[f"SLURM_{slurms}"]
@@ -140,14 +171,16 @@ def read_slurm() -> None:
 def meet(backend: str) -> None:
     """Join the other processes that torchrun has started, under a name that only this start has.
 
-    torchrun's store survives a restart: under torch's own name processes would find the addresses of dead ones.
+    torchrun's store survives a restart: under torch's own name processes would find the addresses
+    of dead ones.
     """
     variables = os.environ
     if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     shared = dist.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"start {variables['TORCHELASTIC_RESTART_COUNT']}", shared)
-    rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    rank = int(variables["RANK"])
+    world = int(variables["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
@@ -176,7 +209,8 @@ def stop_on_request() -> Iterator[threading.Event]:
 def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
     """Set up Accelerate's view of the machine: processes, device, precision.
 
-    Raises RecipeError: it is no recipe; OptionError: no such device or precision, or accelerate is not installed.
+    Raises RecipeError: it is no recipe; OptionError: no such device or precision, or accelerate is
+    not installed.
     """
     if not isinstance(recipe, Recipe):
         remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
@@ -190,7 +224,8 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
     read_slurm()
     meet("gloo" if cpu else "nccl")
-    # Accelerate keeps one state per process and refuses another precision later; runs may follow each other here.
+    # Accelerate keeps one state per process and refuses another precision later; runs may follow
+    # each other here.
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
@@ -203,7 +238,8 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
 
 
 def trackers(asked: str) -> list[str]:
-    """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there), `none`, or a comma list.
+    """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there),
+    `none`, or a comma list.
 
     Raises OptionError: Accelerate does not know it, or it is not installed.
     """
@@ -214,7 +250,10 @@ def trackers(asked: str) -> list[str]:
         return [name for name in ("tensorboard",) if name in there]
     names = [] if asked == "none" else asked.split(",")
     if unknown := [name for name in names if name not in there]:
-        remedy = f"Accelerate knows {', '.join(LOGGER_TYPE_TO_CLASS)}; pip installs one. Or write auto, or none"
+        remedy = (
+            f"Accelerate knows {', '.join(LOGGER_TYPE_TO_CLASS)}; pip installs one. Or write auto,"
+            " or none"
+        )
         raise OptionError(f"tracker {unknown[0]!r} is unknown, or not installed", remedy=remedy)
     return names
 
@@ -222,14 +261,22 @@ def trackers(asked: str) -> list[str]:
 class Task:
     """The objects of the training loop.
 
-    `subject` is the network as training begins; without `validates` no validation images are opened.
+    `subject` is the network as training begins; without `validates` no validation images are
+    opened.
     """
 
     def __init__(
-        self, subject: Subject, images: TrainingImages, recipe: Recipe, engine: Accelerator, *, validates: bool = True
+        self,
+        subject: Subject,
+        images: TrainingImages,
+        recipe: Recipe,
+        engine: Accelerator,
+        *,
+        validates: bool = True,
     ) -> None:
         train = recipe.train
-        self.recipe, self.engine = recipe, engine
+        self.recipe = recipe
+        self.engine = engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
         micro = self.share.micro(recipe.data.batch_size)
         if (recipe.data.augment.mixup or recipe.data.augment.cutmix) and micro % 2:
@@ -239,18 +286,28 @@ class Task:
         # An epoch has whole batches, and leaves out other images each time.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
-        classifies = images.labelled or network_input.classifies(subject.module, record["input_size"])
+        classifies = images.labelled or network_input.classifies(
+            subject.module, record["input_size"]
+        )
         self.validation = None
         if classifies and validates:
-            self.validation = validation(record, recipe.data, self.share, train.seed, batch=max(micro, 64))
-        self.classes: int | None = getattr(subject.module, "num_classes", None) if images.labelled else None
+            self.validation = validation(
+                record, recipe.data, self.share, train.seed, batch=max(micro, 64)
+            )
+        self.classes: int | None = (
+            getattr(subject.module, "num_classes", None) if images.labelled else None
+        )
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = copy.deepcopy(subject.module).to(engine.device).to(memory_format=self.layout)
         self.dtype = next(self.raw.parameters()).dtype
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)
-        self.ema = ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup) if train.ema else None
+        self.ema = (
+            ModelEmaV3(self.raw, train.ema.decay, use_warmup=train.ema.warmup)
+            if train.ema
+            else None
+        )
         self.clip = recipe.optim.clip
         if self.clip is not None and self.clip.mode == "agc":
             find_head(self.raw, subject.network)
@@ -289,7 +346,9 @@ class Task:
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every BatchNorm by torch's SyncBatchNorm; OptionError where that cannot compute the same."""
+    """Replace every BatchNorm by torch's SyncBatchNorm; OptionError where that cannot compute the
+    same.
+    """
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")
     for path, norm in model.named_modules():

@@ -1,8 +1,9 @@
 """Fine-tune: one loop, on one device or many, that can be killed at any moment and continued.
 
-Accelerate does processes, devices, precision, accumulation and trackers; timm transforms, optimizers, schedules,
-clipping and averaging. The files of a run's folder are complete at every moment (`run_folder`). Random numbers are a
-function of (seed, update, process), so a continued run needs no state of them.
+Accelerate does processes, devices, precision, accumulation and trackers; timm transforms,
+optimizers, schedules, clipping and averaging. The files of a run's folder are complete at every
+moment (`run_folder`). Random numbers are a function of (seed, update, process), so a continued run
+needs no state of them.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Result:
     """The result of a run.
 
     Args:
-        best: directory of the network with the best validation accuracy, averaged or not; without validation images,
-            with the lowest training loss.
+        best: directory of the network with the best validation accuracy, averaged or not; without
+            validation images, with the lowest training loss.
         last: directory of the network after the last update.
         model: that network, in eval mode, on the CPU.
         rows: of metrics.csv.
@@ -97,7 +98,8 @@ def finetune(
     progress: Show | None = None,
     say: Say | None = None,
 ) -> Result:
-    """Train `model`, which is not changed, as the recipe says; in one process, or in each of those torchrun started.
+    """Train `model`, which is not changed, as the recipe says; in one process, or in each of those
+    torchrun started.
 
     The processes share a disk: the first one writes the run's folder, and all read the images.
 
@@ -114,11 +116,13 @@ def finetune(
         Where the best and the last network are, and what was measured.
 
     Raises:
-        NormswapError: the recipe does not fit the network, the images or the machine; TrainingError: the loss is not
-            finite.
+        NormswapError: the recipe does not fit the network, the images or the machine;
+            TrainingError: the loss is not finite.
     """
     if resume not in (None, "auto"):
-        raise OptionError(f"resume {resume!r} is not auto", remedy="Copy the run's folder, and continue the copy")
+        raise OptionError(
+            f"resume {resume!r} is not auto", remedy="Copy the run's folder, and continue the copy"
+        )
     engine = assembly.accelerator(recipe, device, Path(out), track)
     notes: list[str] = []
 
@@ -139,10 +143,15 @@ def finetune(
             folder.check_new()
         subject = converted(subject, recipe, log)
         task = Task(subject, images, recipe, engine)
-        for note in (assumption(subject.module), *image_notes(recipe.data, images, task.validation)):
+        for note in (
+            assumption(subject.module),
+            *image_notes(recipe.data, images, task.validation),
+        ):
             if note:
                 log(note)
-        run = TrainingRun(task, folder, subject.blank(), progress if engine.is_main_process else None, log)
+        run = TrainingRun(
+            task, folder, subject.blank(), progress if engine.is_main_process else None, log
+        )
         run.open(resume=resume is not None)
         with stop_on_request() as stop:
             finished = run.train(stop)
@@ -150,16 +159,27 @@ def finetune(
     finally:
         torch.set_rng_state(before)
     at = run.at
-    network, rows = run.network(task.raw).eval(), tuple(at.rows)
-    return Result(folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes))
+    network = run.network(task.raw).eval()
+    rows = tuple(at.rows)
+    return Result(
+        folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes)
+    )
 
 
 class TrainingRun:
     """The loop and its files; `blank` is the network as training begins, for its structure."""
 
-    def __init__(self, task: Task, folder: Folder, blank: nn.Module, progress: Show | None, log: Say) -> None:
-        self.task, self.folder, self.blank, self.progress, self.log = task, folder, blank, progress, log
-        self.engine, self.recipe, self.at = task.engine, task.recipe, TrainingState()
+    def __init__(
+        self, task: Task, folder: Folder, blank: nn.Module, progress: Show | None, log: Say
+    ) -> None:
+        self.task = task
+        self.folder = folder
+        self.blank = blank
+        self.progress = progress
+        self.log = log
+        self.engine = task.engine
+        self.recipe = task.recipe
+        self.at = TrainingState()
         device = task.engine.device
         # The sum of this process's losses since they were last read.
         self.sum = torch.zeros((), device=device, dtype=precise(device))
@@ -178,15 +198,20 @@ class TrainingRun:
             self.folder.begin(self.recipe)
         keys = recipe_files.flat(self.recipe).items()
         self.engine.init_trackers(
-            "normswap", {name: value if isinstance(value, float | str) else str(value) for name, value in keys}
+            "normswap",
+            {name: value if isinstance(value, float | str) else str(value) for name, value in keys},
         )
         if not continues:
             self._end_epoch(began=False)
 
     def train(self, stop: threading.Event) -> bool:
         """Do all updates that are left; returns False if somebody asked to stop before the end."""
-        task, at, every = self.task, self.at, self.recipe.train.checkpoint
-        batches = task.images.batches(task.share, at.update, task.updates, pin=self.engine.device.type == "cuda")
+        task = self.task
+        at = self.at
+        every = self.recipe.train.checkpoint
+        batches = task.images.batches(
+            task.share, at.update, task.updates, pin=self.engine.device.type == "cuda"
+        )
         while at.update < task.updates:
             start = time.perf_counter()
             self.update(batches)
@@ -198,9 +223,14 @@ class TrainingRun:
                 continue
             finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):
-                finite = all(bool(parameter.isfinite().all()) for parameter in task.raw.parameters())
+                finite = all(
+                    bool(parameter.isfinite().all()) for parameter in task.raw.parameters()
+                )
             if not finite:
-                last = f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
+                last = (
+                    f"The last good checkpoint is {self.folder.last}, of update"
+                    f" {at.rows[-1]['update']:g}"
+                )
                 what = f"the loss is not finite at update {at.update} of {task.updates}"
                 raise TrainingError(what, remedy=f"{last}. Lower optim.lr")
             self._show()
@@ -214,7 +244,10 @@ class TrainingRun:
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         """Train on the next of `batches`."""
-        task, engine, update, seed = self.task, self.engine, self.at.update, self.recipe.train.seed
+        task = self.task
+        engine = self.engine
+        update = self.at.update
+        seed = self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))
         task.scheduler.step_update(update)
         first = task.optimizer.param_groups[0]
@@ -240,12 +273,17 @@ class TrainingRun:
         if classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             wrong = next(label for label in labels.tolist() if not 0 <= label < classes)
             raise SourceError(f"label {wrong} is no class of this network", f"it has {classes}")
-        device, task = self.engine.device, self.task
-        images = images.to(device, task.dtype, non_blocking=True).contiguous(memory_format=task.layout)
+        device = self.engine.device
+        task = self.task
+        images = images.to(device, task.dtype, non_blocking=True).contiguous(
+            memory_format=task.layout
+        )
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
-        """Return whether the losses since the last call are finite, and whether any process was asked to stop."""
+        """Return whether the losses since the last call are finite, and whether any process was
+        asked to stop.
+        """
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
         loss, stop = self.engine.reduce(sums, "sum").tolist()
         self.at.loss += loss / self.engine.num_processes
@@ -257,31 +295,42 @@ class TrainingRun:
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
-        at, task, network = self.at, self.task, self.task.raw
+        at = self.at
+        task = self.task
+        network = self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
-        averaged = measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
+        averaged = (
+            measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
+        )
         row: Row = dict.fromkeys(COLUMNS)
         epoch = at.update / task.per_epoch
         row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
         if began:
             rate = self._count * self.recipe.data.batch_size / at.seconds
-            row.update(lr=self.lr, train_loss=at.loss / self._count, images_per_s=rate, seconds=at.seconds)
+            row.update(
+                lr=self.lr, train_loss=at.loss / self._count, images_per_s=rate, seconds=at.seconds
+            )
         if plain is not None:
             row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
         if averaged is not None and plain is not None:
             row.update(ema_top1=averaged.top1)
             if task.ema is not None and averaged.top1 > plain.top1:
                 network = task.ema.module
-        at.rows, at.loss, at.seconds = [*at.rows, row], 0.0, 0.0
+        at.rows = [*at.rows, row]
+        at.loss = 0.0
+        at.seconds = 0.0
         better = at.best is None or score(row) > at.best
         if better:
-            at.best, at.best_epoch = score(row), row["epoch"]
+            at.best = score(row)
+            at.best_epoch = row["epoch"]
         if self.engine.is_main_process:
             if better:
                 self.folder.write_network(self.network(network), self.folder.best)
             self.folder.write_network(self.network(task.raw), self.folder.last)
             atomic_write.table(self.folder.place / "metrics.csv", COLUMNS, at.rows)
-            self.engine.log({name: value for name, value in row.items() if value is not None}, step=at.update)
+            self.engine.log(
+                {name: value for name, value in row.items() if value is not None}, step=at.update
+            )
         self._save()
 
     def _save(self) -> None:
@@ -289,23 +338,32 @@ class TrainingRun:
             self.folder.write_state(self.at, self.task.parts())
 
     def _show(self) -> None:
-        at, task, loss = self.at, self.task, self.at.loss / self._count
+        at = self.at
+        task = self.task
+        loss = self.at.loss / self._count
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
         if self.progress is not None:
             top1 = next((row["top1"] for row in at.rows[-1:]), None)
             speed = self.recipe.data.batch_size * self._count / at.seconds
-            epoch, epochs = at.update / task.per_epoch, task.updates / task.per_epoch
-            self.progress(TrainingProgress(at.update, task.updates, epoch, epochs, speed, self.lr, loss, top1))
+            epoch = at.update / task.per_epoch
+            epochs = task.updates / task.per_epoch
+            self.progress(
+                TrainingProgress(at.update, task.updates, epoch, epochs, speed, self.lr, loss, top1)
+            )
 
     def network(self, trained: nn.Module) -> nn.Module:
-        """Return a network of the structure that training began with, on the CPU, with the tensors of `trained`."""
+        """Return a network of the structure that training began with, on the CPU, with the tensors
+        of `trained`.
+        """
         fresh = duplicate(self.blank, {})
         fresh.load_state_dict(trained.state_dict())
         return fresh
 
 
 def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
-    """Measure the network, in every process on its share of the validation images; None where there are none."""
+    """Measure the network, in every process on its share of the validation images; None where there
+    are none.
+    """
     if share is None:
         return None
     if engine.num_processes > 1:
@@ -313,21 +371,31 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
     measured = evaluate(model, share)
-    means = [measured.top1, measured.top5, measured.loss, 1.0, measured.images_per_s / measured.count]
+    means = [
+        measured.top1,
+        measured.top5,
+        measured.loss,
+        1.0,
+        measured.images_per_s / measured.count,
+    ]
     parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
     top1, top5, loss, count, speed = engine.reduce(parts, "sum").tolist()
     return Evaluation(top1 / count, top5 / count, loss / count, round(count), speed)
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, so that the order of processes hardly matters; float32 on MPS."""
+    """Return the dtype of sums: float64, so that the order of processes hardly matters; float32 on
+    MPS.
+    """
     if device.type == "mps":
         return torch.float32
     return torch.float64
 
 
 def score(row: Row) -> float:
-    """Return the score of a network, higher is better: accuracy, or without validation minus the training loss."""
+    """Return the score of a network, higher is better: accuracy, or without validation minus the
+    training loss.
+    """
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if row["train_loss"] is not None:
         accuracies = accuracies or [-row["train_loss"]]

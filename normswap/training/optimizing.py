@@ -1,6 +1,7 @@
 """A recipe's loss, optimizer and schedule, from timm.
 
-The loss is the cross-entropy with the labels, mixed if the recipe says so, and the distance to a teacher.
+The loss is the cross-entropy with the labels, mixed if the recipe says so, and the distance to a
+teacher.
 """
 
 from __future__ import annotations
@@ -36,39 +37,58 @@ from normswap.training.training_images import drawn_by
 _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def optimizer(model: nn.Module, optim: Optim, network: Network | None = None) -> torch.optim.Optimizer:
+def optimizer(
+    model: nn.Module, optim: Optim, network: Network | None = None
+) -> torch.optim.Optimizer:
     """timm's optimizer of that name, over groups by the role of every parameter.
 
-    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: timm does not know the
-    name, or that optimizer does not take such groups.
+    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: timm
+    does not know the name, or that optimizer does not take such groups.
     """
     policy: Policy = optim.decay
     if policy == "auto":
         steps = provenance.of(model).plan.steps
         policy = next((schemes.get(step.scheme).decay for step in steps[-1:]), "kim2022")
-    rates: dict[str, float | None] = {"layer_decay": optim.layer_decay, "scalar_lr_scale": optim.scalar_lr}
+    rates: dict[str, float | None] = {
+        "layer_decay": optim.layer_decay,
+        "scalar_lr_scale": optim.scalar_lr,
+    }
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
     try:
         with quiet():
-            return create_optimizer_v2(groups, optim.name, lr=optim.lr, momentum=optim.momentum, **optim.args)
+            return create_optimizer_v2(
+                groups, optim.name, lr=optim.lr, momentum=optim.momentum, **optim.args
+            )
     except Exception as error:
         with_args = f" with optim.args {optim.args}" if optim.args else ""
-        raise OptionError(f"optim.name {optim.name!r}{with_args} cannot be used", first_line(error)) from None
+        raise OptionError(
+            f"optim.name {optim.name!r}{with_args} cannot be used", first_line(error)
+        ) from None
 
 
-def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int) -> Scheduler:
-    """Return timm's scheduler over `updates`; by `step_update` the rate is a function of the update alone.
+def scheduler(
+    optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int
+) -> Scheduler:
+    """Return timm's scheduler over `updates`; by `step_update` the rate is a function of the update
+    alone.
 
     So there is nothing to save. The `lr_scale` of the optimizer's groups counts.
     """
     warmup = round(schedule.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
-    kinds: dict[str, Callable[..., Scheduler]] = {"cosine": CosineLRScheduler, "poly": PolyLRScheduler}
+    kinds: dict[str, Callable[..., Scheduler]] = {
+        "cosine": CosineLRScheduler,
+        "poly": PolyLRScheduler,
+    }
     if schedule.name in kinds:
         with quiet():
             return kinds[schedule.name](
-                optimizer, t_initial=updates - warmup, lr_min=schedule.min_lr, warmup_prefix=True, **common
+                optimizer,
+                t_initial=updates - warmup,
+                lr_min=schedule.min_lr,
+                warmup_prefix=True,
+                **common,
             )
     epochs = list(schedule.milestones) if schedule.name == "multistep" else []
     if schedule.name == "step":
@@ -76,7 +96,9 @@ def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int
         epochs = [every * i for i in range(1, int(updates / per_epoch / every) + 1)]
     # timm's milestone m acts at update m - 1.
     steps = [round(epoch * per_epoch) + 1 for epoch in epochs]
-    return MultiStepLRScheduler(optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common)
+    return MultiStepLRScheduler(
+        optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common
+    )
 
 
 def clip_gradients(model: nn.Module, clip: Clip) -> None:
@@ -89,22 +111,27 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
 
 @torch.no_grad()
 def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
-    """Clip the gradients of each output's weights, in place, to a share of those weights' norm. Returns nothing.
+    """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
+    Returns nothing.
 
-    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a fifth of the kernels,
-    but leaves the classifier alone, and finds a transposed convolution's outputs in dimension 1 of its weight.
+    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a
+    fifth of the kernels, but leaves the classifier alone, and finds a transposed convolution's
+    outputs in dimension 1 of its weight.
 
     Args:
         model: after `backward`, and after the gradients were unscaled.
         share: of the norm of an output's weights; norms below 1e-3 count as 1e-3.
-        head: the classifier; by default the layer that gives the logits, looked for at the first call.
+        head: the classifier; by default the layer that gives the logits, looked for at the first
+            call.
 
     Raises OptionError: no layer is known to give the logits.
     """
     if head is None:
         head = find_head(model)
     spared = {id(parameter) for parameter in head.parameters()}
-    transposed = {id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)}
+    transposed = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)
+    }
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     for parameter in model.parameters():
@@ -113,26 +140,34 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
             weights.append(parameter.transpose(0, 1) if by_output else parameter)
             gradients.append(parameter.grad.transpose(0, 1) if by_output else parameter.grad)
     if gradients:
-        allowed = torch._foreach_mul(torch._foreach_clamp_min(_norms_by_output(weights), 1e-3), share)
+        allowed = torch._foreach_mul(
+            torch._foreach_clamp_min(_norms_by_output(weights), 1e-3), share
+        )
         norms = torch._foreach_clamp_min(_norms_by_output(gradients), 1e-6)
-        torch._foreach_mul_(gradients, torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0))
+        torch._foreach_mul_(
+            gradients, torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0)
+        )
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
     vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
     of_vectors = iter(torch._foreach_norm(vectors) if vectors else ())
     return [
-        next(of_vectors)
-        if tensor.ndim <= 1
-        else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+        (
+            next(of_vectors)
+            if tensor.ndim <= 1
+            else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+        )
         for tensor in tensors
     ]
 
 
 def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
-    """Return the layer that gives the logits: timm's, else the last linear layer of the recorded forward.
+    """Return the layer that gives the logits: timm's, else the last linear layer of the recorded
+    forward.
 
-    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: there is no such layer.
+    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError:
+    there is no such layer.
     """
     ask = getattr(model, "get_classifier", None)
     layer = ask() if callable(ask) else None
@@ -143,8 +178,13 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
         with suppress(TraceError):
             path = (network or Network(model)).anatomy.classifier
         if path is None:
-            what = "the classifier of this network is not known, and adaptive clipping leaves it alone"
-            raise OptionError(what, remedy="In Python: adaptive_clip_(model, head=LAYER), or nn.Identity() to clip all")
+            what = (
+                "the classifier of this network is not known, and adaptive clipping leaves it alone"
+            )
+            raise OptionError(
+                what,
+                remedy="In Python: adaptive_clip_(model, head=LAYER), or nn.Identity() to clip all",
+            )
         _HEADS[model] = path
     return model.get_submodule(_HEADS[model])
 
@@ -152,9 +192,10 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
 def teacher_loss(output: object, taught: object, temperature: float | None = 2.0) -> Tensor:
     """Return how far a network's output is from its teacher's; no gradient flows into the teacher.
 
-    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch (Hinton et al. 2015,
-    arXiv:1503.02531, section 2). Of anything else, be it maps, features or several outputs, it is the squared relative
-    L2 error, the mean over the floating-point outputs that both give.
+    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch (Hinton
+    et al. 2015, arXiv:1503.02531, section 2). Of anything else, be it maps, features or several
+    outputs, it is the squared relative L2 error, the mean over the floating-point outputs that both
+    give.
 
     Args:
         output: of the student.
@@ -167,35 +208,56 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
         with suppress(OptionError):
             logits = scores(output), scores(taught).detach()
             learned, target = (F.log_softmax(each.float() / temperature, 1) for each in logits)
-            return temperature**2 * F.kl_div(learned, target, reduction="batchmean", log_target=True)
-    values, targets = dict(named_tensors(output)), dict(named_tensors(taught))
+            return temperature**2 * F.kl_div(
+                learned, target, reduction="batchmean", log_target=True
+            )
+    values = dict(named_tensors(output))
+    targets = dict(named_tensors(taught))
     errors = []
     for name, tensor in targets.items():
         if name in values and tensor.is_floating_point() and tensor.shape == values[name].shape:
             target = tensor.detach().float()
-            errors.append((values[name].float() - target).square().sum() / target.square().sum().clamp_min(1e-12))
+            errors.append(
+                (values[name].float() - target).square().sum()
+                / target.square().sum().clamp_min(1e-12)
+            )
     if not errors:
-        why = f"it gives {', '.join(values) or 'no tensor'}, the teacher {', '.join(targets) or 'no tensor'}"
-        raise OptionError("no output of the network has the name and shape of one of its teacher's", why)
+        why = (
+            f"it gives {', '.join(values) or 'no tensor'}, the teacher"
+            f" {', '.join(targets) or 'no tensor'}"
+        )
+        raise OptionError(
+            "no output of the network has the name and shape of one of its teacher's", why
+        )
     return torch.stack(errors).mean()
 
 
 class Objective:
-    """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`."""
+    """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and
+    `data.augment.{mixup,cutmix}`.
+    """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, *, classifies: bool = True) -> None:
-        self.distill, self.teacher = recipe.distill, teacher
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, teacher: Teacher | None, *, classifies: bool = True
+    ) -> None:
+        self.distill = recipe.distill
+        self.teacher = teacher
         self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
-        self.smoothing, augment = recipe.train.smoothing, recipe.data.augment
+        self.smoothing = recipe.train.smoothing
+        augment = recipe.data.augment
         classes: int | None = getattr(model, "num_classes", None)
         self.mixup: Mixup | None = None
         if augment.mixup or augment.cutmix:
             if classes is None:
                 raise OptionError("data.augment.mixup needs a network that knows its num_classes")
-            self.mixup = Mixup(augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes)
+            self.mixup = Mixup(
+                augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes
+            )
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]) -> Tensor:
+    def __call__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]
+    ) -> Tensor:
         """Return the mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is not None:
@@ -214,7 +276,9 @@ class Objective:
 
 
 class Teacher(nn.Module):
-    """A network whose outputs are the targets, on images preprocessed for a student with as many classes."""
+    """A network whose outputs are the targets, on images preprocessed for a student with as many
+    classes.
+    """
 
     ratio: Tensor
     shift: Tensor
@@ -222,12 +286,16 @@ class Teacher(nn.Module):
     def __init__(self, network: nn.Module, student: nn.Module) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
-        learned, taught = getattr(student, "num_classes", None), getattr(network, "num_classes", None)
+        learned = getattr(student, "num_classes", None)
+        taught = getattr(network, "num_classes", None)
         if None not in (learned, taught) and learned != taught:
             raise SourceError(f"the teacher has num_classes {taught}, the network {learned}")
-        ours, theirs = zoo.data_config(student), zoo.data_config(network)
+        ours = zoo.data_config(student)
+        theirs = zoo.data_config(network)
         ratio = torch.tensor(ours["std"]) / torch.tensor(theirs["std"])
-        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(theirs["std"])
+        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(
+            theirs["std"]
+        )
         self.same = ours["mean"] == theirs["mean"] and ours["std"] == theirs["std"]
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))

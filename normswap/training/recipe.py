@@ -1,7 +1,9 @@
-"""The keys of a recipe. Every key has a type, a range and a line that explains it; anything else is an error.
+"""The keys of a recipe. Every key has a type, a range and a line that explains it; anything else is
+an error.
 
-A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads them and applies overrides (`optim.lr=0.05`).
-No torch here, nor in what this imports: recipes are listed and checked without it.
+A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads them and applies overrides
+(`optim.lr=0.05`). No torch here, nor in what this imports: recipes are listed and checked without
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ class Part(BaseModel):
 class RecipeNetwork(Part):
     """`model`: what to train, if the command line names no MODEL."""
 
-    name: str = Field(description="As MODEL on the command line: a timm name, a directory, hf-hub:...")
-    weights: Literal["pretrained", "random"] = Field("pretrained", description="Random: train from scratch.")
+    name: str = Field(
+        description="As MODEL on the command line: a timm name, a directory, hf-hub:..."
+    )
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained", description="Random: train from scratch."
+    )
     args: Body = Field(default_factory=dict, description="Arguments of the timm architecture.")
 
 
@@ -40,18 +46,26 @@ class Convert(Part):
 
     to: str = Field(description="A scheme, see `normswap schemes`.")
     options: Body = Field(default_factory=dict, description="Its options, e.g. {alpha: 0}.")
-    calibrate: bool = Field(False, description="Fit values on training images (labels are not used).")
+    calibrate: bool = Field(
+        False, description="Fit values on training images (labels are not used)."
+    )
     samples: AtLeastOne = Field(1000, description="How many of them.")
 
 
 class Augment(Part):
     """`data.augment`: timm's training transforms and mixup, by timm's names."""
 
-    scale: tuple[Share, Share] | None = Field(None, description="Area of random resized crops; null: no such crops.")
-    padding: Count = Field(0, description="Pixels (at input_size) around a random crop, if `scale` is null.")
+    scale: tuple[Share, Share] | None = Field(
+        None, description="Area of random resized crops; null: no such crops."
+    )
+    padding: Count = Field(
+        0, description="Pixels (at input_size) around a random crop, if `scale` is null."
+    )
     hflip: Share = Field(0.5, description="Chance of a horizontal flip.")
     color_jitter: NotNegative = Field(0.0, description="timm's color_jitter.")
-    auto_augment: str | None = Field(None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1.")
+    auto_augment: str | None = Field(
+        None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1."
+    )
     erase: Share = Field(0.0, description="Chance of random erasing (timm's re_prob).")
     mixup: NotNegative = Field(0.0, description="Alpha of mixup; 0: off.")
     cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")
@@ -60,46 +74,75 @@ class Augment(Part):
 class Data(Part):
     """`data`: images. Sizes, mean, std and interpolation are the network's own."""
 
-    root: str | None = Field(None, description="Folder of images; PATH/train and PATH/val (or test) are found.")
-    validation: str | None = Field(None, description="Validation images [default: found beside the training ones].")
-    batch_size: AtLeastOne = Field(128, description="Images per optimizer step, over all processes.")
-    samples: AtLeastOne | None = Field(None, description="Train on this many images, drawn by train.seed.")
+    root: str | None = Field(
+        None, description="Folder of images; PATH/train and PATH/val (or test) are found."
+    )
+    validation: str | None = Field(
+        None, description="Validation images [default: found beside the training ones]."
+    )
+    batch_size: AtLeastOne = Field(
+        128, description="Images per optimizer step, over all processes."
+    )
+    samples: AtLeastOne | None = Field(
+        None, description="Train on this many images, drawn by train.seed."
+    )
     validation_samples: AtLeastOne | None = Field(None, description="Validate on this many.")
     workers: Count = Field(2, description="Loader processes per training process.")
-    input_size: AtLeastOne | None = Field(None, description="Side in pixels [default: the network's].")
+    input_size: AtLeastOne | None = Field(
+        None, description="Side in pixels [default: the network's]."
+    )
     augment: Augment = Field(default_factory=lambda: Augment())
 
 
 class Clip(Part):
     """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
 
-    mode: Literal["agc", "norm", "value"] = Field("agc", description="Adaptive (Brock et al. 2021), by norm or value.")
-    value: Positive = Field(0.01, description="The largest gradient; agc: as a share of the weights.")
+    mode: Literal["agc", "norm", "value"] = Field(
+        "agc", description="Adaptive (Brock et al. 2021), by norm or value."
+    )
+    value: Positive = Field(
+        0.01, description="The largest gradient; agc: as a share of the weights."
+    )
 
 
 class Optim(Part):
     """`optim`: a timm optimizer and its groups."""
 
-    name: str = Field("sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ...")
+    name: str = Field(
+        "sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ..."
+    )
     lr: Positive = Field(0.1, description="Peak, for the whole batch (not per image).")
     momentum: Share = Field(0.9, description="Of sgd.")
     weight_decay: NotNegative = Field(5e-5, description="Of the parameters that `decay` names.")
     decay: Literal["auto", "kim2022", "timm", "all", "weights-only"] | tuple[str, ...] = Field(
-        "auto", description="Who decays: a policy of `normswap decay`, or roles; auto: kim2022, or the scheme's."
+        "auto",
+        description=(
+            "Who decays: a policy of `normswap decay`, or roles; auto: kim2022, or the scheme's."
+        ),
     )
     scalar_lr: Positive = Field(1.0, description="Factor on the lr of scalars (Fixup: 0.1).")
-    layer_decay: Positive | None = Field(None, description="Factor on the lr per layer below the head.")
-    args: Body = Field(default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}.")
+    layer_decay: Positive | None = Field(
+        None, description="Factor on the lr per layer below the head."
+    )
+    args: Body = Field(
+        default_factory=dict, description="More of timm's, e.g. {betas: [0.9, 0.95]}."
+    )
     clip: Clip | None = None
 
 
 class Schedule(Part):
     """`schedule`: a timm scheduler, stepped per update."""
 
-    name: Literal["cosine", "step", "multistep", "poly", "constant"] = Field("cosine", description="timm's scheduler.")
-    warmup: NotNegative = Field(0.0, description="Epochs (may be a fraction) from lr 0 to the peak.")
+    name: Literal["cosine", "step", "multistep", "poly", "constant"] = Field(
+        "cosine", description="timm's scheduler."
+    )
+    warmup: NotNegative = Field(
+        0.0, description="Epochs (may be a fraction) from lr 0 to the peak."
+    )
     min_lr: NotNegative = Field(0.0, description="Lr at the end.")
-    milestones: tuple[Positive, ...] = Field((), description="multistep: epochs; step: one number, every so many.")
+    milestones: tuple[Positive, ...] = Field(
+        (), description="multistep: epochs; step: one number, every so many."
+    )
     rate: Positive = Field(0.1, description="step, multistep: the factor.")
 
 
@@ -115,14 +158,18 @@ class Train(Part):
 
     epochs: Positive = Field(1.0, description="May be a fraction.")
     seed: Seed = Field(0, description="Of the order of images and of all that is drawn.")
-    accumulate: AtLeastOne = Field(1, description="Micro-batches per update: each process holds a share of batch_size.")
+    accumulate: AtLeastOne = Field(
+        1, description="Micro-batches per update: each process holds a share of batch_size."
+    )
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="Autocast to it.")
     channels_last: bool = Field(False, description="Memory format.")
     compile: bool = Field(False, description="By torch.compile.")
     ema: Ema | None = None
     smoothing: Share = Field(0.0, description="Label smoothing.")
     sync_bn: bool = Field(False, description="BatchNorm statistics over all processes.")
-    checkpoint: AtLeastOne | None = Field(None, description="Save every so many updates, as well as every epoch.")
+    checkpoint: AtLeastOne | None = Field(
+        None, description="Save every so many updates, as well as every epoch."
+    )
 
 
 class Distill(Part):
@@ -149,11 +196,15 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         if self.data.batch_size % self.train.accumulate:
-            raise ValueError(f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate")
+            raise ValueError(
+                f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate"
+            )
         if self.schedule.name == "step" and len(self.schedule.milestones) != 1:
             raise ValueError("schedule.milestones: `step` takes one number of epochs")
         if self.schedule.name == "multistep" and not self.schedule.milestones:
             raise ValueError("schedule.milestones: `multistep` needs some")
         if self.train.epochs <= self.schedule.warmup:
-            raise ValueError(f"schedule.warmup {self.schedule.warmup} is not shorter than train.epochs")
+            raise ValueError(
+                f"schedule.warmup {self.schedule.warmup} is not shorter than train.epochs"
+            )
         return self

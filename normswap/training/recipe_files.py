@@ -21,7 +21,14 @@ from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
 _SUFFIXES = (".yaml", ".yml")
-_TYPES = {str: "text", int: "whole number", float: "number", bool: "true|false", dict: "mapping", tuple: "list"}
+_TYPES = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true|false",
+    dict: "mapping",
+    tuple: "list",
+}
 
 
 def names() -> list[str]:
@@ -38,7 +45,9 @@ def text(name: str) -> str:
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE overrides."""
+    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE
+    overrides.
+    """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
     if len(models) > 1:
@@ -47,7 +56,8 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of that name, or in that file, with `KEY=VALUE` overrides such as `optim.lr=0.05`.
+    """Return the recipe of that name, or in that file, with `KEY=VALUE` overrides such as
+    `optim.lr=0.05`.
 
     A name without a slash or a YAML suffix is a shipped recipe's, if there is one.
 
@@ -55,7 +65,8 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         The recipe, checked key by key.
 
     Raises:
-        RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it names key and file.
+        RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it
+            names key and file.
     """
     path = Path(name_or_file)
     plain = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
@@ -71,7 +82,9 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
 def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     """Make a recipe from plain values; errors call it `label`."""
     if not isinstance(tree, Mapping):
-        raise RecipeError(f"{label} is no recipe", "expected keys such as `summary`, `model`, `data`, `optim`")
+        raise RecipeError(
+            f"{label} is no recipe", "expected keys such as `summary`, `model`, `data`, `optim`"
+        )
     for override in overrides:
         tree = _overridden(tree, override)
     try:
@@ -91,7 +104,9 @@ def dump(recipe: Recipe) -> str:
 def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, object]:
     """Return every value of the recipe, or of a group, by its dotted key, as on the command line."""
     keys: dict[str, object] = {}
-    for name, value in (recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe).items():
+    for name, value in (
+        recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
+    ).items():
         if isinstance(value, Mapping) and value:
             keys |= flat(value, f"{above}{name}.")
         else:
@@ -109,12 +124,18 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
             continue
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         takes = "|".join(_takes(field.annotation))
-        yield {"key": f"{above}{name}", "takes": takes, "default": default, "help": field.description}
+        yield {
+            "key": f"{above}{name}",
+            "takes": takes,
+            "default": default,
+            "help": field.description,
+        }
 
 
 def _takes(kind: Any) -> list[str]:
     """Return the words that a key may be, or what its values are."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Literal:
         return list(map(str, arguments))
     if origin is Annotated:
@@ -127,11 +148,17 @@ def _takes(kind: Any) -> list[str]:
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """List the keys of two flat recipes that differ, with both values."""
     keys = sorted(before.keys() | now.keys())
-    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
+    return [
+        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
 
 
 def _yaml() -> YAML:
-    """Return a reader of YAML 1.2, where `no` is a word and `1e-4` a number; it refuses a key that stands twice."""
+    """Return a reader of YAML 1.2, where `no` is a word and `1e-4` a number; it refuses a key that
+    stands twice.
+    """
     yaml = YAML(typ="safe", pure=True)
     vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
     return yaml
@@ -143,7 +170,9 @@ def _parsed(content: str, label: str) -> object:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}: " if mark else ""
-        raise RecipeError(f"{label} is not YAML", f"{where}{error.problem or error.context}") from None
+        raise RecipeError(
+            f"{label} is not YAML", f"{where}{error.problem or error.context}"
+        ) from None
     except YAMLError as error:
         raise RecipeError(f"{label} is not YAML", str(error).splitlines()[0]) from None
 
@@ -153,7 +182,9 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):
-        raise RecipeError(f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH")
+        raise RecipeError(
+            f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH"
+        )
     changed = dict(tree)
     inner = changed
     for step in steps[:-1]:
@@ -169,9 +200,15 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
 def _problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         path = [str(step) for step in problem["loc"]]
-        key, kind = ".".join(path), problem["type"]
+        key = ".".join(path)
+        kind = problem["type"]
         if kind == "extra_forbidden":
-            hint = near(key, [str(row["key"]) for row in every_key()], "`normswap recipes --keys` lists all", 1)
+            hint = near(
+                key,
+                [str(row["key"]) for row in every_key()],
+                "`normswap recipes --keys` lists all",
+                1,
+            )
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":
             yield str(problem["ctx"]["error"])

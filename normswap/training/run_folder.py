@@ -1,10 +1,11 @@
-"""A run's folder: what is in it, and how it is continued. Every file in it is whole at every moment.
+"""A run's folder: what is in it, and how it is continued. Every file in it is whole at every
+moment.
 
 recipe.yaml    the recipe, every key with its value
 metrics.csv    one row per epoch; the first is the network before training
 best/, last/   networks, as `normswap convert` writes them
-state/run.pt   everything that continuing needs: read by torch.load with weights_only, so nothing in it can run
-tensorboard/   and what other trackers write
+state/run.pt   everything that continuing needs: read by torch.load with weights_only, so nothing in
+it can run tensorboard/   and what other trackers write
 """
 
 import io
@@ -25,7 +26,18 @@ from normswap.storage import atomic_write, checkpoint
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
-COLUMNS = ("epoch", "update", "lr", "train_loss", "top1", "top5", "ema_top1", "images_per_s", "seconds", "val_loss")
+COLUMNS = (
+    "epoch",
+    "update",
+    "lr",
+    "train_loss",
+    "top1",
+    "top5",
+    "ema_top1",
+    "images_per_s",
+    "seconds",
+    "val_loss",
+)
 Row = dict[str, float | None]
 
 
@@ -61,8 +73,11 @@ class Folder:
     """The folder of one run; `identity` may not change when it is continued (`identify`)."""
 
     def __init__(self, place: Path, identity: Mapping[str, object]) -> None:
-        self.place, self.identity = place, dict(identity)
-        self.best, self.last, self.state = place / "best", place / "last", place / "state" / "run.pt"
+        self.place = place
+        self.identity = dict(identity)
+        self.best = place / "best"
+        self.last = place / "last"
+        self.state = place / "state" / "run.pt"
 
     def check_new(self) -> None:
         """Raise OutputError where no run can begin because the folder holds something."""
@@ -71,7 +86,10 @@ class Folder:
             raise OutputError(f"{self.place} holds a run", remedy=remedy)
         names = {path.name for path in self.place.iterdir()} if self.place.is_dir() else set()
         if self.place.is_file() or names - {"recipe.yaml", "state"}:
-            raise OutputError(f"{self.place} exists, and no run can be continued there", remedy="Give another folder")
+            raise OutputError(
+                f"{self.place} exists, and no run can be continued there",
+                remedy="Give another folder",
+            )
 
     def begin(self, recipe: Recipe) -> None:
         """Make the folder; raises OutputError: it cannot be made, or holds something else."""
@@ -79,7 +97,9 @@ class Folder:
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"cannot write to {self.place}", error.strerror or str(error)) from None
+            raise OutputError(
+                f"cannot write to {self.place}", error.strerror or str(error)
+            ) from None
         atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
 
     def write_state(self, position: TrainingState, parts: State) -> None:
@@ -94,11 +114,13 @@ class Folder:
     def read_state(self) -> tuple[TrainingState, State]:
         """Return the state, if this run may be continued from it.
 
-        Raises SourceError: it cannot be read; OptionError: it is that of another run; says what differs.
+        Raises SourceError: it cannot be read; OptionError: it is that of another run; says what
+        differs.
         """
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
-            identity, position = body.pop("identity"), TrainingState(**body.pop("position"))
+            identity = body.pop("identity")
+            position = TrainingState(**body.pop("position"))
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
         differ = recipe_files.differences(identity, self.identity)
@@ -114,16 +136,33 @@ class Folder:
 
 
 def check_no_run(place: Path) -> None:
-    """Raise SourceError for the folder of a run where a network is needed; says where its networks are."""
+    """Raise SourceError for the folder of a run where a network is needed; says where its networks
+    are.
+    """
     if (place / "recipe.yaml").is_file() and (place / "best").is_dir():
-        raise SourceError(f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last")
+        raise SourceError(
+            f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last"
+        )
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """Return what must not change when a run continues: the recipe, the network it starts from, the images."""
+    """Return what must not change when a run continues: the recipe, the network it starts from, the
+    images.
+    """
     keys = recipe_files.flat(recipe)
-    for free in ("summary", "source", "data.root", "data.validation", "data.workers", "train.checkpoint"):
+    for free in (
+        "summary",
+        "source",
+        "data.root",
+        "data.validation",
+        "data.workers",
+        "train.checkpoint",
+    ):
         keys.pop(free, None)
     plan = provenance.of(model).plan.digest
-    hashes = {"the network's hash": hash_tensors(model.state_dict()), "its plan's": plan, "the images'": images}
+    hashes = {
+        "the network's hash": hash_tensors(model.state_dict()),
+        "its plan's": plan,
+        "the images'": images,
+    }
     return keys | {name: digest[:12] for name, digest in hashes.items()}

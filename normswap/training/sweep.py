@@ -1,10 +1,12 @@
 """Sweeps as in papers: every learning rate with several seeds, and the best k of n runs of each.
 
-Workers share Optuna's storage alone: the same command in several processes or machines, each takes the next waiting
-trial. Without a heartbeat its trial is queued again; its run continues where its folder is in reach. A run without
-accuracy counts among the n, so a learning rate with fewer than k successes cannot win. No torch here.
+Workers share Optuna's storage alone: the same command in several processes or machines, each takes
+the next waiting trial. Without a heartbeat its trial is queued again; its run continues where its
+folder is in reach. A run without accuracy counts among the n, so a learning rate with fewer than k
+successes cannot win. No torch here.
 
-Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate of a grid.
+Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate
+of a grid.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from normswap.errors import OptionError, OutputError, SourceError, TrainingError, first_line, require_packages
+from normswap.errors import (
+    OptionError,
+    OutputError,
+    SourceError,
+    TrainingError,
+    first_line,
+    require_packages,
+)
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
@@ -30,7 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: done, diverged, failed (the note says why) or running; top-1 in percent after the last epoch."""
+    """One run: done, diverged, failed (the note says why) or running; top-1 in percent after the
+    last epoch.
+    """
 
     lr: float
     seed: int
@@ -46,7 +57,8 @@ class Line:
     """One learning rate: how many runs have ended, and how many of them were lost.
 
     Args:
-        mean, std: of the best k top-1 in percent (std of the sample, None for one run); of fewer, if fewer succeeded.
+        mean, std: of the best k top-1 in percent (std of the sample, None for one run); of fewer,
+            if fewer succeeded.
         counted: the number of those runs.
         full: whether all n have ended and k succeeded, so that this can be the best.
     """
@@ -71,11 +83,15 @@ class Line:
 
 
 def count_best(seeds: int, best: int | None = None) -> int:
-    """Return how many of the runs of an lr count: `best`, or all but two when there are more than four."""
+    """Return how many of the runs of an lr count: `best`, or all but two when there are more than
+    four.
+    """
     if best is None:
         return seeds - 2 if seeds > 4 else seeds
     if not 1 <= best <= seeds:
-        raise OptionError(f"--best {best} of {seeds} runs", remedy="It says how many runs of each lr count")
+        raise OptionError(
+            f"--best {best} of {seeds} runs", remedy="It says how many runs of each lr count"
+        )
     return best
 
 
@@ -106,30 +122,50 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
-    """List notes for the reader: unfinished and failed runs, equal and good rates, a best rate at the grid's edge."""
+    """List notes for the reader: unfinished and failed runs, equal and good rates, a best rate at
+    the grid's edge.
+    """
     texts = []
     if not finished or any(trial.state == "running" for trial in trials):
-        texts.append("not all runs have ended; the same command continues those that were stopped or killed")
-    texts += [f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}" for trial in trials if trial.note][:3]
+        texts.append(
+            "not all runs have ended; the same command continues those that were stopped or killed"
+        )
+    texts += [
+        f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}"
+        for trial in trials
+        if trial.note
+    ][:3]
     if len(winners := _highest(rates)) > 1:
         level = ", ".join(f"{line.lr:g}" for line in winners)
-        texts.append(f"lr {level} are level: none is the best; more seeds or images tell them apart")
+        texts.append(
+            f"lr {level} are level: none is the best; more seeds or images tell them apart"
+        )
     for best in (line for line in rates if line.best):
-        good = [line.lr for line in rates if line.full and (line.mean or 0.0) >= (best.mean or 0.0) - (best.std or 0.0)]
+        good = [
+            line.lr
+            for line in rates
+            if line.full and (line.mean or 0.0) >= (best.mean or 0.0) - (best.std or 0.0)
+        ]
         if len(good) > 1:
-            texts.append(f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the best")
+            texts.append(
+                f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the"
+                " best"
+            )
     if len(rates) > 1 and (rates[0].best or rates[-1].best):
         texts.append("the best lr is at the edge of the grid: try further ones")
     return texts
 
 
 Objective = Callable[[Recipe, Path], float | None]
-"""Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to stop before."""
+"""Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to
+stop before.
+"""
 Point = tuple[float, int]
 Say = Callable[[str], None]
 
 # Seconds between a worker's signs of life, and without one until it counts as dead.
-BEAT, GRACE = 15, 60
+BEAT = 15
+GRACE = 60
 # Two workers that create a database's tables at once fail, and try again.
 _ATTEMPTS = 5
 # Keys of the recipe that may differ between workers.
@@ -142,14 +178,16 @@ class _StoppedError(Exception):
 
 
 def parse_rates(text: str) -> list[float]:
-    """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power), ascending, each once.
+    """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power),
+    ascending, each once.
 
     Raises OptionError: a part names none, or one that is not positive.
     """
     rates: set[float] = set()
     for word in text.split(","):
         first, dots, last = (bound.strip() for bound in word.partition(".."))
-        low, high = _POWER.match(first), _POWER.match(last if dots else first)
+        low = _POWER.match(first)
+        high = _POWER.match(last if dots else first)
         try:
             if low and high and low[1] == high[1]:
                 named = [float(low[1]) ** power for power in range(int(low[2]), int(high[2]) + 1)]
@@ -158,7 +196,9 @@ def parse_rates(text: str) -> list[float]:
         except (ValueError, OverflowError, ZeroDivisionError):
             named = []
         if not named or not all(0 < rate < math.inf for rate in named):
-            remedy = "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
+            remedy = (
+                "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
+            )
             raise OptionError(f"--lr: {word.strip()!r} names no positive rates", remedy=remedy)
         rates.update(named)
     return sorted(rates)
@@ -168,17 +208,26 @@ class Sweep:
     """One worker's view of a sweep.
 
     Args:
-        recipe: that of every run, but for lr and seed; `subject`: what else must be the same, such as the network.
+        recipe: that of every run, but for lr and seed; `subject`: what else must be the same, such
+            as the network.
         points: every (lr, seed) to run; `place`: the folder of this machine's runs.
         url: of a database; by default an SQLite file in `place`.
 
-    Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another sweep of that name.
+    Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another
+    sweep of that name.
     """
 
     def __init__(
-        self, recipe: Recipe, subject: Mapping[str, str], points: Sequence[Point], place: Path, url: str | None = None
+        self,
+        recipe: Recipe,
+        subject: Mapping[str, str],
+        points: Sequence[Point],
+        place: Path,
+        url: str | None = None,
     ) -> None:
-        self.recipe, self.points, self.place = recipe, points, place
+        self.recipe = recipe
+        self.points = points
+        self.place = place
         require_packages("a sweep", ("optuna",), "train")
         import optuna
 
@@ -194,10 +243,13 @@ class Sweep:
         if "sweep" not in self.study.user_attrs:
             self.study.set_user_attr("sweep", settings)
         if differ := recipe_files.differences(self.study.user_attrs["sweep"], settings):
-            raise OptionError(f"{place} holds another sweep", "; ".join(differ[:3]), "Give another -o")
+            raise OptionError(
+                f"{place} holds another sweep", "; ".join(differ[:3]), "Give another -o"
+            )
 
     def _open(self, url: str) -> optuna.Study:
-        name, why = f"normswap {self.place.resolve().name}", ""
+        name = f"normswap {self.place.resolve().name}"
+        why = ""
         for attempt in range(_ATTEMPTS):
             try:
                 self.storage = self._storage(url)
@@ -215,8 +267,16 @@ class Sweep:
             from sqlalchemy import event
 
             storage.engine.dispose()
-            event.listen(storage.engine, "connect", lambda driver, _: setattr(driver, "isolation_level", None))
-            event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+            event.listen(
+                storage.engine,
+                "connect",
+                lambda driver, _: setattr(driver, "isolation_level", None),
+            )
+            event.listen(
+                storage.engine,
+                "begin",
+                lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"),
+            )
         return storage
 
     def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
@@ -251,7 +311,9 @@ class Sweep:
 
         def run(trial: optuna.Trial) -> float:
             self.storage.record_heartbeat(trial._trial_id)
-            points = {other.number: _point(other) for other in self.study.get_trials(deepcopy=False)}
+            points = {
+                other.number: _point(other) for other in self.study.get_trials(deepcopy=False)
+            }
             point = points[trial.number]
             earlier = [_point(other) for other in self._valid() if other.number < trial.number]
             # The queue was empty, or two workers have queued the same.
@@ -262,19 +324,27 @@ class Sweep:
 
         self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
 
-    def _train(self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say) -> float:
+    def _train(
+        self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say
+    ) -> float:
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
-        say(f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})")
+        say(
+            f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})"
+        )
         optim = self.recipe.optim.model_copy(update={"lr": lr})
         train = self.recipe.train.model_copy(update={"seed": seed})
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            top1 = objective(self.recipe.model_copy(update={"optim": optim, "train": train}), folder)
+            top1 = objective(
+                self.recipe.model_copy(update={"optim": optim, "train": train}), folder
+            )
         except (TrainingError, RuntimeError) as error:
             trial.set_user_attr("note", first_line(error))
-            trial.set_user_attr("lost", "diverged" if isinstance(error, TrainingError) else "failed")
+            trial.set_user_attr(
+                "lost", "diverged" if isinstance(error, TrainingError) else "failed"
+            )
             raise
         # The trial fails, and is queued again.
         if top1 is None:
@@ -282,10 +352,14 @@ class Sweep:
         return top1
 
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
-        """List the trials that wait, run or have ended, without those that were stopped or lost their worker."""
+        """List the trials that wait, run or have ended, without those that were stopped or lost
+        their worker.
+        """
         states = ("WAITING", "RUNNING", "COMPLETE")
         trials = self.study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.state.name in states or "lost" in trial.user_attrs]
+        return [
+            trial for trial in trials if trial.state.name in states or "lost" in trial.user_attrs
+        ]
 
     def trials(self) -> list[Trial]:
         """List every point that was begun, by lr and seed."""
@@ -293,9 +367,12 @@ class Sweep:
         for trial in self._valid():
             point = _point(trial)
             if point is not None and trial.state.name != "WAITING":
-                state = {"COMPLETE": "done", "RUNNING": "running"}.get(trial.state.name) or trial.user_attrs["lost"]
+                state = {"COMPLETE": "done", "RUNNING": "running"}.get(
+                    trial.state.name
+                ) or trial.user_attrs["lost"]
                 seconds = None if trial.duration is None else trial.duration.total_seconds()
-                note, folder = trial.user_attrs.get("note", ""), trial.user_attrs.get("folder")
+                note = trial.user_attrs.get("note", "")
+                folder = trial.user_attrs.get("folder")
                 table.setdefault(point, Trial(*point, state, trial.value, note, folder, seconds))
         return sorted(table.values(), key=lambda trial: (trial.lr, trial.seed))
 

@@ -1,8 +1,8 @@
 """Training images: where they are, in which order they come, and what is done to them at random.
 
-Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of processes, nor of
-loader workers, nor of where a run was interrupted. So N processes together see what one would see, and a resumed run
-what an uninterrupted one would see.
+Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of
+processes, nor of loader workers, nor of where a run was interrupted. So N processes together see
+what one would see, and a resumed run what an uninterrupted one would see.
 """
 
 import hashlib
@@ -34,7 +34,9 @@ _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train 
 
 @dataclass(frozen=True)
 class Share:
-    """This process's share of every batch: `rank` of `world` processes, in `accumulate` micro-batches."""
+    """This process's share of every batch: `rank` of `world` processes, in `accumulate`
+    micro-batches.
+    """
 
     rank: int = 0
     world: int = 1
@@ -45,30 +47,44 @@ class Share:
         parts = self.world * self.accumulate
         if batch % parts:
             asked = f"{self.world} processes x train.accumulate {self.accumulate}"
-            raise OptionError(f"data.batch_size {batch} is not divisible by {asked}", remedy="Change one of them")
+            raise OptionError(
+                f"data.batch_size {batch} is not divisible by {asked}", remedy="Change one of them"
+            )
         return batch // parts
 
 
 class Order(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) of the images in each micro-batch of one process, from update `first` to before `last`.
+    """The (epoch, index) of the images in each micro-batch of one process, from update `first` to
+    before `last`.
 
-    Process r of W takes the slice a W + r of micro-batch a. A slice is the i-th images from the front and, mirrored,
-    from the back of the batch: mixup mixes each image with its mirror image, which then is in the same slice.
+    Process r of W takes the slice a W + r of micro-batch a. A slice is the i-th images from the
+    front and, mirrored, from the back of the batch: mixup mixes each image with its mirror image,
+    which then is in the same slice.
     """
 
-    def __init__(self, count: int, batch: int, share: Share, seed: int, first: int, last: int) -> None:
-        self.count, self.batch, self.share, self.seed, self.first, self.last = count, batch, share, seed, first, last
+    def __init__(
+        self, count: int, batch: int, share: Share, seed: int, first: int, last: int
+    ) -> None:
+        self.count = count
+        self.batch = batch
+        self.share = share
+        self.seed = seed
+        self.first = first
+        self.last = last
 
     def __len__(self) -> int:
         return (self.last - self.first) * self.share.accumulate
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        micro, per_epoch, ordered = self.share.micro(self.batch), self.count // self.batch, -1
+        micro = self.share.micro(self.batch)
+        per_epoch = self.count // self.batch
+        ordered = -1
         for update in range(self.first, self.last):
             epoch, position = divmod(update, per_epoch)
             if epoch != ordered:
                 generator = torch.Generator().manual_seed(key(self.seed, "order", epoch))
-                order, ordered = torch.randperm(self.count, generator=generator).tolist(), epoch
+                order = torch.randperm(self.count, generator=generator).tolist()
+                ordered = epoch
             images = order[position * self.batch : (position + 1) * self.batch]
             for micro_batch in range(self.share.accumulate):
                 own = _slice(images, micro_batch * self.share.world + self.share.rank, micro)
@@ -78,7 +94,8 @@ class Order(Sampler[list[tuple[int, int]]]):
 def _slice(images: list[int], which: int, size: int) -> list[int]:
     if size % 2:
         return images[which * size : (which + 1) * size]
-    half, end = size // 2, len(images) - which * (size // 2)
+    half = size // 2
+    end = len(images) - which * (size // 2)
     return images[which * half : (which + 1) * half] + images[end - half : end]
 
 
@@ -89,8 +106,12 @@ def key(*parts: object) -> int:
 
 @contextmanager
 def drawn_by(*parts: object) -> Iterator[None]:
-    """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored afterwards."""
-    python, arrays, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored
+    afterwards.
+    """
+    python = random.getstate()
+    arrays = np.random.get_state()
+    torchs = torch.get_rng_state()
     seed = key(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -104,10 +125,14 @@ def drawn_by(*parts: object) -> Iterator[None]:
 
 
 class Seeded(Dataset[Example]):
-    """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and index."""
+    """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and
+    index.
+    """
 
     def __init__(self, images: Any, rows: Sequence[int], seed: int) -> None:
-        self.images, self.rows, self.seed = images, rows, seed
+        self.images = images
+        self.rows = rows
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -121,22 +146,33 @@ class Seeded(Dataset[Example]):
 class TrainingImages:
     """The training images of a recipe; `model` is the network's record (`datasets.image_record`).
 
-    Raises SourceError: nothing there, no images, other classes than the network's, or a dataset that streams.
+    Raises SourceError: nothing there, no images, other classes than the network's, or a dataset
+    that streams.
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
-        self.place, self.data, self.seed, self.labelled = places(data)[0], data, seed, labelled
-        images = datasets.open_images(model, self.place, "train", transform(model, data.augment), labelled=labelled)
+        self.place = places(data)[0]
+        self.data = data
+        self.seed = seed
+        self.labelled = labelled
+        images = datasets.open_images(
+            model, self.place, "train", transform(model, data.augment), labelled=labelled
+        )
         if not isinstance(images, datasets.LabelledImages):
-            raise SourceError(f"{self.place} streams", "its images have no order that a run could resume in")
+            raise SourceError(
+                f"{self.place} streams", "its images have no order that a run could resume in"
+            )
         rows = datasets.drawn_rows(len(images), data.samples, seed)
-        self.digest, self.notes = _digest(images), images.notes
+        self.digest = _digest(images)
+        self.notes = images.notes
         self.images = Seeded(images, rows, seed)
         if len(self.images) < data.batch_size:
             why = f"{self.place} has {len(self.images)} images"
             raise OptionError(f"data.batch_size {data.batch_size} is too large", why)
 
-    def batches(self, share: Share, first: int, last: int, *, pin: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, share: Share, first: int, last: int, *, pin: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches of this process, from update `first` to before `last`."""
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
@@ -151,13 +187,19 @@ class TrainingImages:
         return iter(datasets.Loader(loader, self.place, None))
 
 
-def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: int) -> datasets.Loader | None:
-    """Return this process's share of the validation images, or None where there are none; or raises SourceError."""
+def validation(
+    model: Body, data: DataPart, share: Share, seed: int, *, batch: int
+) -> datasets.Loader | None:
+    """Return this process's share of the validation images, or None where there are none; or raises
+    SourceError.
+    """
     place = places(data)[1]
     if place is None:
         return None
     samples = data.validation_samples
-    loader = datasets.make_loader(model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed)
+    loader = datasets.make_loader(
+        model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed
+    )
     if isinstance(loader.batches.dataset, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
     count = loader.count or 0
@@ -169,7 +211,9 @@ def validation(model: Body, data: DataPart, share: Share, seed: int, *, batch: i
 
 
 def ignore_sigterm(worker: int) -> None:
-    """Ignore SIGTERM in a loader's process: schedulers send it to all processes, and the run still needs this one."""
+    """Ignore SIGTERM in a loader's process: schedulers send it to all processes, and the run still
+    needs this one.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -197,12 +241,23 @@ def require_validation(data: DataPart) -> None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
 
-def image_notes(data: DataPart, training: TrainingImages, checked: datasets.Loader | None) -> list[str]:
-    """List notes: the images of training and validation, where the recipe leaves that open, and how labels are read."""
+def image_notes(
+    data: DataPart, training: TrainingImages, checked: datasets.Loader | None
+) -> list[str]:
+    """List notes: the images of training and validation, where the recipe leaves that open, and how
+    labels are read.
+    """
     place, validated = places(data)
-    taken = [] if place == data.root else [f"training images of {place}, validation images of {validated}"]
+    taken = (
+        []
+        if place == data.root
+        else [f"training images of {place}, validation images of {validated}"]
+    )
     if checked is None:
-        what = "there are no validation images: top-1 is not measured, and best/ is the network with the lowest loss"
+        what = (
+            "there are no validation images: top-1 is not measured, and best/ is the network with"
+            " the lowest loss"
+        )
         return [*taken, *training.notes, f"{what}. {_GIVE}"]
     return list(dict.fromkeys([*taken, *training.notes, *checked.notes]))
 
@@ -221,7 +276,9 @@ def _digest(images: datasets.LabelledImages) -> str:
 
 
 def transform(model: Body, augment: Augment) -> transforms.Compose:
-    """timm's training transform for the network; without `scale`, images are padded and cropped, or whole."""
+    """timm's training transform for the network; without `scale`, images are padded and cropped, or
+    whole.
+    """
     size = tuple(model["input_size"][1:])
     interpolation = model.get("interpolation", "bilinear")
     make: Any = transforms_imagenet_train
@@ -239,7 +296,9 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         interpolation=interpolation,
     )
     if augment.scale is None:
-        whole: list[Callable[[Image.Image], Image.Image]] = [transforms.Resize(size, InterpolationMode(interpolation))]
+        whole: list[Callable[[Image.Image], Image.Image]] = [
+            transforms.Resize(size, InterpolationMode(interpolation))
+        ]
         if augment.padding:
             whole.append(transforms.RandomCrop(size, augment.padding, padding_mode="reflect"))
         primary.transforms[:1] = whole

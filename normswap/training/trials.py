@@ -1,8 +1,10 @@
-"""Where each target ends: short trials with equal updates and the source as teacher, the better half going on.
+"""Where each target ends: short trials with equal updates and the source as teacher, the better
+half going on.
 
-All trials follow one recipe, which `finetune` takes too, with labels and the teacher's answers in equal parts, and see
-the same images in the same order. The first round tries every target at three learning rates. Then the better half of
-the targets begins again, each at its best rate, for more updates, until two have done so. Rounds share the time alike.
+All trials follow one recipe, which `finetune` takes too, with labels and the teacher's answers in
+equal parts, and see the same images in the same order. The first round tries every target at three
+learning rates. Then the better half of the targets begins again, each at its best rate, for more
+updates, until two have done so. Rounds share the time alike.
 
 Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
 """
@@ -37,14 +39,19 @@ RECIPE = "recover_unlabelled"
 # The learning rates, in multiples of the recipe's.
 _RATES = (0.25, 1, 4)
 # A trial of fewer updates, or on fewer images, says nothing.
-_FEWEST_UPDATES, _FEWEST_HELD_OUT, _MOST_HELD_OUT = 5, 20, 500
-# The share of the time that is planned for: in the last round a machine may take twice as long as it did before.
+_FEWEST_UPDATES = 5
+_FEWEST_HELD_OUT = 20
+_MOST_HELD_OUT = 500
+# The share of the time that is planned for: in the last round a machine may take twice as long as
+# it did before.
 _PLANNED = 0.8
 
 
 @dataclass(frozen=True, eq=False)
 class TargetTrial:
-    """Where a target ended: top-1 in percent at once and after training, loss and answers, on held-out images."""
+    """Where a target ended: top-1 in percent at once and after training, loss and answers, on
+    held-out images.
+    """
 
     advice: Advice
     lr: float
@@ -55,10 +62,14 @@ class TargetTrial:
     answers: Tensor
 
     def record(self, best: "TargetTrial") -> Body:
-        """Return plain values; `level`: the best is ahead by no more than a deviation of where the two differ."""
+        """Return plain values; `level`: the best is ahead by no more than a deviation of where the
+        two differ.
+        """
         differing = int((self.answers != best.answers).sum())
         is_level = (best.after - self.after) / 100 * len(self.answers) <= math.sqrt(differing)
-        values = {name: value for name, value in vars(self).items() if name not in ("advice", "answers")}
+        values = {
+            name: value for name, value in vars(self).items() if name not in ("advice", "answers")
+        }
         return {"target": self.advice.target, **values, "level": is_level}
 
 
@@ -66,13 +77,17 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
     """Return what the recipe is told for a target, as words of `finetune`."""
     words = ["convert=null"]
     if advice.scheme != "batchnorm":
-        words = [f"convert.to={advice.scheme}", f"convert.calibrate={str(not advice.exact).lower()}"]
+        words = [
+            f"convert.to={advice.scheme}",
+            f"convert.calibrate={str(not advice.exact).lower()}",
+        ]
         words += [f"convert.options.{name}={value}" for name, value in advice.options.items()]
     return [*words, "distill.weight=0.5", f"data.batch_size={batch_size}", f"optim.lr={lr:g}"]
 
 
 class Trials:
-    """Trials on images of which some are held out: the validation part, or half of all, at most 500.
+    """Trials on images of which some are held out: the validation part, or half of all, at most
+    500.
 
     Args:
         minutes: how long all may take.
@@ -82,32 +97,52 @@ class Trials:
     """
 
     def __init__(
-        self, source: Network, data: str, batch_size: int, minutes: float, device: str, progress: Progress
+        self,
+        source: Network,
+        data: str,
+        batch_size: int,
+        minutes: float,
+        device: str,
+        progress: Progress,
     ) -> None:
         if not 0 < minutes < math.inf:
             raise OptionError(spelled("minutes", minutes), "it is a positive number")
-        self.source, self.batch_size, self.minutes, self.progress = source, batch_size, minutes, progress
-        self.begun, self.device = time.monotonic(), device
+        self.source = source
+        self.batch_size = batch_size
+        self.minutes = minutes
+        self.progress = progress
+        self.begun = time.monotonic()
+        self.device = device
         images_of_recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"]).data
-        self.images, self.to_fit, self.held_out = self._split(images_of_recipe.model_copy(update={"root": data}))
+        self.images, self.to_fit, self.held_out = self._split(
+            images_of_recipe.model_copy(update={"root": data})
+        )
         self.networks: dict[str, tuple[Network, float]] = {}
         self.trials: list[TargetTrial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
-        self.updating, self.evaluating = 0.0, 0.0
+        self.updating = 0.0
+        self.evaluating = 0.0
 
     def _split(self, data: Data) -> tuple[TrainingImages, Loader, Loader]:
-        """The training images, some of them to fit values to, and the held-out ones, which are others."""
-        record, (place, validated) = image_record(self.source.module), places(data)
+        """The training images, some of them to fit values to, and the held-out ones, which are
+        others.
+        """
+        record = image_record(self.source.module)
+        place, validated = places(data)
         training = make_loader(record, place, split="train", workers=0)
         rows: Sequence[int] = range(training.count or 0)
         if validated is not None:
             held_out = make_loader(record, validated, workers=0, samples=_MOST_HELD_OUT)
         else:
             measured = drawn_rows(len(rows), min(len(rows) // 2, _MOST_HELD_OUT), 0)
-            held_out, rows = training.only(measured), sorted({*rows}.difference(measured))
+            held_out = training.only(measured)
+            rows = sorted({*rows}.difference(measured))
         fewest = max(self.batch_size, 2)
         if len(rows) < fewest or (held_out.count or 0) < _FEWEST_HELD_OUT:
-            what = f"{data.root} gives {len(rows)} images to train on, and {held_out.count} others to measure on"
+            what = (
+                f"{data.root} gives {len(rows)} images to train on, and {held_out.count} others to"
+                " measure on"
+            )
             why = f"trials need {fewest} and {_FEWEST_HELD_OUT}"
             raise OptionError(what, why, f"Give more images, or a lower {spelled('batch_size')}")
         images = TrainingImages(record, data, 0, labelled=True)
@@ -116,8 +151,11 @@ class Trials:
 
     @torch.random.fork_rng(devices=[])
     def run(self, possible: Sequence[Advice]) -> list[TargetTrial]:
-        """Return where each target has ended, the best first; raises OptionError: the minutes are too few."""
-        usual, updates = recipe_files.load_recipe(RECIPE).optim.lr, _FEWEST_UPDATES - 1
+        """Return where each target has ended, the best first; raises OptionError: the minutes are
+        too few.
+        """
+        usual = recipe_files.load_recipe(RECIPE).optim.lr
+        updates = _FEWEST_UPDATES - 1
         # The first update of a process is slow.
         for few in (1, 2):
             self._trial(possible[0], usual, few)
@@ -127,7 +165,8 @@ class Trials:
         standings: list[TargetTrial] = []
         for number in range(rounds):
             seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
-            before, updates = updates, int((seconds / len(entries) - self.evaluating) / self.updating)
+            before = updates
+            updates = int((seconds / len(entries) - self.evaluating) / self.updating)
             if updates <= before:
                 break
             ended = [self._trial(advice, rate, updates) for advice, rate in entries]
@@ -140,8 +179,14 @@ class Trials:
             better = max(2, math.ceil(len(possible) / 2 ** (number + 1)))
             entries = [(trial.advice, trial.lr) for trial in standings[:better]]
         if not standings:
-            needed = rounds * len(entries) * (_FEWEST_UPDATES * self.updating + self.evaluating) + self.seconds()
-            why = f"an update takes {self.updating:.2g} s, and each of {len(entries)} trials {_FEWEST_UPDATES} or more"
+            needed = (
+                rounds * len(entries) * (_FEWEST_UPDATES * self.updating + self.evaluating)
+                + self.seconds()
+            )
+            why = (
+                f"an update takes {self.updating:.2g} s, and each of {len(entries)} trials"
+                f" {_FEWEST_UPDATES} or more"
+            )
             remedy = f"Give {spelled('minutes', math.ceil(needed / _PLANNED / 6) / 10)} or more"
             raise OptionError(f"{spelled('minutes', self.minutes)} is too short", why, remedy)
         return standings
@@ -155,14 +200,19 @@ class Trials:
     def _trial(self, advice: Advice, lr: float, updates: int) -> TargetTrial:
         """Train a target from its beginning; what it keeps at once is measured the first time."""
         if advice.target not in self.networks:
-            network, options = self.source, dict[str, Any](advice.options)
+            network = self.source
+            options = dict[str, Any](advice.options)
             if advice.scheme != "batchnorm":
                 images = None if advice.exact else self.to_fit
-                network = conversion.convert(network, advice.scheme, calibrate=images, **options).network
+                network = conversion.convert(
+                    network, advice.scheme, calibrate=images, **options
+                ).network
             self.networks[advice.target] = network, self._classified(network.module)[0].top1
         network, at_once = self.networks[advice.target]
         measured, answers = self._classified(self._updated(advice, network, lr, updates))
-        self.trials.append(TargetTrial(advice, lr, updates, at_once, measured.top1, measured.loss, answers))
+        self.trials.append(
+            TargetTrial(advice, lr, updates, at_once, measured.top1, measured.loss, answers)
+        )
         return self.trials[-1]
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
@@ -176,7 +226,8 @@ class Trials:
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
         # Nothing is written to its folder.
         loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
-        batches, start = self.images.batches(task.share, 0, updates), time.monotonic()
+        batches = self.images.batches(task.share, 0, updates)
+        start = time.monotonic()
         while loop.at.update < updates:
             loop.update(batches)
             loop.at.update += 1

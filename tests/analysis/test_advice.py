@@ -23,7 +23,9 @@ TESTS = Path(__file__).parents[1]
 
 
 def chain() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)
+    ).eval()
 
 
 def blocks() -> nn.Module:
@@ -35,7 +37,9 @@ def depthwise() -> nn.Module:
 
 
 def preactivated() -> nn.Module:
-    return timm.create_model("resnetv2_18", channels=(8, 8, 8, 8), pretrained_cfg_overlay=SMALL_IMAGES).eval()
+    return timm.create_model(
+        "resnetv2_18", channels=(8, 8, 8, 8), pretrained_cfg_overlay=SMALL_IMAGES
+    ).eval()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,9 @@ def preactivated() -> nn.Module:
         (chain, 4, {"deploy": True}, "folded", []),
     ],
 )
-def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]) -> None:
+def test_the_rules(
+    make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]
+) -> None:
     model = make()
     found, not_possible = advice.advise(Network(model), "net", batch, **how)
     assert found[0].scheme == chosen
@@ -62,7 +68,11 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
         if one.command:
             words = one.command.split()
             purpose = "opacus" if how.get("private") else None
-            assert list(conversion.plan_steps(Network(model), words[words.index("--to") + 1], purpose=purpose))
+            assert list(
+                conversion.plan_steps(
+                    Network(model), words[words.index("--to") + 1], purpose=purpose
+                )
+            )
 
 
 @pytest.mark.parametrize(
@@ -75,11 +85,15 @@ def test_the_rules(make: Any, batch: int, how: dict[str, bool], chosen: str, ref
         (blocks, 64, True, "blurred CIFAR-10, privately"),
     ],
 )
-def test_where_targets_ended_on_a_network_of_this_kind(make: Any, batch: int, private: bool, about: str) -> None:
+def test_where_targets_ended_on_a_network_of_this_kind(
+    make: Any, batch: int, private: bool, about: str
+) -> None:
     network = Network(make())
     task, ended = advice.elsewhere(network, batch, private=private)
     assert task.startswith(about)
-    targets = {advised.target for advised in advice.advise(network, "net", batch, private=private)[0]}
+    targets = {
+        advised.target for advised in advice.advise(network, "net", batch, private=private)[0]
+    }
     assert targets <= ended.keys()
     table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
     section = next(part for part in table.split("\n## ") if part.startswith(about))
@@ -117,7 +131,15 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--to skipinit --for opacus" in out
     assert "on this one nothing was measured" in " ".join(out.split())
     assert not re.search(r"\d %", out), "nothing is foretold from other networks"
-    how = ["resnet18", "--weights", "random", "--num-classes", "10", "--arch-arg", "channels=8,16,24,32"]
+    how = [
+        "resnet18",
+        "--weights",
+        "random",
+        "--num-classes",
+        "10",
+        "--arch-arg",
+        "channels=8,16,24,32",
+    ]
     assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]

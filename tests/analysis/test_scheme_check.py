@@ -16,7 +16,9 @@ from normswap.plan import Edit
 def halved(anatomy: Anatomy) -> PlanBuilder:
     """Claims to keep the function, and halves what the classifier says."""
     builder = PlanBuilder(anatomy)
-    builder.replacements[str(anatomy.classifier)] = Edit(str(anatomy.classifier), "Folded", {"gain": 0.5})
+    builder.replacements[str(anatomy.classifier)] = Edit(
+        str(anatomy.classifier), "Folded", {"gain": 0.5}
+    )
     return builder
 
 

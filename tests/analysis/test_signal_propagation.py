@@ -1,6 +1,8 @@
-"""Signal propagation: measured against hooks, against theory, and before and after exact conversions.
+"""Signal propagation: measured against hooks, against theory, and before and after exact
+conversions.
 
-`PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints signals.md.
+`PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints
+signals.md.
 """
 
 import copy
@@ -53,7 +55,9 @@ def test_one_constant_factor_is_taken_off_the_branch() -> None:
         model(x)
     (point,) = signal_propagation(Network(model, x))
     of_branch = float(seen[0].var((0, 2, 3), correction=0).mean())
-    assert (point.branch_variance, point.added_variance) == pytest.approx((9 * of_branch, 2.25 * of_branch))
+    assert (point.branch_variance, point.added_variance) == pytest.approx(
+        (9 * of_branch, 2.25 * of_branch)
+    )
 
 
 def test_the_model_is_left_alone() -> None:
@@ -70,7 +74,10 @@ def test_the_model_is_left_alone() -> None:
 def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> None:
     model = lived_in(timm.create_model("resnet18", **NARROW["resnet18"]), noise())
     x = noise(seed=1).double()
-    half, one = (signal_propagation(Network(swapped(model, "skipinit", alpha=alpha), x))[0] for alpha in (0.5, 1.0))
+    half, one = (
+        signal_propagation(Network(swapped(model, "skipinit", alpha=alpha), x))[0]
+        for alpha in (0.5, 1.0)
+    )
     assert half.branch_variance == pytest.approx(one.branch_variance)
     assert half.added_variance == pytest.approx(0.25 * half.branch_variance)
     assert half.variance < one.variance
@@ -78,9 +85,10 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
 
 
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:
-    """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's filters are scaled
-    by ReLU's gamma though no ReLU comes before them, and the shortcuts average 2x2 pixels, which takes variance
-    away unless the pixels agree."""
+    """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's
+    filters are scaled by ReLU's gamma though no ReLU comes before them, and the shortcuts average
+    2x2 pixels, which takes variance away unless the pixels agree.
+    """
     for module in model.modules():
         if type(module).__name__ == "DownsampleAvg" and not isinstance(module.pool, nn.Identity):
             module.pool = nn.AvgPool2d(1, stride=2)
@@ -93,15 +101,17 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
     seen = inspection.inspect(model)
-    # 1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after each further block:
-    # the code of the ICLR 2022 blog post, "Multi-layer SPPs".
+    # 1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after
+    # each further block: the code of the ICLR 2022 blog post, "Multi-layer SPPs".
     wanted: list[float] = []
     for block in seen.blocks:
         wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
     points = signal_propagation(Network(model), noise(4, 96))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
-    assert max(p.mean_sq for p in points) < 0.1  # scaled weight standardization keeps the means near 0
+    assert (
+        max(p.mean_sq for p in points) < 0.1
+    )  # scaled weight standardization keeps the means near 0
 
 
 def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Point]:
@@ -110,12 +120,16 @@ def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Poin
 
 
 def fully_connected(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
-    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendix B has them, and appendix C."""
+    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendix B has them, and appendix
+    C.
+    """
 
     def layer(inputs: int = width) -> nn.Module:
         linear = nn.Linear(inputs, width, bias=False)
         nn.init.normal_(linear.weight, std=math.sqrt((1 + relu) / inputs))
-        return nn.Sequential(*[nn.BatchNorm1d(inputs, eps=1e-12)] * norm, *[nn.ReLU()] * relu, linear)
+        return nn.Sequential(
+            *[nn.BatchNorm1d(inputs, eps=1e-12)] * norm, *[nn.ReLU()] * relu, linear
+        )
 
     torch.manual_seed(0)
     return stacked(layer, layer(width // 10)(torch.randn(width, width // 10)), depth)
@@ -123,15 +137,26 @@ def fully_connected(depth: int, width: int, norm: bool, relu: bool) -> list[Poin
 
 @cache
 def wide_resnet(
-    depth: int, width: int, norm: bool, seeds: int = 1, *, relu: bool = True, dtype: torch.dtype = torch.float64
+    depth: int,
+    width: int,
+    norm: bool,
+    seeds: int = 1,
+    *,
+    relu: bool = True,
+    dtype: torch.dtype = torch.float64,
 ) -> list[list[Point]]:
-    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has none.
+    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has
+    none.
 
     Without ReLUs the weights of its blocks are smaller by sqrt(2).
     """
-    network: Any = timm.create_model("wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True).to(dtype)
+    network: Any = timm.create_model(
+        "wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True
+    ).to(dtype)
     network = network if norm else swapped(network.eval(), "skipinit", alpha=1)
-    weights = [module.weight for module in network.stages.modules() if isinstance(module, nn.Conv2d)]
+    weights = [
+        module.weight for module in network.stages.modules() if isinstance(module, nn.Conv2d)
+    ]
     for module in network.modules():
         module.padding_mode = "circular"
         if not relu and hasattr(module, "conv1"):
@@ -158,22 +183,53 @@ def of_papers(
     """What is measured of blocks l = 2, 3 ..., with the formula of the paper and its values."""
     block = np.arange(2, 200)
     plain, normed, relu = (
-        fully_connected(depth, width, *kind) for kind in ((False, False), (True, False), (True, True))
+        fully_connected(depth, width, *kind)
+        for kind in ((False, False), (True, False), (True, True))
     )
-    yield "De & Smith, figure 2 (a), linear, no norm: skip", second(plain), "2^(l - 1)", 2.0 ** (block - 1)
-    yield "the same: branch", [point.branch_variance for point in plain[1:]], "2^(l - 1)", 2.0 ** (block - 1)
+    yield (
+        "De & Smith, figure 2 (a), linear, no norm: skip",
+        second(plain),
+        "2^(l - 1)",
+        2.0 ** (block - 1),
+    )
+    yield (
+        "the same: branch",
+        [point.branch_variance for point in plain[1:]],
+        "2^(l - 1)",
+        2.0 ** (block - 1),
+    )
     yield "figure 2 (b), linear, BatchNorm: skip", second(normed), "l", block
     yield "the same: branch", [point.branch_variance for point in normed[1:]], "1", block**0
     yield "figure 5, ReLU, BatchNorm: skip", second(relu), "l", block
-    yield "the same: moving variance", [point.variance for point in relu], "l (1 - 1/pi)", block * (1 - 1 / math.pi)
-    yield "the same: squared moving mean", [point.mean_sq for point in relu], "l / pi", block / math.pi
+    yield (
+        "the same: moving variance",
+        [point.variance for point in relu],
+        "l (1 - 1/pi)",
+        block * (1 - 1 / math.pi),
+    )
+    yield (
+        "the same: squared moving mean",
+        [point.mean_sq for point in relu],
+        "l / pi",
+        block / math.pi,
+    )
     for layers, wide in shapes:
         skips = [second(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)]
         added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
-        yield f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip", list(np.mean(added, 0)), "1", block**0
+        yield (
+            f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip",
+            list(np.mean(added, 0)),
+            "1",
+            block**0,
+        )
         stage = wide_resnet(layers, wide, norm=True)[0][1 : len(skips[0]) // 3]
         shares = [point.added_variance / point.variance for point in stage]
-        yield f"section 2.1, {layers}-{wide}, BatchNorm: share of the branch", shares, "1 / (l + 1)", 1 / (block + 1)
+        yield (
+            f"section 2.1, {layers}-{wide}, BatchNorm: share of the branch",
+            shares,
+            "1 / (l + 1)",
+            1 / (block + 1),
+        )
 
 
 def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], str, Any]]:
@@ -186,18 +242,31 @@ def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], s
 
     torch.manual_seed(0)
     points = stacked(layer, layer(2)(layer(2, 3)[-1](images)), depth)
-    block, skip, moving_mean = np.arange(2, 200), np.array(second(points)), [point.mean_sq for point in points]
+    block = np.arange(2, 200)
+    skip = np.array(second(points))
+    moving_mean = [point.mean_sq for point in points]
     yield "figure 2 (c), convolutions, ReLU, BatchNorm: skip", list(skip), "l, a little less", block
-    yield "the same: moving variance", [point.variance for point in points], "a little below the skip's", skip
+    yield (
+        "the same: moving variance",
+        [point.variance for point in points],
+        "a little below the skip's",
+        skip,
+    )
     yield "the same: squared moving mean", moving_mean, "grows with l", block * moving_mean[0] / 2
 
 
 def growth(depth: int, width: int, seeds: int, kind: str = "", **args: Any) -> str:
-    """A row: E[x^2] at block l by 2^l, which is the paper's 2^(l - 1) for a stem that gives 2, over random networks."""
-    skips = np.array([second(points) for points in wide_resnet(depth, width, norm=False, seeds=seeds, **args)])
+    """A row: E[x^2] at block l by 2^l, which is the paper's 2^(l - 1) for a stem that gives 2, over
+    random networks.
+    """
+    skips = np.array(
+        [second(points) for points in wide_resnet(depth, width, norm=False, seeds=seeds, **args)]
+    )
     over = skips / 2.0 ** np.arange(2, skips.shape[1] + 2)
     columns = [over[:, place] for place in (2, 5, -1)]
-    cells = [f"{column.mean():.2f} ± {column.std(ddof=1) / math.sqrt(seeds):.2f}" for column in columns]
+    cells = [
+        f"{column.mean():.2f} ± {column.std(ddof=1) / math.sqrt(seeds):.2f}" for column in columns
+    ]
     ends = f"{np.median(over[:, -1]):.2f} | {np.log2(over[:, -1]).std(ddof=1):.1f}"
     return f"| {depth}-{width}{kind} | {seeds} | {' | '.join(cells)} | {ends} |"
 
@@ -209,28 +278,39 @@ def after_reset() -> list[float]:
 
 
 def slope(role: str) -> float:
-    """Figure 6 of Kim et al. for a class of gammas: log-log slope of the first update of gamma / |gamma| by |gamma|."""
-    powers, updates = (-3, 0, 3), []
+    """Figure 6 of Kim et al. for a class of gammas: log-log slope of the first update of gamma /
+    |gamma| by |gamma|.
+    """
+    powers = (-3, 0, 3)
+    updates = []
     network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
     for module in network.modules():
         # A larger eps is seen beside the variance that a small gamma leaves.
         module.eps = 1e-15  # type: ignore[assignment]
     x = noise(8, 32).double()
-    gammas = [network.get_parameter(f"{norm.path}.weight")
-              for norm in inspection.inspect(network, x[:2]).norms if norm.role == role]  # fmt: skip
+    gammas = [
+        network.get_parameter(f"{norm.path}.weight")
+        for norm in inspection.inspect(network, x[:2]).norms
+        if norm.role == role
+    ]
     for power in powers:
         network.zero_grad()
         for gamma in gammas:
             nn.init.constant_(gamma, 2.0**power)
         F.cross_entropy(network(x), torch.arange(8)).backward()
         size = torch.nn.utils.get_total_norm(gammas)
-        updates.append(math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size)))
+        updates.append(
+            math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size))
+        )
     return float(np.polyfit(powers, updates, 1)[0])
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
     for name, values, formula, theory in of_papers(12, 200, 2, ((16, 8),)):
-        assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (name, formula)
+        assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (
+            name,
+            formula,
+        )
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
     assert slope("last") > -1
@@ -238,16 +318,29 @@ def test_the_signal_at_initialization_is_the_papers() -> None:
 
 def test_awake_revives_what_timm_zeroes() -> None:
     nfnet = {"channels": (256, 256, 256, 256)}
-    for name, args in (("resnet18", NARROW["resnet18"]), ("nf_resnet26", {}), ("dm_nfnet_f0", nfnet)):
+    for name, args in (
+        ("resnet18", NARROW["resnet18"]),
+        ("nf_resnet26", {}),
+        ("dm_nfnet_f0", nfnet),
+    ):
         asleep = timm.create_model(name, **args)
         x = noise(2, 32)
-        dead = [p.added_variance for p in signal_propagation(Network(asleep, x), batch_statistics=True)]
-        alive = [p.added_variance for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)]
+        dead = [
+            p.added_variance for p in signal_propagation(Network(asleep, x), batch_statistics=True)
+        ]
+        alive = [
+            p.added_variance
+            for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)
+        ]
         assert max(dead) == 0 < min(alive)
 
 
 @pytest.mark.parametrize(
-    ("name", "args"), [("vit_tiny_patch16_224", {"embed_dim": 48}), ("swin_tiny_patch4_window7_224", {"embed_dim": 24})]
+    ("name", "args"),
+    [
+        ("vit_tiny_patch16_224", {"embed_dim": 48}),
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 24}),
+    ],
 )
 def test_transformers(name: str, args: dict[str, int]) -> None:
     points = signal_propagation(Network(timm.create_model(name, **args), noise(1, 224)))
@@ -266,7 +359,10 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 
 CURVES = {
     "small": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 0.5), Point("t.0", "t", 2, 0.2, 2.0, 1.0, 0.5)],
-    "exploding": [Point("s.0", "s", 1, 0.1, 1.0, 1.0, 1.0), Point("t.0", "t", 2, 0.0, math.inf, 1e9, 1e9)],
+    "exploding": [
+        Point("s.0", "s", 1, 0.1, 1.0, 1.0, 1.0),
+        Point("t.0", "t", 2, 0.0, math.inf, 1e9, 1e9),
+    ],
 }
 
 
@@ -306,17 +402,29 @@ if __name__ == "__main__":
     from support.trained_networks import SHARED
 
     tar = str(unpacked(SHARED / "data" / "cifar10" / "train.tar.xz"))
-    ((images, _),) = make_loader(timm.create_model("wide_resnet_cifar"), tar, batch_size=100, workers=0, samples=100)
+    ((images, _),) = make_loader(
+        timm.create_model("wide_resnet_cifar"), tar, batch_size=100, workers=0, samples=100
+    )
     print("# Signals at initialization, beside De & Smith's and Kim et al.'s\n")
     print("\n".join(circumstances.lines("python tests/analysis/test_signal_propagation.py", "cpu")))
-    print("Of block l, and how far off, on average over blocks and at most; of one network, branch by skip of 64.\n")
-    print("| where | paper | l = 2 | l = 4 | l = 48 | off, % | at most |\n|---|---|---|---|---|---|---|")
+    print(
+        "Of block l, and how far off, on average over blocks and at most; of one network, branch by"
+        " skip of 64.\n"
+    )
+    print(
+        "| where | paper | l = 2 | l = 4 | l = 48 | off, % | at most"
+        " |\n|---|---|---|---|---|---|---|"
+    )
     reset = "Kim et al., equation 11, resnet50: E[x^2]", after_reset(), "1", np.ones(3)
     for name, values, formula, theory in (*of_papers(48, 1000, 64), *on_cifar10(images, 48), reset):
         cells = [f"{value:.3g}" for value in [*values, *[math.nan] * 48]]
         off = 100 * (values / theory[: len(values)] - 1)
         ends = f"{np.mean(off):+.0f} | {max(abs(off)):.0f}"
-        print(f"| {name} | {formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |".replace("nan", ""))
+        print(
+            f"| {name} | {formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |".replace(
+                "nan", ""
+            )
+        )
     print("""
 De & Smith, section 2.1, alpha = 1: E[x^2] of what block l reads, by 2^(l - 1) and the stem's 2: mean over networks and
 its standard error; of the last block median and deviation of log2, too. The mean is the paper's. Of finite width each

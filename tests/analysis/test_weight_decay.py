@@ -25,41 +25,58 @@ def counts(assignments: list[Assignment]) -> dict[str, int]:
     return dict(Counter(assignment.role for assignment in assignments))
 
 
-# How these were counted, from the papers and not from our output.
-#
-# ResNet v1 (He et al. 2015, table 1). Blocks per stage: 18: 2+2+2+2 = 8 basic blocks (2 convs, 2 norms each);
-# 50: 3+4+6+3 = 16 bottlenecks (3 convs, 3 norms); 101: 3+4+23+3 = 33; 152: 3+8+36+3 = 50. One norm per conv. Per
-# block the last norm is gamma_last, the others gamma_other. Projections (option B): where the width changes, so 4
-# with bottlenecks, and 3 with basic blocks, whose first stage keeps the stem's 64 channels. One stem norm: gamma_0.
-#   18:  other 8*1 = 8,   last 8,  down 3, gamma_0 1: 20 norms; weights 1 + 8*2 + 3 + fc 1 = 21
-#   50:  other 16*2 = 32, last 16, down 4, gamma_0 1: 53 norms; weights 1 + 16*3 + 4 + fc 1 = 54
-#   101: other 66, last 33, down 4, gamma_0 1: 104 norms; weights 105.  152: 100, 50, 4, 1: 155 norms; weights 156
-#   ResNeXt-50 and WRN-50-2 have ResNet-50's layers. Biases: a beta per norm, and the classifier's.
-# ResNet-50 v2 (He et al. 2016): 3 norms before the 3 convs of each block, none in the stem, none on the projections,
-#   and one at the end: 49. Kim et al.: the first norm of the 4 downsampling blocks is gamma_down, so other
-#   16*2 - 4 = 28, last 16, head 1.
-# ViT-Ti, DeiT-Ti (Dosovitskiy et al. 2020, Touvron et al. 2020): 12 blocks with 2 LayerNorms and 4 linear maps (qkv,
-#   projection, 2 of the MLP), a final LayerNorm, the patch embedding and the classifier: 25 norms, 50 weights, 50
-#   biases; class token and position embedding are spared.
-# Swin-T (Liu et al. 2021): 2+2+6+2 = 12 blocks as ViT's; a norm after the patch embedding (gamma_0), 3 patch mergings
-#   with a norm and a linear map without bias, a final norm: 24 + 1 + 3 + 1 = 29 norms, 48 + 1 + 3 + 1 = 53 weights,
-#   50 biases; 12 tables of relative position biases are spared.
-COLUMNS = ("weight", "gamma_0", "gamma_last", "gamma_down", "gamma_other", "gamma_head", "beta", "bias", "embedding")
+# How these were counted, from the papers and not from our output.  ResNet v1 (He et al. 2015, table
+# 1). Blocks per stage: 18: 2+2+2+2 = 8 basic blocks (2 convs, 2 norms each); 50: 3+4+6+3 = 16
+# bottlenecks (3 convs, 3 norms); 101: 3+4+23+3 = 33; 152: 3+8+36+3 = 50. One norm per conv. Per
+# block the last norm is gamma_last, the others gamma_other. Projections (option B): where the width
+# changes, so 4 with bottlenecks, and 3 with basic blocks, whose first stage keeps the stem's 64
+# channels. One stem norm: gamma_0. 18:  other 8*1 = 8,   last 8,  down 3, gamma_0 1: 20 norms;
+# weights 1 + 8*2 + 3 + fc 1 = 21 50:  other 16*2 = 32, last 16, down 4, gamma_0 1: 53 norms;
+# weights 1 + 16*3 + 4 + fc 1 = 54 101: other 66, last 33, down 4, gamma_0 1: 104 norms; weights
+# 105.  152: 100, 50, 4, 1: 155 norms; weights 156 ResNeXt-50 and WRN-50-2 have ResNet-50's layers.
+# Biases: a beta per norm, and the classifier's. ResNet-50 v2 (He et al. 2016): 3 norms before the 3
+# convs of each block, none in the stem, none on the projections, and one at the end: 49. Kim et
+# al.: the first norm of the 4 downsampling blocks is gamma_down, so other 16*2 - 4 = 28, last 16,
+# head 1. ViT-Ti, DeiT-Ti (Dosovitskiy et al. 2020, Touvron et al. 2020): 12 blocks with 2
+# LayerNorms and 4 linear maps (qkv, projection, 2 of the MLP), a final LayerNorm, the patch
+# embedding and the classifier: 25 norms, 50 weights, 50 biases; class token and position embedding
+# are spared. Swin-T (Liu et al. 2021): 2+2+6+2 = 12 blocks as ViT's; a norm after the patch
+# embedding (gamma_0), 3 patch mergings with a norm and a linear map without bias, a final norm: 24
+# + 1 + 3 + 1 = 29 norms, 48 + 1 + 3 + 1 = 53 weights, 50 biases; 12 tables of relative position
+# biases are spared.
+COLUMNS = (
+    "weight",
+    "gamma_0",
+    "gamma_last",
+    "gamma_down",
+    "gamma_other",
+    "gamma_head",
+    "beta",
+    "bias",
+    "embedding",
+)
 ROWS = {
-    "resnet18":                     (21, 1,  8, 3,   8, 0,  20,  1,  0),
-    "resnet50":                     (54, 1, 16, 4,  32, 0,  53,  1,  0),
-    "resnet101":                   (105, 1, 33, 4,  66, 0, 104,  1,  0),
-    "resnet152":                   (156, 1, 50, 4, 100, 0, 155,  1,  0),
-    "resnext50_32x4d":              (54, 1, 16, 4,  32, 0,  53,  1,  0),
-    "wide_resnet50_2":              (54, 1, 16, 4,  32, 0,  53,  1,  0),
-    "resnetv2_50":                  (54, 0, 16, 4,  28, 1,  49,  1,  0),
-    "vit_tiny_patch16_224":         (50, 0,  0, 0,  24, 1,  25, 50,  2),
-    "deit_tiny_patch16_224":        (50, 0,  0, 0,  24, 1,  25, 50,  2),
-    "swin_tiny_patch4_window7_224": (53, 1,  0, 0,  27, 1,  29, 50, 12),
-}  # fmt: skip
-TABLE = {name: {role: n for role, n in zip(COLUMNS, row, strict=True) if n} for name, row in ROWS.items()}
+    "resnet18": (21, 1, 8, 3, 8, 0, 20, 1, 0),
+    "resnet50": (54, 1, 16, 4, 32, 0, 53, 1, 0),
+    "resnet101": (105, 1, 33, 4, 66, 0, 104, 1, 0),
+    "resnet152": (156, 1, 50, 4, 100, 0, 155, 1, 0),
+    "resnext50_32x4d": (54, 1, 16, 4, 32, 0, 53, 1, 0),
+    "wide_resnet50_2": (54, 1, 16, 4, 32, 0, 53, 1, 0),
+    "resnetv2_50": (54, 0, 16, 4, 28, 1, 49, 1, 0),
+    "vit_tiny_patch16_224": (50, 0, 0, 0, 24, 1, 25, 50, 2),
+    "deit_tiny_patch16_224": (50, 0, 0, 0, 24, 1, 25, 50, 2),
+    "swin_tiny_patch4_window7_224": (53, 1, 0, 0, 27, 1, 29, 50, 12),
+}
+TABLE = {
+    name: {role: n for role, n in zip(COLUMNS, row, strict=True) if n} for name, row in ROWS.items()
+}
 DEEP = ("resnet101", "resnet152", "wide_resnet50_2")
-DECAYING = ("weight", "gamma_last", "gamma_other", "gamma_head")  # Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T
+DECAYING = (
+    "weight",
+    "gamma_last",
+    "gamma_other",
+    "gamma_head",
+)  # Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T
 
 
 def skeleton(name: str, **kwargs: Any) -> nn.Module:
@@ -78,20 +95,28 @@ def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network is recorded once for all policies, which differ in what they make of its norms' roles."""
+    """A network is recorded once for all policies, which differ in what they make of its norms'
+    roles.
+    """
     monkeypatch.setattr(weight_decay, "_norm_roles", functools.cache(weight_decay._norm_roles))
 
 
 @pytest.mark.usefixtures("seen_once")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE]
+)
 @pytest.mark.one_in(2)
 def test_membership_is_the_papers(name: str) -> None:
     model = skeleton(name)
     assigned = roles(model)
     assert counts(assigned) == TABLE[name]
-    assert {one.role for one in assigned if one.decay} == {role for role in TABLE[name] if role in DECAYING}
+    assert {one.role for one in assigned if one.decay} == {
+        role for role in TABLE[name] if role in DECAYING
+    }
     groups = {group["name"]: group for group in param_groups(model, 0.1)}
-    assert len(groups["decay"]["params"]) == sum(n for role, n in TABLE[name].items() if role in DECAYING)
+    assert len(groups["decay"]["params"]) == sum(
+        n for role, n in TABLE[name].items() if role in DECAYING
+    )
     assert (groups["decay"]["weight_decay"], groups["no-decay"]["weight_decay"]) == (0.1, 0.0)
     check(model, list(groups.values()))
 
@@ -108,7 +133,10 @@ def test_the_other_policies() -> None:
     model = skeleton("resnet18")
     assert all(one.decay for one in roles(model, "all"))
     assert {one.role for one in roles(model, "weights-only") if one.decay} == {"weight"}
-    assert {one.role for one in roles(model, ["weight", "gamma_last"]) if one.decay} == {"weight", "gamma_last"}
+    assert {one.role for one in roles(model, ["weight", "gamma_last"]) if one.decay} == {
+        "weight",
+        "gamma_last",
+    }
 
 
 NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
@@ -116,13 +144,32 @@ NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
     "resnetv2_18": {"channels": (64, 16, 16, 16)},
     "vit_tiny_patch16_224": {"img_size": 32, "embed_dim": 24},
 }
-TUNED_V2 = {"weight": 21, "bias": 1, "beta": 17, "gamma_down": 3, "gamma_other": 5, "gamma_last": 8, "gamma_head": 1}
+TUNED_V2 = {
+    "weight": 21,
+    "bias": 1,
+    "beta": 17,
+    "gamma_down": 3,
+    "gamma_other": 5,
+    "gamma_last": 8,
+    "gamma_head": 1,
+}
 CONVERTED = [
     ("resnet18", "skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8}),
-    ("resnet18", "regularized-skipinit", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 8}),
+    (
+        "resnet18",
+        "regularized-skipinit",
+        {},
+        {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 8},
+    ),
     ("resnet18", "folded", {}, {"weight": 21, "bias": 21}),
-    # v2, ReLU: the scales move on, a shift stays where the 8 first norms stood; scale and shift of the final norm stay
-    ("resnetv2_18", "skipinit", {}, {"weight": 21, "bias": 20, "alpha": 8, "gamma_head": 1, "beta": 9}),
+    # v2, ReLU: the scales move on, a shift stays where the 8 first norms stood; scale and shift of
+    # the final norm stay
+    (
+        "resnetv2_18",
+        "skipinit",
+        {},
+        {"weight": 21, "bias": 20, "alpha": 8, "gamma_head": 1, "beta": 9},
+    ),
     # norms in every place, or a live gamma on every convolution: the roles are the source's
     ("resnet18", "batchnorm", {"ghost_batch": 2}, TABLE["resnet18"]),
     ("resnet18", "tune", {}, TABLE["resnet18"]),
@@ -131,14 +178,26 @@ CONVERTED = [
     ("resnet18", "frozen-bn", {}, {"weight": 21, "bias": 1}),
     # as `resnet18` itself: every gamma and beta is in its place
     ("resnet18", "affine", {}, TABLE["resnet18"]),
-    # scalar biases before the 21 linear layers, and before the stem's and the branches' inner activations (1 + 8)
+    # scalar biases before the 21 linear layers, and before the stem's and the branches' inner
+    # activations (1 + 8)
     ("resnet18", "fixup", {}, {"weight": 21, "bias": 21, "alpha": 8, "scalar_bias": 38}),
     ("resnet18", "residual-scale", {"rule": "arpit"}, {"weight": 21, "bias": 21}),
     ("resnet18", "weightnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
     ("resnet18", "spectralnorm", {}, {"weight": 21, "bias": 21, "gain": 21}),
-    # every convolution is standardized, with a gain and the mean of its filters; the classifier is not
-    ("resnet18", "nf", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8}),
-    ("resnet18", "centered-weightnorm", {"mean": "keep"}, {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20}),
+    # every convolution is standardized, with a gain and the mean of its filters; the classifier is
+    # not
+    (
+        "resnet18",
+        "nf",
+        {"mean": "keep"},
+        {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20, "alpha": 8},
+    ),
+    (
+        "resnet18",
+        "centered-weightnorm",
+        {"mean": "keep"},
+        {"weight": 21, "bias": 21, "gain": 20, "filter_mean": 20},
+    ),
     ("resnet18", "groupnorm", {"relative_eps": 0}, TABLE["resnet18"]),
     ("resnet18", "layernorm", {"relative_eps": 0}, TABLE["resnet18"]),
     ("resnet18", "instancenorm", {}, TABLE["resnet18"]),
@@ -147,16 +206,25 @@ CONVERTED = [
     # gamma stays; beta goes into the biases of qkv and fc1, but that of the last norm
     ("vit_tiny_patch16_224", "rmsnorm", {}, TABLE["vit_tiny_patch16_224"] | {"beta": 1}),
     # gamma goes, too
-    ("vit_tiny_patch16_224", "folded", {}, {"weight": 50, "bias": 50, "embedding": 2, "gamma_head": 1, "beta": 1}),
+    (
+        "vit_tiny_patch16_224",
+        "folded",
+        {},
+        {"weight": 50, "bias": 50, "embedding": 2, "gamma_head": 1, "beta": 1},
+    ),
 ]
 
 
 @pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
 @pytest.mark.one_in(3)
-def test_converted_networks(name: str, to: str, options: dict[str, Any], wanted: dict[str, int]) -> None:
+def test_converted_networks(
+    name: str, to: str, options: dict[str, Any], wanted: dict[str, int]
+) -> None:
     side = NARROW[name].get("img_size", 48)
-    model = convert(timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options).model
+    model = convert(
+        timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options
+    ).model
     assigned = roles(model)
     assert counts(assigned) == wanted
     assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
@@ -190,7 +258,10 @@ SHALLOW: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     name=st.sampled_from([*SHALLOW]),
     policy=st.sampled_from(POLICIES),
@@ -200,12 +271,19 @@ SHALLOW: dict[str, dict[str, Any]] = {
     frozen=st.sets(st.integers(0, 50)),
 )
 def test_every_parameter_in_exactly_one_group(
-    name: str, policy: str, layer_decay: float | None, scalars: float | None, lr: float | None, frozen: set[int]
+    name: str,
+    policy: str,
+    layer_decay: float | None,
+    scalars: float | None,
+    lr: float | None,
+    frozen: set[int],
 ) -> None:
     model = skeleton(name, **SHALLOW[name])
     for i, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(i not in frozen)
-    groups = param_groups(model, 0.1, policy, lr=lr, layer_decay=layer_decay, scalar_lr_scale=scalars)
+    groups = param_groups(
+        model, 0.1, policy, lr=lr, layer_decay=layer_decay, scalar_lr_scale=scalars
+    )
     check(model, groups)
     assert all(("lr" in group) == (lr is not None) for group in groups)
     assert not any("lr" in group and "lr_scale" in group for group in groups)
@@ -236,7 +314,9 @@ def test_layers_have_timms_rates() -> None:
     assert len(rates) > 10
 
 
-def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(network: Network) -> None:
         raise TraceError("no")
 
@@ -250,7 +330,10 @@ def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(monkeypatch: pyt
 def test_shared_and_parametrized_weights() -> None:
     norm = nn.BatchNorm2d(4)
     model = nn.Sequential(
-        nn.Conv2d(4, 4, 1), norm, torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), norm
+        nn.Conv2d(4, 4, 1),
+        norm,
+        torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+        norm,
     )
     assert counts(roles(model)) == {"weight": 2, "bias": 2, "gamma_other": 1, "beta": 1, "gain": 1}
     check(model, param_groups(model))

@@ -15,12 +15,32 @@ from normswap.cli.app import main
 from normswap.errors import RefusedError
 from normswap.surgery import conversion
 
-SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
+SMALL = (
+    "resnet18",
+    "--weights",
+    "random",
+    "--arch-arg",
+    "channels=8,8,16,16",
+    "--num-classes",
+    "5",
+)
 SIZE = ("--input-size", "3,32,32")
 SHORT = ("--seconds", "0.02")
 CPU = torch.device("cpu")
 IMAGES = torch.ones(4, 3, 2, 2)
-KEYS = {"form", "runtime", "batch", "status", "reason", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup"}
+KEYS = {
+    "form",
+    "runtime",
+    "batch",
+    "status",
+    "reason",
+    "error",
+    "ms",
+    "ms_low",
+    "ms_high",
+    "images_per_s",
+    "speedup",
+}
 
 
 def bench(capfd: Capture, *arguments: str) -> Any:
@@ -38,7 +58,9 @@ def test_figures_of_a_row() -> None:
 
 
 def test_relative_l2() -> None:
-    assert timing.relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    assert timing.relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(
+        0.1
+    )
     for other in ([1.0], [float("nan"), 4.0], [float("inf"), 4.0]):
         assert timing.relative_l2(torch.tensor(other), torch.tensor([3.0, 4.0])) == float("inf")
     assert timing.relative_l2(torch.ones(2), torch.zeros(2)) == float("inf")
@@ -58,8 +80,12 @@ def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
         raise RuntimeError("no such luck\nand more")
 
     contenders = [
-        Contender("fails", "torch", fails), times(2), times(2.00001), times(2.01), times(4, expected=lambda y: 2 * y)
-    ]  # fmt: skip
+        Contender("fails", "torch", fails),
+        times(2),
+        times(2.00001),
+        times(2.01),
+        times(4, expected=lambda y: 2 * y),
+    ]
     rows = timing.run(contenders, IMAGES, device=CPU, threads=1, seconds=0.01)
     assert [row["status"] for row in rows] == ["failed", "ok", "ok", "wrong", "ok"]
     assert rows[0]["reason"] == "no such luck"
@@ -73,18 +99,26 @@ def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
 @pytest.mark.parametrize(
     ("device", "precision", "off", "status"),
     [
-        ("cpu", "fp32", 5e-3, "wrong"), ("cuda", "fp32", 5e-3, "ok"), ("cuda", "fp32", 2e-2, "wrong"),
+        ("cpu", "fp32", 5e-3, "wrong"),
+        ("cuda", "fp32", 5e-3, "ok"),
+        ("cuda", "fp32", 2e-2, "wrong"),
         ("cpu", "int8", 0.3, "ok"),
     ],
-)  # fmt: skip
-def test_a_gpu_and_int8_may_be_further_off(device: str, precision: str, off: float, status: str) -> None:
-    rows = timing.compare([times(1), times(1 + off, precision=precision)], IMAGES, torch.device(device))
+)
+def test_a_gpu_and_int8_may_be_further_off(
+    device: str, precision: str, off: float, status: str
+) -> None:
+    rows = timing.compare(
+        [times(1), times(1 + off, precision=precision)], IMAGES, torch.device(device)
+    )
     assert [row["status"] for row in rows] == ["ok", status]
 
 
 @pytest.mark.slow
 def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:
-    """Files for one image, with pixels in and probabilities out, or not, beside the source, itself and folded."""
+    """Files for one image, with pixels in and probabilities out, or not, beside the source, itself
+    and folded.
+    """
     assert main(["convert", *SMALL, "--to", "skipinit", "-o", "skip"]) == 0
     assert main(["export", "skip", "-o", "a.onnx", *SIZE, "--normalize", "--softmax"]) == 0
     assert main(["export", "skip", "-o", "a.pt2", *SIZE]) == 0
@@ -101,7 +135,9 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
     assert main(["bench", "a.onnx", "--batch-size", "1", *SHORT]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == "next: normswap evaluate a.onnx --data IMAGES"
     assert main(["bench", "demo", "a.onnx"]) == 2
-    assert "takes images of 3x32x32: demo is timed on 3x64x64" in " ".join(capfd.readouterr().err.split())
+    assert "takes images of 3x32x32: demo is timed on 3x64x64" in " ".join(
+        capfd.readouterr().err.split()
+    )
     assert main(["bench", "demo", "resnet18"]) == 2
     assert "resnet18 is no exported file" in capfd.readouterr().err
 
@@ -122,7 +158,10 @@ def test_a_wrong_folded_network_is_caught_and_one_that_is_refused_is_noted(
 
     monkeypatch.setattr(conversion, "convert", wrong)
     body = bench(capfd, *SMALL, *SIZE, "--batch-size", "1")
-    assert [(row["form"], row["status"]) for row in body["rows"]] == [("original", "ok"), ("folded", "wrong")]
+    assert [(row["form"], row["status"]) for row in body["rows"]] == [
+        ("original", "ok"),
+        ("folded", "wrong"),
+    ]
     monkeypatch.setattr(conversion, "convert", refuse)
     body = bench(capfd, MODEL, "--batch-size", "1")
     assert [row["form"] for row in body["rows"]] == ["original"]
@@ -148,13 +187,18 @@ def test_bad_input_gives_one_line(capfd: Capture, arguments: list[str], line: st
 def test_what_takes_or_gives_something_else_is_not_timed(
     forward: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from torch import nn\nclass Own(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    code = (
+        "from torch import nn\nclass Own(nn.Module):\n    def __init__(self):\n       "
+        " super().__init__()\n"
+    )
     code += "        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)\n"
     code += f"    def forward(self, {forward}):\n        return [self.norm(self.conv(images))]\n"
     (here / "own_to_time.py").write_text(code)
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "own_to_time", raising=False)
-    rows = bench(capfd, "own_to_time:Own", "--weights", "random", *SIZE, "--batch-size", "1")["rows"]
+    rows = bench(capfd, "own_to_time:Own", "--weights", "random", *SIZE, "--batch-size", "1")[
+        "rows"
+    ]
     assert {row["status"] for row in rows} == {"failed"}
 
 

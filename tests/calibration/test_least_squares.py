@@ -46,12 +46,16 @@ def narrow(arch: str = "resnet18", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     width: dict[str, Any] = {"stem_chs": 8} if "v2" in arch else {}
     width["pretrained_cfg_overlay"] = {"input_size": (3, 32, 32)}
-    model = timm.create_model(arch, num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1), **width)
+    model = timm.create_model(
+        arch, num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1), **width
+    )
     return lived_in(model, torch.randn(4, 3, 32, 32, dtype=torch.float64)).float()
 
 
 def images(count: int = 32, size: int = 32, seed: int = 1) -> list[Tensor]:
-    return list(torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed)).split(8))
+    return list(
+        torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed)).split(8)
+    )
 
 
 def dense(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -91,11 +95,17 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
     ],
 )
 def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]) -> None:
-    conv, x = conv.double(), torch.randn(3, 4, *size, dtype=torch.float64)
+    conv = conv.double()
+    x = torch.randn(3, 4, *size, dtype=torch.float64)
     seen, wanted = sampling.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
     weight = conv.weight.detach().reshape(conv.groups, conv.out_channels // conv.groups, -1)
     assert seen.shape[2] == min(11, conv(x)[0, 0].numel())
-    assert distance(wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)) < 1e-12
+    assert (
+        distance(
+            wanted, seen @ weight.transpose(1, 2) + conv.bias.detach().view(conv.groups, 1, -1)
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -118,13 +128,19 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(
     unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
     wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
     for g in range(conv.groups):
-        a, b = unrolled[:, g], np.split(wanted, conv.groups, 1)[g]
+        a = unrolled[:, g]
+        b = np.split(wanted, conv.groups, 1)[g]
         ac, bc = (a - a.mean(0), b - b.mean(0)) if biased else (a, b)
         damp = fit.ridge * (ac**2).mean()
-        # the ridge as further rows; the constraint by substitution: V = P u with the columns of P spanning zero sums
+        # the ridge as further rows; the constraint by substitution: V = P u with the columns of P
+        # spanning zero sums
         rows = np.concatenate([ac / np.sqrt(len(a)), np.sqrt(damp) * np.eye(a.shape[1])])
         goal = np.concatenate([bc / np.sqrt(len(a)), np.sqrt(damp) * prior[g].numpy().T])
-        basis = np.eye(a.shape[1]) if zero_sum is None else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
+        basis = (
+            np.eye(a.shape[1])
+            if zero_sum is None
+            else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
+        )
         v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
         assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
         assert np.allclose(fit.bias[g].numpy(), biased * (b.mean(0) - a.mean(0) @ v), atol=1e-8)
@@ -133,14 +149,19 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(
 
 
 @pytest.mark.parametrize("block", [500, least_squares._BLOCK])
-def test_blocks_in_float32_are_as_good_as_float64(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly or not at all."""
+def test_blocks_in_float32_are_as_good_as_float64(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide patches (NumPy's product), far from zero, in batches that fill blocks unevenly or not at
+    all.
+    """
     monkeypatch.setattr(least_squares, "_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(200, 200, generator=generator)
     batches = [100 + torch.randn(40, 1, 9, 200, generator=generator) @ mixing for _ in range(8)]
     truth = torch.randn(1, 5, 200, generator=generator)
-    narrow, wide = Folds(), Folds()
+    narrow = Folds()
+    wide = Folds()
     for x in batches:
         y = (x @ truth.transpose(1, 2)).relu()
         narrow.add(x, y)
@@ -164,18 +185,30 @@ def test_rows_of_half_precision_are_summed_up_in_float32(dtype: torch.dtype) -> 
         moments.add(rows, targets)
     both = np.cov(torch.cat([x, y], 2)[0].double().numpy().T, bias=True)
     covariance, cross, variance = (value[0].numpy() for value in moments.covariances())
-    for got, wanted in ((covariance, both[:5, :5]), (cross, both[5:, :5]), (variance, both[5:, 5:].diagonal())):
+    for got, wanted in (
+        (covariance, both[:5, :5]),
+        (cross, both[5:, :5]),
+        (variance, both[5:, 5:].diagonal()),
+    ):
         assert np.abs(got - wanted).max() < 1e-5
 
 
 def test_what_float32_left_below_zero_is_lifted() -> None:
-    """Sums that rounding has made indefinite: their ridge grows until they are not; the other group keeps its own."""
+    """Sums that rounding has made indefinite: their ridge grows until they are not; the other group
+    keeps its own.
+    """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, 20, 64, generator=generator, dtype=torch.float64) @ torch.ones(64, 64).double() * 30
+    rows = (
+        torch.randn(2, 20, 64, generator=generator, dtype=torch.float64)
+        @ torch.ones(64, 64).double()
+        * 30
+    )
     covariance = rows.transpose(1, 2) @ rows / 20
     bent = torch.randn(64, generator=generator, dtype=torch.float64)
     bent = bent - bent.mean()
-    covariance[0] -= 3e-3 * covariance[0].diagonal().mean() * torch.outer(bent, bent) / bent.square().sum()
+    covariance[0] -= (
+        3e-3 * covariance[0].diagonal().mean() * torch.outer(bent, bent) / bent.square().sum()
+    )
     one, two = covariance.diagonal(dim1=1, dim2=2).mean(1).tolist()
     kernel = least_squares.Kernel.of(covariance, 1e-4)
     assert kernel.damp.flatten().tolist() == pytest.approx([1e-2 * one, 1e-4 * two])
@@ -189,8 +222,10 @@ def test_what_float32_left_below_zero_is_lifted() -> None:
 def test_the_ridge_follows_the_data() -> None:
     """Much data that contradict the prior: no ridge; noise alone: as much of it as there is."""
     x = torch.randn(400, 1, 4, 5, dtype=torch.float64)
-    truth, prior = torch.randn(1, 3, 5, dtype=torch.float64), torch.zeros(1, 3, 5)
-    clear, blind = Folds(), Folds()
+    truth = torch.randn(1, 3, 5, dtype=torch.float64)
+    prior = torch.zeros(1, 3, 5)
+    clear = Folds()
+    blind = Folds()
     clear.add(x, x @ truth.transpose(1, 2))
     blind.add(x[:8, :, :1], torch.randn(8, 1, 1, 3, dtype=torch.float64))
     assert least_squares.regress(clear, prior).ridge == min(least_squares.RIDGES)
@@ -206,17 +241,31 @@ def test_nothing_to_repair_is_a_fixed_point(arch: str) -> None:
     assert distance(run(model, x), run(twin, x)) < 1e-8
 
 
-@crossed("arch, scheme", ["resnet18", "resnetv2_18"], ["groupnorm", "nf", "centered-weightnorm"], every=2)
+@crossed(
+    "arch, scheme", ["resnet18", "resnetv2_18"], ["groupnorm", "nf", "centered-weightnorm"], every=2
+)
 @pytest.mark.one_in(3)
 def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
-    model, data, x = narrow(arch), images(40), torch.cat(images(64, seed=9))
-    options = {"relative_eps": 1} if scheme == "groupnorm" else {}  # the more of it, the less there is to repair
-    results = [conversion.convert(model, scheme, inputs=x[:8], calibrate=data, seed=3, **options) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True))
+    model = narrow(arch)
+    data = images(40)
+    x = torch.cat(images(64, seed=9))
+    options = (
+        {"relative_eps": 1} if scheme == "groupnorm" else {}
+    )  # the more of it, the less there is to repair
+    results = [
+        conversion.convert(model, scheme, inputs=x[:8], calibrate=data, seed=3, **options)
+        for _ in range(2)
+    ]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True)
+    )
     step = results[0].plan.steps[-1]
     unfitted = applying.apply_step(model, step)
     reference = run(model, x)
-    assert distance(reference, run(results[0].model, x)) < 0.8 * distance(reference, run(unfitted, x))
+    assert distance(reference, run(results[0].model, x)) < 0.8 * distance(
+        reference, run(unfitted, x)
+    )
     assert all(module.training is model.training for module in results[0].model.modules())
 
 
@@ -224,11 +273,15 @@ def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     model = narrow("resnetv2_18")
     done = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32), stem="fit")
     convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
-    assert sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1  # the classifier is none
+    assert (
+        sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1
+    )  # the classifier is none
     kept = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32)).model
     assert [type(m) is ScaledStdConv2d for m in kept.modules() if isinstance(m, nn.Conv2d)] == [
-        False, *[True] * (len(convs) - 2), False
-    ]  # fmt: skip
+        False,
+        *[True] * (len(convs) - 2),
+        False,
+    ]
 
 
 def hook(layer: nn.Module) -> nn.Module:
@@ -236,7 +289,8 @@ def hook(layer: nn.Module) -> nn.Module:
     return layer
 
 
-# what comes before a convolution like any other: whether it is standardized, and whether that is said
+# what comes before a convolution like any other: whether it is standardized, and whether that is
+# said
 FIRST: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool, bool]] = {
     "a convolution": (conv, {}, True, False),
     "a grouped one": (lambda: conv(groups=2), {}, True, False),
@@ -256,18 +310,30 @@ def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: s
     torch.manual_seed(0)
     x = torch.randn(4, C, 9, 9, dtype=torch.float64)
     model = lived_in(
-        net(lambda m, x: m.last(m.bn(m.conv(m.first(x).relu())).relu()), first=make, **ONE, last=conv)(), x
+        net(
+            lambda m, x: m.last(m.bn(m.conv(m.first(x).relu())).relu()),
+            first=make,
+            **ONE,
+            last=conv,
+        )(),
+        x,
     )
     done = conversion.convert(model, to, inputs=x, mean="keep", **options)
-    standardized = [edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"]
+    standardized = [
+        edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"
+    ]
     assert sorted(standardized) == sorted(["conv"] + ["first"] * fit)
     assert any("first is not standardized" in note for note in done.notes) is said
     assert distance(run(model, x), run(done.model, x)) < 1e-12
 
 
-@pytest.mark.parametrize(("fan", "rows"), [(1, 2048), (9, 2048), (27, 3456), (1000, 32768), (4608, 55296)])
+@pytest.mark.parametrize(
+    ("fan", "rows"), [(1, 2048), (9, 2048), (27, 3456), (1000, 32768), (4608, 55296)]
+)
 def test_a_narrow_patch_is_fitted_to_fewer_rows(fan: int, rows: int) -> None:
-    """128 for each number in a patch, at least 2,048 and at most 32,768, but never fewer than 12 for each."""
+    """128 for each number in a patch, at least 2,048 and at most 32,768, but never fewer than 12
+    for each.
+    """
     assert sequential_fit.rows_needed(fan) == rows
 
 
@@ -305,18 +371,25 @@ def test_rows_of_features_are_fitted_to_as_images_are() -> None:
         flat[1].running_mean.copy_(flat[0](rows).mean(0))
         flat[1].running_var.copy_(flat[0](rows).var(0))
         wanted = flat(rows)
-    unfitted, fitted = (conversion.convert(flat, "layernorm", inputs=rows, **given).model
-                        for given in ({}, {"calibrate": rows.split(8)}))  # fmt: skip
+    unfitted, fitted = (
+        conversion.convert(flat, "layernorm", inputs=rows, **given).model
+        for given in ({}, {"calibrate": rows.split(8)})
+    )
     assert distance(wanted, run(fitted, rows)) < 0.8 * distance(wanted, run(unfitted, rows))
 
 
 def test_groups_are_explained_or_refused() -> None:
     model = narrow()
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=5)
-    assert "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in builder.notes  # resnet18's stem has 64
+    assert (
+        "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in builder.notes
+    )  # resnet18's stem has 64
     assert any("nearest to 5" in note for note in builder.notes)
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=8)
-    assert "layer1.0.bn1: groups of 2 channels, as groups of 1 erase each channel's mean" in builder.notes
+    assert (
+        "layer1.0.bn1: groups of 2 channels, as groups of 1 erase each channel's mean"
+        in builder.notes
+    )
     assert "9 times the mean variance, so 90% of variance + eps is constant" in builder.notes[-1]
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", relative_eps=0)
     assert not any("eps" in note for note in builder.notes)
@@ -327,23 +400,37 @@ def test_groups_are_explained_or_refused() -> None:
     with pytest.raises(RefusedError, match="erases it; leave it out with `skip=`"):
         conversion.plan_step(inspection.inspect(single), "groupnorm")
     with pytest.raises(RefusedError, match="no BatchNorm"):
-        conversion.plan_step(inspection.inspect(conversion.convert(model, "folded").model), "groupnorm")
-    assert [groupnorm.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [3, 1, 32, 4]
+        conversion.plan_step(
+            inspection.inspect(conversion.convert(model, "folded").model), "groupnorm"
+        )
+    assert [groupnorm.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [
+        3,
+        1,
+        32,
+        4,
+    ]
 
 
 def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
     """As behind the last convolution of a segmentation network: no group of one element."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 2, 1)).double().eval()
+    model = (
+        nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Conv2d(1, 2, 1))
+        .double()
+        .eval()
+    )
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     done = conversion.convert(model, "groupnorm", inputs=x, relative_eps=0)
     y = model[0](x)
-    mean, var = y.mean((1, 2, 3), keepdim=True), y.var((1, 2, 3), correction=0, keepdim=True)
+    mean = y.mean((1, 2, 3), keepdim=True)
+    var = y.var((1, 2, 3), correction=0, keepdim=True)
     assert torch.allclose(done.model(x), model[3](model[2]((y - mean) / (var + 1e-5).sqrt())))
 
 
 def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
-    """With the norms themselves left BatchNorms, scales and leads cancel, with convolutions and without."""
+    """With the norms themselves left BatchNorms, scales and leads cancel, with convolutions and
+    without.
+    """
     model = narrow("resnetv2_18").double()
     step, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=2)
     args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
@@ -358,22 +445,31 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     assert distance(run(model, x), run(broken, x)) > 1e-3
 
 
-# which convolutions rescale the channels of the norm after them; a scale and shift in front of it does, where none can
+# which convolutions rescale the channels of the norm after them; a scale and shift in front of it
+# does, where none can
 HOLDERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a convolution": (net(lambda m, x: m.bn(m.conv(x)), **ONE), ["conv"]),
     "one for each norm": (
-        net(lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu())), **ONE, conv2=conv, bn2=bn), ["conv", "conv2"]),
+        net(lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu())), **ONE, conv2=conv, bn2=bn),
+        ["conv", "conv2"],
+    ),
     "the output read elsewhere": (net(lambda m, x: m.bn(y := m.conv(x)) + y, **ONE), []),
     "the output returned": (net(lambda m, x: (m.bn(y := m.conv(x)), y), **ONE), []),
-    "the convolution called elsewhere": (net(lambda m, x: m.bn(m.conv(x)) + m.conv(x.flip(-1)), **ONE), []),
-    "the norm called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv2(x)), **ONE, conv2=conv), []),
+    "the convolution called elsewhere": (
+        net(lambda m, x: m.bn(m.conv(x)) + m.conv(x.flip(-1)), **ONE),
+        [],
+    ),
+    "the norm called twice": (
+        net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv2(x)), **ONE, conv2=conv),
+        [],
+    ),
     "both called twice": (net(lambda m, x: m.bn(m.conv(x)) + m.bn(m.conv(x.flip(-1))), **ONE), []),
     "an activation between": (net(lambda m, x: m.bn(m.conv(x).relu()), **ONE), []),
     "no convolution": (net(lambda m, x: m.conv(m.bn(x)), **ONE), []),
     "a shared weight": (tied, []),
     "hooks": (hooked, []),
     "a forward of its own": (patched("conv"), []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOLDERS)
@@ -395,7 +491,9 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
     """Against all 2^10 of them; of two that are opposite either."""
     torch.manual_seed(0)
     monkeypatch.setattr(per_sample_rescaling, "STARTS", 64)
-    every = torch.tensor([[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64)
+    every = torch.tensor(
+        [[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64
+    )
     for _ in range(10):
         half = torch.randn(4, 10, dtype=torch.float64)
         values = (every @ half.T).square().sum(1)
@@ -408,14 +506,21 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
     found = synthetic_images.pink(4000, (2, *sides), 0).double()
     assert float(found.std()) == pytest.approx(1, rel=1e-4)
-    power = np.square(np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))).mean((0, 1))
-    frequency = np.sqrt(sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij")))
+    power = np.square(
+        np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))
+    ).mean((0, 1))
+    frequency = np.sqrt(
+        sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij"))
+    )
     flat = (power * np.square(frequency)).ravel()[1:]
     assert flat.min() > 0.85 * flat.max()
     assert power.flat[0] * max(sides) ** -2 == pytest.approx(flat.mean(), rel=0.1)
     one, two = found.movedim(1, 0).flatten(1)
-    # of the first's own noise a the others have a share: sqrt(0.8) a + sqrt(0.2) b, the first both of a
-    assert float(torch.corrcoef(torch.stack([one, two]))[0, 1]) == pytest.approx(1.2 / 1.8**0.5, rel=0.02)
+    # of the first's own noise a the others have a share: sqrt(0.8) a + sqrt(0.2) b, the first both
+    # of a
+    assert float(torch.corrcoef(torch.stack([one, two]))[0, 1]) == pytest.approx(
+        1.2 / 1.8**0.5, rel=0.02
+    )
 
 
 class Batches(nn.Module):
@@ -423,7 +528,9 @@ class Batches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)
+        )
 
     def forward(self, batch: dict[str, Any]) -> Any:
         return self.layers(batch["image"])
@@ -443,7 +550,9 @@ def test_a_network_that_takes_more_than_images_keeps_its_signs() -> None:
 
 def network() -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2)).eval()
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(2)
+    ).eval()
     model.pretrained_cfg = {"input_size": (3, 32, 32)}
     return model
 
@@ -452,13 +561,17 @@ def on_leaves(model: Any, size: tuple[int, ...] = (3, 32, 32)) -> Tensor:
     """The moments of the norm's input, (2, N, C)."""
     norms = {"1": model[1]}
     batches = channel_values.dead_leaves(model, Example((torch.randn(2, *size),)), norms)
-    return torch.cat(channel_values.observed(model, norms, batches, channel_values.image_moments)["1"], 1)
+    return torch.cat(
+        channel_values.observed(model, norms, batches, channel_values.image_moments)["1"], 1
+    )
 
 
 def test_leaves_are_as_loud_as_the_first_norm_expects() -> None:
     model = network()
     norm = model[1]
-    norm.running_var.copy_(9 * model[0](leaves(64, (3, 32, 32), 0)).square().mean((0, 2, 3)).detach())
+    norm.running_var.copy_(
+        9 * model[0](leaves(64, (3, 32, 32), 0)).square().mean((0, 2, 3)).detach()
+    )
     seen = on_leaves(model)
     share = float(seen[1].mean(0).sum() / norm.running_var.double().sum())
     assert 0.5 < share < 2
@@ -485,7 +598,9 @@ def test_leaves_are_as_large_as_the_images_that_are_given(
     """A record at the smaller size of two is no wish: the network's own size is taken then."""
     shown: list[list[int]] = []
     monkeypatch.setattr(
-        channel_values, "leaves", lambda count, size, seed: shown.append([*size]) or leaves(count, size, seed)
+        channel_values,
+        "leaves",
+        lambda count, size, seed: shown.append([*size]) or leaves(count, size, seed),
     )
     model = network()
     model.pretrained_cfg = {"input_size": (3, 72, 72)}

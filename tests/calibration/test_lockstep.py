@@ -16,13 +16,19 @@ from normswap.models.calling import Example
 def test_only_what_is_still_read_is_kept() -> None:
     model, x, reference = source("seresnet18")
     interpreter = Interpreter(model, Example((x,)))
-    readers = {node.name: [i for i, user in enumerate(interpreter.nodes) if node in user.all_input_nodes]
-               for node in interpreter.nodes}  # fmt: skip
+    readers = {
+        node.name: [i for i, user in enumerate(interpreter.nodes) if node in user.all_input_nodes]
+        for node in interpreter.nodes
+    }
     values = interpreter.start(Example((x,)))
     with torch.no_grad():
         for stop in range(1, len(interpreter.nodes)):
             values = interpreter.run(values, stop - 1, stop)
-            still = {node.name for node in interpreter.nodes[:stop] if any(at >= stop for at in readers[node.name])}
+            still = {
+                node.name
+                for node in interpreter.nodes[:stop]
+                if any(at >= stop for at in readers[node.name])
+            }
             assert values.keys() - {SIZE} == still
     (answer,) = (value for name, value in values.items() if name != SIZE)
     assert isinstance(answer, Tensor)
@@ -34,7 +40,8 @@ class Pointwise(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.function, self.layer = function, nn.Linear(4, 2)
+        self.function = function
+        self.layer = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.function(x))
@@ -68,7 +75,8 @@ class Counting(nn.Module):
 
 def test_whole_numbers_become_floats_where_the_network_lets_them() -> None:
     """They have no mean; a product of floats with 1 is not run."""
-    network, x = Counting().eval(), torch.randn(3, 4)
+    network = Counting().eval()
+    x = torch.randn(3, 4)
     steps = Lockstep([network], [x])
     nodes = steps.interpreters[0].nodes
     assert sum("mul" in str(node.target) for node in nodes) == 1
@@ -81,7 +89,9 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.relu = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)
+        self.first = nn.Conv2d(3, 3, 1)
+        self.second = nn.Conv2d(3, 3, 1)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         skip = self.first(self.relu(x))
@@ -92,11 +102,14 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("large", [0, 2**20], ids=["in files", "in memory"])
-def test_values_that_are_stored_are_what_one_pass_computes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_stored_are_what_one_pass_computes(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Node by node, with views and layers that write in place; the user's images stay."""
     monkeypatch.setattr(lockstep, "LARGE", large)
     torch.manual_seed(0)
-    model, batches = InPlace().eval(), [torch.randn(2, 3, 4, 4) for _ in range(2)]
+    model = InPlace().eval()
+    batches = [torch.randn(2, 3, 4, 4) for _ in range(2)]
     before = [batch.clone() for batch in batches]
     steps = Lockstep([model], batches)
     found: list[Tensor] = []
@@ -104,7 +117,10 @@ def test_values_that_are_stored_are_what_one_pass_computes(large: int, monkeypat
         found = [values[node.all_input_nodes[0].name] for (values,) in steps.run_to([node])]
     assert all(torch.equal(one, two) for one, two in zip(batches, before, strict=True))
     with torch.no_grad():
-        assert all(torch.equal(value, model(batch.clone())) for value, batch in zip(found, before, strict=True))
+        assert all(
+            torch.equal(value, model(batch.clone()))
+            for value, batch in zip(found, before, strict=True)
+        )
 
 
 def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
@@ -112,6 +128,11 @@ def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
     batches = [torch.arange(24.0).view(2, 1, 3, 4), 100 + torch.arange(12.0).view(1, 1, 3, 4)]
     steps = Lockstep([nn.Sequential(nn.Conv2d(1, 2, 1)).eval()], batches, mirrored=1)
     (conv,) = (node for node in steps.interpreters[0].nodes if node.op == "call_module")
-    shown = [next(value for name, value in values.items() if name != SIZE) for (values,) in steps.run_to([conv])]
-    assert [x.tolist() for x in shown] == [x.tolist() for x in (batches[0], batches[0].flip(-1), batches[1])]
+    shown = [
+        next(value for name, value in values.items() if name != SIZE)
+        for (values,) in steps.run_to([conv])
+    ]
+    assert [x.tolist() for x in shown] == [
+        x.tolist() for x in (batches[0], batches[0].flip(-1), batches[1])
+    ]
     assert (steps.images, steps.rows) == (3, 5)

@@ -1,4 +1,6 @@
-"""GroupNorm and its kin as sources: the best affine map per channel, by numpy; then on to any other scheme."""
+"""GroupNorm and its kin as sources: the best affine map per channel, by numpy; then on to any other
+scheme.
+"""
 
 import copy
 import functools
@@ -57,7 +59,8 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
         y = plain(x.clone())
     norm = result[1]
     for c in range(8):
-        a, b = x[:, c].flatten().numpy(), y[:, c].flatten().numpy()
+        a = x[:, c].flatten().numpy()
+        b = y[:, c].flatten().numpy()
         (slope, offset), *_ = np.linalg.lstsq(np.stack([a, np.ones_like(a)], 1), b, rcond=None)
         assert np.isclose(norm.running_mean[c].item(), a.mean())
         assert np.isclose(norm.running_var[c].item(), a.var(ddof=1))
@@ -67,12 +70,26 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     assert distance(run(net, batches[0]), run(result, batches[0])) < 0.5
 
 
-@crossed("arch, to", ["resnet26", "resnetv2_50"], ["folded", "skipinit", "batchnorm", "groupnorm"], every=2)
+@crossed(
+    "arch, to",
+    ["resnet26", "resnetv2_50"],
+    ["folded", "skipinit", "batchnorm", "groupnorm"],
+    every=2,
+)
 def test_on_to_other_schemes(arch: str, to: str) -> None:
     torch.manual_seed(0)
-    v2 = {"stem_chs": 8, "conv_layer": timm_layers.StdConv2d} if "v2" in arch else {}  # weight standardization too
-    small: dict[str, Any] = {"channels": (32, 32, 64, 64), "layers": (1, 1, 1, 1), "num_classes": 5, **v2}
-    norm = functools.partial(timm_layers.GroupNormAct, num_groups=2) if v2 else timm_layers.GroupNorm1
+    v2 = (
+        {"stem_chs": 8, "conv_layer": timm_layers.StdConv2d} if "v2" in arch else {}
+    )  # weight standardization too
+    small: dict[str, Any] = {
+        "channels": (32, 32, 64, 64),
+        "layers": (1, 1, 1, 1),
+        "num_classes": 5,
+        **v2,
+    }
+    norm = (
+        functools.partial(timm_layers.GroupNormAct, num_groups=2) if v2 else timm_layers.GroupNorm1
+    )
     net = randomized(timm.create_model(arch, norm_layer=norm, **small))
     assert batchnorms(net) == []
     done = normswap.convert(net, to, calibrate=iter(images()), input_size=SIZE)
@@ -82,7 +99,10 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
     left = [m for m in done.model.modules() if isinstance(m, nn.GroupNorm)]
     assert bool(left) == (to == "groupnorm")
     if to != "batchnorm":
-        assert not any(isinstance(m, timm_layers.StdConv2d) for m in done.model.modules()) or to == "groupnorm"
+        assert (
+            not any(isinstance(m, timm_layers.StdConv2d) for m in done.model.modules())
+            or to == "groupnorm"
+        )
     x = images(8, seed=7)[0]
     error = distance(run(net, x), run(done.model, x))
     assert error < 0.8
@@ -99,26 +119,41 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
         ("folded", images(1), SourceError, "1 calibration images"),
     ],
 )
-def test_without_data_it_says_how(to: str, data: Any, kind: type[NormswapError], message: str) -> None:
+def test_without_data_it_says_how(
+    to: str, data: Any, kind: type[NormswapError], message: str
+) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double().eval()
     with pytest.raises(kind, match=message):
         normswap.convert(net, to, calibrate=data, input_size=SIZE)
 
 
 def test_images_that_can_be_read_once_are_kept_for_each_step() -> None:
-    """Two steps that are both fitted: the same result from a list and from what gives its batches once."""
+    """Two steps that are both fitted: the same result from a list and from what gives its batches
+    once.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
-    ).eval()  # fmt: skip
+        nn.Conv2d(3, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    ).eval()
     batches = [torch.randn(8, 3, 10, 10) for _ in range(3)]
     listed, once = (
-        normswap.convert(net, "dyt", inputs=batches[0], calibrate=images) for images in (batches, iter(batches))
+        normswap.convert(net, "dyt", inputs=batches[0], calibrate=images)
+        for images in (batches, iter(batches))
     )
     assert [step.scheme for step in listed.plan.steps] == ["estimate", "dyt"]
     assert listed.report.unmeasured.startswith("2 steps were fitted")
     folded = normswap.convert(net, "folded", inputs=batches[0], calibrate=batches)
     assert folded.report.kept is not None
     assert folded.report.kept.count == 6, "every fourth of 24, and the other step is exact"
-    assert all(value.equal(once.model.state_dict()[name]) for name, value in listed.model.state_dict().items())
+    assert all(
+        value.equal(once.model.state_dict()[name])
+        for name, value in listed.model.state_dict().items()
+    )

@@ -1,4 +1,6 @@
-"""Population statistics of a new domain: torch's own averaging, and hooks in float64, are the oracles."""
+"""Population statistics of a new domain: torch's own averaging, and hooks in float64, are the
+oracles.
+"""
 
 import copy
 from pathlib import Path
@@ -31,7 +33,9 @@ def shifted(count: int = 40, batch: int = 8, dtype: torch.dtype = torch.float64)
 
 
 def torchs_own(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
-    """What torch averages with momentum=None, norms in training mode: cumulative, with the unbiased variance."""
+    """What torch averages with momentum=None, norms in training mode: cumulative, with the unbiased
+    variance.
+    """
     twin = copy.deepcopy(model).eval()
     for path in batchnorms(twin):
         norm: Any = twin.get_submodule(path)
@@ -46,10 +50,12 @@ def torchs_own(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnetv2_18", "seresnet18"])
 def test_statistics_are_torchs_cumulative_averages(arch: str) -> None:
-    model, batches = network(arch), shifted()
+    model = network(arch)
+    batches = shifted()
     done = recalibrate(model, batches, input_size=SIZE)
     expected = torchs_own(model, batches)
-    state, before = done.model.state_dict(), model.state_dict()
+    state = done.model.state_dict()
+    before = model.state_dict()
     assert expected
     for name, tensor in state.items():
         if name in expected:
@@ -74,25 +80,36 @@ def test_float32_and_modes() -> None:
 
 
 def test_a_smaller_last_batch_is_left_out() -> None:
-    model, batches = network(), shifted(count=43)
+    model = network()
+    batches = shifted(count=43)
     assert len(batches[-1]) == 3
     done = recalibrate(model, batches, input_size=SIZE)
-    assert "40 images in 5 batches; 3 images in batches of another size are left out" in done.notes[0]
+    assert (
+        "40 images in 5 batches; 3 images in batches of another size are left out" in done.notes[0]
+    )
     whole = recalibrate(model, batches[:-1], input_size=SIZE)
-    assert all(torch.equal(a, b) for a, b in zip(done.model.state_dict().values(), whole.model.state_dict().values(),
-                                                 strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            done.model.state_dict().values(), whole.model.state_dict().values(), strict=True
+        )
+    )
 
 
 def test_it_is_a_step_like_others(tmp_path: Path) -> None:
     """Recorded, loaded, folded, unfolded: with the new statistics."""
     model = network()
     told: list[tuple[int, int]] = []
-    done = recalibrate(model, shifted(), input_size=SIZE, data="dark", progress=lambda *at: told.append(at))
+    done = recalibrate(
+        model, shifted(), input_size=SIZE, data="dark", progress=lambda *at: told.append(at)
+    )
     assert told == [(i + 1, 5) for i in range(5)]
     loaded = normswap.load(normswap.save(done, tmp_path / "new"))
     record = provenance.of(loaded)
     assert record is not None
-    assert [(step.scheme, step.options["data"]) for step in record.plan.steps] == [("recalibrate", "dark")]
+    assert [(step.scheme, step.options["data"]) for step in record.plan.steps] == [
+        ("recalibrate", "dark")
+    ]
     x = shifted()[0]
     reference = run(done.model, x)
     assert torch.equal(reference, run(loaded, x))
@@ -123,22 +140,48 @@ class Doubled(nn.BatchNorm2d):
         (network, [], SourceError, "0 calibration images"),
         (network, shifted(count=1, batch=1), SourceError, "a batch of 1 image"),
         (network, shifted(count=8, batch=1), SourceError, "a batch of 1 image"),
-        (network, [torch.randn(4, 1, 32, 32).double()], SourceError, "does not run on these images"),
+        (
+            network,
+            [torch.randn(4, 1, 32, 32).double()],
+            SourceError,
+            "does not run on these images",
+        ),
         (network, [*shifted(), torch.randn(8, 3, 40, 40).double()], SourceError, "size"),
         (network, "noise", OptionError, "neither batches of images nor"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), shifted(), RefusedError, "no BatchNorm"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), shifted(),
-         RefusedError, "no BatchNorm with running statistics"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)), shifted(), RefusedError, "cannot estimate 1"),
-        (net(lambda m, x: m.bn(1e200 * x), bn=nn.BatchNorm2d(3)), shifted(), VerificationError, "not finite"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
+            shifted(),
+            RefusedError,
+            "no BatchNorm",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
+            shifted(),
+            RefusedError,
+            "no BatchNorm with running statistics",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)),
+            shifted(),
+            RefusedError,
+            "cannot estimate 1",
+        ),
+        (
+            net(lambda m, x: m.bn(1e200 * x), bn=nn.BatchNorm2d(3)),
+            shifted(),
+            VerificationError,
+            "not finite",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(make: Any, batches: Any, kind: type[NormswapError], message: str) -> None:
     model = make().double()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(kind, match=message):
         recalibrate(model, batches, input_size=SIZE)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
 
 
 def test_one_value_per_channel_is_too_few() -> None:
@@ -150,10 +193,14 @@ def test_one_value_per_channel_is_too_few() -> None:
 
 
 def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
-    """Of one value per channel and image the error is 1 / sqrt(N): 0.35 of a deviation for 8 images, 0.27 for 14."""
+    """Of one value per channel and image the error is 1 / sqrt(N): 0.35 of a deviation for 8
+    images, 0.27 for 14.
+    """
     torch.manual_seed(0)
     flat = nn.Sequential(nn.Conv2d(3, 64, 32), nn.BatchNorm2d(64)).eval()
     few, many = (torch.randn(count, *SIZE) for count in (8, 14))
-    with pytest.raises(SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] deviations.*Give 1[0-3] or"):
+    with pytest.raises(
+        SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] deviations.*Give 1[0-3] or"
+    ):
         recalibrate(flat, [few], input_size=SIZE)
     assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]

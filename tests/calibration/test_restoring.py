@@ -1,4 +1,6 @@
-"""Networks without BatchNorm get back the means and variances that their layers gave before they were changed."""
+"""Networks without BatchNorm get back the means and variances that their layers gave before they
+were changed.
+"""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +22,11 @@ from normswap.surgery.recalibration import recalibrate
 def network(*, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, bias=bias), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.SiLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).double().eval()
+    return (
+        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+        .double()
+        .eval()
+    )
 
 
 def images(count: int = 40) -> list[Tensor]:
@@ -54,7 +60,8 @@ def moments(model: nn.Module, batches: list[Tensor]) -> dict[str, tuple[Tensor, 
 
 
 def test_by_biases_alone_the_weights_stay() -> None:
-    source, batches = network(), images()
+    source = network()
+    batches = images()
     sparse = pruned(source)
     done = recalibrate(sparse, batches, against=source, means_only=True, input_size=(3, 9, 9))
     record = provenance.of(done.model)
@@ -63,18 +70,29 @@ def test_by_biases_alone_the_weights_stay() -> None:
         "against": 1,
         "scales": False,
     }
-    wanted, got = moments(copy.deepcopy(source), batches), moments(copy.deepcopy(done.model), batches)
-    assert all(torch.allclose(wanted[path][0], got[path][0], rtol=1e-9, atol=1e-12) for path in wanted)
-    assert all(torch.equal(dict(done.model.named_parameters())[name], value)
-               for name, value in sparse.named_parameters() if value.ndim > 1)  # fmt: skip
+    wanted = moments(copy.deepcopy(source), batches)
+    got = moments(copy.deepcopy(done.model), batches)
+    assert all(
+        torch.allclose(wanted[path][0], got[path][0], rtol=1e-9, atol=1e-12) for path in wanted
+    )
+    assert all(
+        torch.equal(dict(done.model.named_parameters())[name], value)
+        for name, value in sparse.named_parameters()
+        if value.ndim > 1
+    )
 
 
 def test_of_several_references_the_moments_are_averaged() -> None:
-    one, two, batches = network(), network(), images()
+    one = network()
+    two = network()
+    batches = images()
     with torch.no_grad():
         two[0].bias.add_(1.0)  # type: ignore[index, operator, union-attr]
-    got = moments(recalibrate(network(), batches, against=[one, two], input_size=(3, 9, 9)).model, batches)
-    first, second = moments(one, batches), moments(two, batches)
+    got = moments(
+        recalibrate(network(), batches, against=[one, two], input_size=(3, 9, 9)).model, batches
+    )
+    first = moments(one, batches)
+    second = moments(two, batches)
     assert torch.allclose(got["0"][0], (first["0"][0] + second["0"][0]) / 2)
     assert torch.allclose(got["2"][1].sqrt(), (first["2"][1].sqrt() + second["2"][1].sqrt()) / 2)
 
@@ -91,7 +109,9 @@ class Calls(nn.Module):
     def __init__(self, times: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.times, self.first, self.last = times, nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 8, 3)
+        self.times = times
+        self.first = nn.Conv2d(3, 3, 3, padding=1)
+        self.last = nn.Conv2d(3, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
@@ -106,8 +126,12 @@ def test_a_layer_that_is_called_twice_stays_as_it_is(times: tuple[int, int]) -> 
     sparse = pruned(changed)
     done = recalibrate(sparse, images(), against=source, input_size=(3, 9, 9))
     assert "of 1 layers" in done.notes[0]
-    before, after = sparse.state_dict(), done.model.state_dict()
-    assert [name for name in before if not before[name].equal(after[name])] == ["last.weight", "last.bias"]
+    before = sparse.state_dict()
+    after = done.model.state_dict()
+    assert [name for name in before if not before[name].equal(after[name])] == [
+        "last.weight",
+        "last.bias",
+    ]
 
 
 def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
@@ -122,33 +146,54 @@ def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     assert not torch.equal(before[0], source.get_parameter("0.weight")[0])
 
 
-@pytest.mark.parametrize(("model", "options", "words"), [
-    (network(), {}, "against=SOURCE"),
-    (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).double(), {"against": network()}, "Leave out"),
-    (nn.Sequential(nn.Conv2d(3, 4, 3)).double(), {"against": network()}, "at other paths"),
-])  # fmt: skip
-def test_what_cannot_be_restored_is_refused(model: nn.Module, options: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (network(), {}, "against=SOURCE"),
+        (
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).double(),
+            {"against": network()},
+            "Leave out",
+        ),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)).double(), {"against": network()}, "at other paths"),
+    ],
+)
+def test_what_cannot_be_restored_is_refused(
+    model: nn.Module, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(RefusedError) as error:
         recalibrate(model.eval(), images(), input_size=(3, 9, 9), **options)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("how", [
-    lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5), parametrizations.weight_norm,
-    parametrizations.spectral_norm,
-])  # fmt: skip
-def test_weights_that_are_made_of_others_are_refused_by_path(how: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+    ],
+)
+def test_weights_that_are_made_of_others_are_refused_by_path(
+    how: Callable[[nn.Module], nn.Module],
+) -> None:
     """Layers behind one that was left out would have made up for it, and nobody was told."""
-    source, model = network(), network()
-    path, layer = next((path, one) for path, one in model.named_modules() if isinstance(one, nn.Conv2d))
+    source = network()
+    model = network()
+    path, layer = next(
+        (path, one) for path, one in model.named_modules() if isinstance(one, nn.Conv2d)
+    )
     how(layer)
-    with pytest.raises(RefusedError, match=rf"the weight of {path} is made of other tensors.*prune\.remove"):
+    with pytest.raises(
+        RefusedError, match=rf"the weight of {path} is made of other tensors.*prune\.remove"
+    ):
         recalibrate(model, images(), against=source, input_size=(3, 9, 9))
 
 
 def test_a_weight_that_is_made_of_others_may_stand_where_no_reference_has_a_layer() -> None:
     """A head for other classes: its moments are nobody's."""
-    source, model = network(), network()
+    source = network()
+    model = network()
     model[6] = parametrizations.weight_norm(nn.Linear(8, 7).double())  # type: ignore[operator]
     done = recalibrate(pruned(model), images(), against=source, input_size=(3, 9, 9))
     assert "of 2 layers" in done.notes[0]
@@ -160,7 +205,8 @@ class Branched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.arms = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(3, 6, size, padding=size // 2), nn.BatchNorm2d(6)) for size in (1, 3)
+            nn.Sequential(nn.Conv2d(3, 6, size, padding=size // 2), nn.BatchNorm2d(6))
+            for size in (1, 3)
         )
         self.head = nn.Linear(6 * 81, 4)
 
@@ -168,10 +214,13 @@ class Branched(nn.Module):
         return self.head((self.arms[0](x) + self.arms[1](x)).relu().flatten(1))
 
 
-def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_size_that_is_given() -> None:
+def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_size_that_is_given() -> (
+    None
+):
     """Each convolution gets the moments of its norm's output, and not those of the sum."""
     torch.manual_seed(0)
-    source, batches = Branched().double(), images()
+    source = Branched().double()
+    batches = images()
     source(torch.cat(batches))  # statistics
     folded = normswap.convert(source.eval(), "folded", input_size=(3, 9, 9), branches="keep").model
     changed = copy.deepcopy(folded)
@@ -180,7 +229,8 @@ def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_s
             parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
     done = recalibrate(changed, batches, against=source, input_size=(3, 9, 9))
     assert "of 3 layers" in done.notes[0]
-    wanted, got = moments(folded, batches), moments(done.model, batches)
+    wanted = moments(folded, batches)
+    got = moments(done.model, batches)
     assert len(wanted) == 3
     for path, (mean, var) in wanted.items():
         assert torch.allclose(got[path][0], mean, atol=1e-9)
@@ -188,8 +238,16 @@ def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_s
 
 
 def test_hooks_that_stay_do_not_disturb_measured_statistics() -> None:
-    """Against torch's own `update_bn`, with what a hook makes of a convolution's output, and a pruned weight."""
-    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4)]
+    """Against torch's own `update_bn`, with what a hook makes of a convolution's output, and a
+    pruned weight.
+    """
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3),
+        nn.BatchNorm2d(4),
+    ]
     model: Any = nn.Sequential(*layers).double().eval()
     model[0].register_forward_hook(lambda _module, _args, out: out * 2)
     prune.l1_unstructured(model[3], "weight", amount=0.5)

@@ -40,7 +40,8 @@ class Sum(nn.Module):
     def __init__(self, *, skip: bool, relu: bool, per_sample: bool = False) -> None:
         super().__init__()
         self.skip = nn.Conv2d(CHANNELS, CHANNELS, 1) if skip else None
-        self.before, self.conv = nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.before = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 1)
         self.norm: nn.Module = nn.GroupNorm(2, CHANNELS) if per_sample else nn.BatchNorm2d(CHANNELS)
         self.act = nn.ReLU() if relu else nn.Identity()
 
@@ -62,7 +63,9 @@ def source(*, skip: bool, relu: bool) -> Sum:
 
 
 def pixels(count: int = 24) -> Tensor:
-    return torch.randn(count, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        count, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def rows(x: Tensor) -> Array:
@@ -77,7 +80,9 @@ def least(x: Array, y: Array) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_branch_makes_up_for_the_stream(relu: bool) -> None:
-    """The skip has gone wrong by D, and the branch reads the same: conv' = conv - D / s is exact, and is found."""
+    """The skip has gone wrong by D, and the branch reads the same: conv' = conv - D / s is exact,
+    and is found.
+    """
     theirs = source(skip=True, relu=relu)
     ours: Any = copy.deepcopy(theirs)
     with torch.no_grad():
@@ -92,10 +97,14 @@ def test_a_branch_makes_up_for_the_stream(relu: bool) -> None:
 
 
 def test_a_wide_patch_is_seen_at_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images together give LEAST_FOR_EACH rows for each number in it, also where that is more than others get."""
+    """The images together give LEAST_FOR_EACH rows for each number in it, also where that is more
+    than others get.
+    """
     counts: list[int] = []
 
-    def noted(layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def noted(
+        layer: Any, x: Tensor, y: Tensor, count: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         counts.append(count)
         return sampling.patches(layer, x, y, count, generator)
 
@@ -107,22 +116,30 @@ def test_a_wide_patch_is_seen_at_more_places(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def ridged(x: Array, y: Array, prior: Array, ridge: float) -> tuple[Array, Array]:
-    """W and b of y = W x + b, W drawn towards a prior: NumPy's least squares on rows with others below them."""
-    x0, y0 = x.mean(0), y.mean(0)
+    """W and b of y = W x + b, W drawn towards a prior: NumPy's least squares on rows with others
+    below them.
+    """
+    x0 = x.mean(0)
+    y0 = y.mean(0)
     m = np.square(x - x0).sum() / x.size
     root = np.sqrt(len(x) * ridge * m) * np.eye(x.shape[1])
-    weight = np.linalg.lstsq(np.vstack([x - x0, root]), np.vstack([y - y0, root @ prior.T]), rcond=None)[0].T
+    weight = np.linalg.lstsq(
+        np.vstack([x - x0, root]), np.vstack([y - y0, root @ prior.T]), rcond=None
+    )[0].T
     return weight, y0 - weight @ x0
 
 
 def crossed(x: Array, y: Array, prior: Array, *, biases: bool = True) -> float:
-    """The ridge whose weights, fitted to the even images, err least on the odd ones, before the error rises.
+    """The ridge whose weights, fitted to the even images, err least on the odd ones, before the
+    error rises.
 
     Args:
         x, y: (images, rows, f) and (images, rows, o).
         biases: are part of what is fitted; else only the errors' variance counts.
     """
-    even, odd = (tuple(value[i::2].reshape(-1, value.shape[2]) for value in (x, y)) for i in range(2))
+    even, odd = (
+        tuple(value[i::2].reshape(-1, value.shape[2]) for value in (x, y)) for i in range(2)
+    )
 
     def error(ridge: float) -> float:
         weight, bias = ridged(*even, prior, ridge)
@@ -130,7 +147,9 @@ def crossed(x: Array, y: Array, prior: Array, *, biases: bool = True) -> float:
         return float(np.square(wrong if biases else wrong - wrong.mean(0)).sum(1).mean())
 
     errors = [error(ridge) for ridge in RIDGES]
-    return next((RIDGES[i] for i in range(len(RIDGES) - 1) if errors[i] <= errors[i + 1]), RIDGES[-1])
+    return next(
+        (RIDGES[i] for i in range(len(RIDGES) - 1) if errors[i] <= errors[i + 1]), RIDGES[-1]
+    )
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -147,8 +166,11 @@ def test_a_layer_is_fitted_to_numpys_least_squares(skip: bool) -> None:
             ours.skip.bias.add_(0.5)
         seen = rows(ours.before(x))
         other = rows(ours.skip(x)) if skip else np.zeros_like(seen)
-        whole = rows((theirs.skip(x) if theirs.skip else 0) + theirs.norm(theirs.conv(theirs.before(x))))
-    target, prior = (whole - other - t.numpy()) / s.numpy(), theirs.conv.weight.detach()[:, :, 0, 0].numpy()
+        whole = rows(
+            (theirs.skip(x) if theirs.skip else 0) + theirs.norm(theirs.conv(theirs.before(x)))
+        )
+    target = (whole - other - t.numpy()) / s.numpy()
+    prior = theirs.conv.weight.detach()[:, :, 0, 0].numpy()
     ridge = crossed(*(value.reshape(len(x), -1, CHANNELS) for value in (seen, target)), prior)
     weight, bias = ridged(seen, target, prior, ridge)
     sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path: path == "conv")
@@ -193,7 +215,9 @@ def test_the_ridge_is_the_one_that_errs_least_on_the_other_half_biases_and_all()
 
 
 @pytest.mark.parametrize(("relative_eps", "share"), [(0.25, 0.2), (1, 0.5), (3, 0.75), (9, 0.9)])
-def test_the_share_of_eps_is_what_was_asked_for_in_every_group(relative_eps: float, share: float) -> None:
+def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
+    relative_eps: float, share: float
+) -> None:
     """Counted on samples: the variance over a group, and how much of what it is divided by eps is."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(8).double().eval()
@@ -228,9 +252,13 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("groupnorm", {"relative_eps": 0}), ("groupnorm", {"only": ["layer2*"]}), ("dyt", {"skip": ["layer1*"]}),
-     ("nf", {"only": ["layer3*"]})],
-)  # fmt: skip
+    [
+        ("groupnorm", {"relative_eps": 0}),
+        ("groupnorm", {"only": ["layer2*"]}),
+        ("dyt", {"skip": ["layer1*"]}),
+        ("nf", {"only": ["layer3*"]}),
+    ],
+)
 @pytest.mark.one_in(2)
 def test_a_fit_adds_no_tensor_that_the_plan_does_not_know(to: str, options: dict[str, Any]) -> None:
     """As a bias for a convolution that has none: what is saved could not be loaded."""
@@ -249,7 +277,8 @@ def test_a_layer_without_a_bias_is_fitted_without_one(monkeypatch: pytest.Monkey
     ours: Any = copy.deepcopy(theirs)
     with torch.no_grad():
         ours.before.bias.add_(0.7)
-        x, y = ours.before(pixels()), theirs.conv(theirs.before(pixels()))
+        x = ours.before(pixels())
+        y = theirs.conv(theirs.before(pixels()))
     sequential_fit.refit(theirs, ours, list(pixels().split(8)), only=lambda path: path == "conv")
     wanted = np.linalg.lstsq(rows(x), rows(y), rcond=None)[0].T
     assert ours.conv.bias is None
@@ -257,24 +286,34 @@ def test_a_layer_without_a_bias_is_fitted_without_one(monkeypatch: pytest.Monkey
 
 
 def test_a_detector_is_fitted_up_to_its_choice_of_boxes() -> None:
-    """On pictures of different sizes; behind the choice the rows of the two networks are not of the same boxes."""
+    """On pictures of different sizes; behind the choice the rows of the two networks are not of the
+    same boxes.
+    """
     torch.manual_seed(0)
     backbone = nn.Sequential(
         nn.Conv2d(3, 8, 3, 4, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 4, 1), nn.ReLU()
     )
     backbone.out_channels = 8  # type: ignore[assignment]
-    small = {"rpn_pre_nms_top_n_test": 30, "rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5}
+    small = {
+        "rpn_pre_nms_top_n_test": 30,
+        "rpn_post_nms_top_n_test": 20,
+        "box_detections_per_img": 5,
+    }
     anchors = AnchorGenerator(((16,),), ((1.0,),))
-    detector = FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors, **small).eval()
+    detector = FasterRCNN(
+        backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors, **small
+    ).eval()
     pictures = [[torch.rand(3, *size)] for size in ((64, 64), (80, 60), (50, 70), (64, 90))]
     options = {"only": "backbone", "relative_eps": 0, "inputs": (pictures[0],)}
     done = conversion.convert(detector, "groupnorm", calibrate=pictures, **options)
-    fitted, head = done.model.get_submodule("backbone.3"), done.model.get_submodule("roi_heads.box_head.fc6")
+    fitted = done.model.get_submodule("backbone.3")
+    head = done.model.get_submodule("roi_heads.box_head.fc6")
     assert not torch.equal(fitted.weight, backbone[3].weight)
     assert torch.equal(head.weight, detector.roi_heads.box_head.fc6.weight)
 
 
-IMAGES, LOOKS = 16, 8  # and the images with which a network is looked at before it is run
+IMAGES = 16
+LOOKS = 8  # and the images with which a network is looked at before it is run
 
 
 def test_a_fit_runs_each_layer_once_over_the_images_and_their_mirror_images() -> None:
@@ -293,4 +332,6 @@ def test_a_fit_runs_each_layer_once_over_the_images_and_their_mirror_images() ->
         handle.remove()
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
-            assert max(through[module], through[result.get_submodule(path)]) <= 2 * IMAGES + LOOKS, path
+            assert (
+                max(through[module], through[result.get_submodule(path)]) <= 2 * IMAGES + LOOKS
+            ), path

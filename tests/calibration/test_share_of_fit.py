@@ -15,12 +15,17 @@ from normswap.surgery.held_out import HeldOutSplit
 
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)
+    ).eval()
 
 
 def on_the_way(model: nn.Module, share: float) -> tuple[nn.Module, sequential_fit.Values]:
-    """A fitted network, and the values before the fit, so that `model` lies at that share of the way between them."""
-    before, fitted = copy.deepcopy(model), copy.deepcopy(model)
+    """A fitted network, and the values before the fit, so that `model` lies at that share of the
+    way between them.
+    """
+    before = copy.deepcopy(model)
+    fitted = copy.deepcopy(model)
     for one, two in zip(before.parameters(), fitted.parameters(), strict=True):
         step = torch.randn_like(one.data)
         one.data -= share * step
@@ -30,7 +35,8 @@ def on_the_way(model: nn.Module, share: float) -> tuple[nn.Module, sequential_fi
 
 def calls(count: int, seed: int = 0) -> list[Example]:
     return [
-        Example((torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(seed + i)),), {}) for i in range(count)
+        Example((torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(seed + i)),), {})
+        for i in range(count)
     ]
 
 
@@ -60,14 +66,17 @@ def test_a_fit_that_is_not_finite_is_taken_back(bad: float) -> None:
 
 
 def test_logits_are_compared_as_probabilities_and_maps_by_their_squares() -> None:
-    one, two = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    one = torch.randn(7, 5, dtype=torch.float64)
+    two = torch.randn(7, 5, dtype=torch.float64)
     p, q = (torch.distributions.Categorical(logits=value) for value in (one, two))
     assert float(sequential_fit.divergence(one, two)) == pytest.approx(
         float(torch.distributions.kl_divergence(p, q).sum())
     )
     maps = (one.view(7, 5, 1, 1), two.view(7, 5, 1, 1))
     assert float(sequential_fit.divergence(*maps)) == pytest.approx(float((one - two).norm() ** 2))
-    assert float(sequential_fit.divergence(one, one + 3)) == pytest.approx(0, abs=1e-12)  # the same answers
+    assert float(sequential_fit.divergence(one, one + 3)) == pytest.approx(
+        0, abs=1e-12
+    )  # the same answers
 
 
 class Apart:
@@ -90,24 +99,36 @@ def distance(source: nn.Module, result: nn.Module, example: Example) -> float:
 
 @pytest.mark.parametrize("zero_sum", [False, True])
 def test_what_misleads_is_taken_back_by_the_images_that_were_held_out(zero_sum: bool) -> None:
-    """Ours clips what is bright, and is fitted to bright samples; on the dark ones that are held out it was right.
+    """Ours clips what is bright, and is fitted to bright samples; on the dark ones that are held
+    out it was right.
 
     Filters that must sum to zero have nothing to go back to: there all of the fit is kept.
     """
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)).eval()
-    result = nn.Sequential(copy.deepcopy(source[0]), nn.Hardtanh(0, 2), copy.deepcopy(source[2])).eval()
-    bright, dark = [Example((20 * torch.randn(16, 3),), {}) for _ in range(4)], Example((torch.randn(16, 3),), {})
+    result = nn.Sequential(
+        copy.deepcopy(source[0]), nn.Hardtanh(0, 2), copy.deepcopy(source[2])
+    ).eval()
+    bright = [Example((20 * torch.randn(16, 3),), {}) for _ in range(4)]
+    dark = Example((torch.randn(16, 3),), {})
     assert distance(source, result, dark) < 1e-12
     factors = (lambda path, module: None) if zero_sum else None
     sequential_fit.refit(source, result, Apart([*bright, dark]), zero_sum=factors)
-    assert distance(source, result, dark) > 0.01 if zero_sum else distance(source, result, dark) < 1e-12
+    assert (
+        distance(source, result, dark) > 0.01
+        if zero_sum
+        else distance(source, result, dark) < 1e-12
+    )
 
 
 @pytest.mark.parametrize("size", [4, 12])
 def test_a_copy_of_an_image_is_not_measured_on(size: int) -> None:
     """Nor is one of two that are held out, in one batch or in two."""
-    images = torch.tensor([0, 1, 2, 0, 4, 5, 6, 7, 8, 9, 9, 7]).double()[:, None, None, None].expand(-1, 1, 2, 3)
+    images = (
+        torch.tensor([0, 1, 2, 0, 4, 5, 6, 7, 8, 9, 9, 7])
+        .double()[:, None, None, None]
+        .expand(-1, 1, 2, 3)
+    )
     split = HeldOutSplit([Example((batch,)) for batch in images.split(size)], torch.device("cpu"))
     for _ in range(2):
         assert sum(call.count for call in split) == 9

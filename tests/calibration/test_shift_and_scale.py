@@ -1,4 +1,6 @@
-"""Law of shift, scale and order: estimators against NumPy in float64, wherever numbers lie, however they come."""
+"""Law of shift, scale and order: estimators against NumPy in float64, wherever numbers lie, however
+they come.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,8 @@ class Behind(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(C, C, 1), norm
+        self.conv = nn.Conv2d(C, C, 1)
+        self.norm = norm
         nn.init.dirac_(self.conv.weight)
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
         self.eval()
@@ -68,13 +71,18 @@ def by_folds(x: Tensor) -> Moments:
         patches = part.flatten(2).transpose(1, 2)[:, None]
         folds.add(patches, patches[..., :1])
     total = folds.total()
-    return total.means()[0][0], total.covariances()[0][0].diagonal() * total.count / (total.count - 1)
+    return total.means()[0][0], total.covariances()[0][0].diagonal() * total.count / (
+        total.count - 1
+    )
 
 
 def by_estimating(x: Tensor) -> Moments:
     """What a norm with statistics per sample becomes."""
-    source, result = Behind(nn.GroupNorm(2, C)), Behind(ghosts(0))
-    sequential_fit.refit(source, result, list(x.split(3)), only=lambda path: path == "norm", mirrored=0)
+    source = Behind(nn.GroupNorm(2, C))
+    result = Behind(ghosts(0))
+    sequential_fit.refit(
+        source, result, list(x.split(3)), only=lambda path: path == "norm", mirrored=0
+    )
     return result.norm.running_mean, result.norm.running_var
 
 
@@ -90,7 +98,8 @@ def by_image(x: Tensor) -> Moments:
 @torch.no_grad()
 def by_restoring(x: Tensor) -> Moments:
     """A network that gives other numbers gets the moments of one that gives these."""
-    source, result = Behind(nn.Identity()), Behind(nn.Identity())
+    source = Behind(nn.Identity())
+    result = Behind(nn.Identity())
     result.conv.weight *= 1.7
     result.conv.bias += x.std()  # type: ignore[operator]
     restore(result, [source], list(x.split(3)))
@@ -98,8 +107,12 @@ def by_restoring(x: Tensor) -> Moments:
 
 
 def of_ghosts(x: Tensor) -> Moments:
-    """Each ghost batch is a batch, what is left joins the last: the mean of means, and of unbiased variances."""
-    mean, variance = (np.mean(values, 0) for values in zip(*map(by_numpy, x.split([4, 6])), strict=True))
+    """Each ghost batch is a batch, what is left joins the last: the mean of means, and of unbiased
+    variances.
+    """
+    mean, variance = (
+        np.mean(values, 0) for values in zip(*map(by_numpy, x.split([4, 6])), strict=True)
+    )
     return mean, variance
 
 
@@ -131,14 +144,19 @@ def test_mean_and_variance_are_numpys(name: str, shift: float, scale: float, see
         wanted_mean, wanted_variance = formula(images)
         # Float32 holds seven digits of a number, and by so much a mean may be off.
         np.testing.assert_allclose(mean, wanted_mean, rtol=0, atol=abs(shift) * 2e-7 + 1e-5 * scale)
-        np.testing.assert_allclose(variance, wanted_variance, rtol=2e-3 if name == "restore" else 2e-4)
+        np.testing.assert_allclose(
+            variance, wanted_variance, rtol=2e-3 if name == "restore" else 2e-4
+        )
 
 
 @hard
 def test_lines_are_numpys(shift: float, scale: float) -> None:
     x = shift + scale * torch.randn(C, 200, generator=torch.Generator().manual_seed(0)).double()
     x[3] = shift
-    y = 1e-2 * torch.randn(C, 200, generator=torch.Generator().manual_seed(1)).double() + 3 * x / scale
+    y = (
+        1e-2 * torch.randn(C, 200, generator=torch.Generator().manual_seed(1)).double()
+        + 3 * x / scale
+    )
     line = ChannelLine(C, torch.device("cpu"))
     for part, target in zip(x.split(33, 1), y.split(33, 1), strict=True):
         line.add(part, target)
@@ -146,7 +164,9 @@ def test_lines_are_numpys(shift: float, scale: float) -> None:
     for channel in range(3):
         wanted = np.polyfit(x[channel].numpy() - shift, y[channel].numpy(), 1)
         assert float(slope[channel]) == pytest.approx(wanted[0], rel=1e-5)
-        assert float(offset[channel] + slope[channel] * shift) == pytest.approx(wanted[1], rel=1e-5, abs=1e-5)
+        assert float(offset[channel] + slope[channel] * shift) == pytest.approx(
+            wanted[1], rel=1e-5, abs=1e-5
+        )
     assert (float(slope[3]), float(offset[3])) == (0, pytest.approx(float(y[3].mean())))
     constant = ChannelLine(1, torch.device("cpu"))
     constant.add(torch.full((1, 999), 1e3 / 7).double(), torch.zeros(1, 999).double())
@@ -163,6 +183,8 @@ def test_the_signal_is_numpys(shift: float, scale: float) -> None:
     with torch.no_grad():
         stem = model[0](x)
         branch = model[1].bn(model[1].conv(stem))  # type: ignore[union-attr, operator]
-    assert point.mean_sq == pytest.approx(float(np.mean(rows(stem + branch).mean(1) ** 2)), rel=1e-6)
+    assert point.mean_sq == pytest.approx(
+        float(np.mean(rows(stem + branch).mean(1) ** 2)), rel=1e-6
+    )
     assert point.variance == pytest.approx(float(np.mean(rows(stem + branch).var(1))), rel=1e-6)
     assert point.branch_variance == pytest.approx(float(np.mean(rows(branch).var(1))), rel=1e-6)

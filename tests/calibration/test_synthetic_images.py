@@ -1,4 +1,6 @@
-"""Images made from a network's statistics: they have these, the network stays, and what cannot be made is refused."""
+"""Images made from a network's statistics: they have these, the network stays, and what cannot be
+made is refused.
+"""
 
 from typing import Any
 
@@ -20,7 +22,9 @@ SIZE = (3, 32, 32)
 @pytest.fixture
 def network() -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1))
+    model = timm.create_model(
+        "resnet18", num_classes=10, channels=(8, 16, 24, 32), layers=(1, 1, 1, 1)
+    )
     return lived_in(model, 2 * synthetic_images.pink(64, SIZE, 9).double() + 1).float()
 
 
@@ -30,8 +34,11 @@ def statistics_error(model: nn.Module, x: Tensor) -> float:
     errors: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:
-        z = F.batch_norm(args[0].double(), norm.running_mean.double(), norm.running_var.double(), eps=norm.eps)
-        rows, kept = z.transpose(0, 1).flatten(1), (norm.running_var / (norm.running_var + norm.eps)).sqrt()
+        z = F.batch_norm(
+            args[0].double(), norm.running_mean.double(), norm.running_var.double(), eps=norm.eps
+        )
+        rows = z.transpose(0, 1).flatten(1)
+        kept = (norm.running_var / (norm.running_var + norm.eps)).sqrt()
         errors.append((rows.mean(1).square() + (rows.std(1, correction=0) - kept).square()).mean())
 
     for norm in model.modules():
@@ -49,7 +56,9 @@ def test_they_have_the_statistics_that_are_kept_and_the_network_stays(network: n
     assert [len(batch) for batch in (first, *others)] == [32] * 4
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(module.training and not module._forward_pre_hooks for module in network.modules())
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in network.parameters())
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in network.parameters()
+    )
     noise_error = statistics_error(network.eval(), synthetic_images.pink(32, SIZE, 0))
     assert statistics_error(network, first) < 0.03 * noise_error
 
@@ -57,8 +66,18 @@ def test_they_have_the_statistics_that_are_kept_and_the_network_stays(network: n
 @pytest.mark.parametrize(
     ("model", "size", "error", "message"),
     [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (3, 9, 9), OptionError, "no BatchNorm is left"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (4,), OptionError, "more than images, or none"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
+            (3, 9, 9),
+            OptionError,
+            "no BatchNorm is left",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            (4,),
+            OptionError,
+            "more than images, or none",
+        ),
         (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), (3, 9, 9), SourceError, "channels"),
     ],
 )
@@ -75,7 +94,9 @@ def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
 ) -> None:
     monkeypatch.setattr(synthetic_images, "COUNT", 64)
     done = conversion.convert(network, "nf", input_size=SIZE, calibrate="synthetic")
-    on_noise = conversion.convert(network, "nf", input_size=SIZE, calibrate=[torch.randn(64, *SIZE)])
+    on_noise = conversion.convert(
+        network, "nf", input_size=SIZE, calibrate=[torch.randn(64, *SIZE)]
+    )
     x = 2 * synthetic_images.pink(64, SIZE, 9) + 1
     made, noise = (distance(run(network, x), run(each.model, x)) for each in (done, on_noise))
     assert made < 0.7 * noise
@@ -85,7 +106,10 @@ def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
 
 @pytest.mark.parametrize(
     ("norm", "to", "message"),
-    [(nn.Identity(), "batchnorm", "measures statistics on images"), (nn.BatchNorm2d(4), "folded", "no use for")],
+    [
+        (nn.Identity(), "batchnorm", "measures statistics on images"),
+        (nn.BatchNorm2d(4), "folded", "no use for"),
+    ],
 )
 def test_they_are_refused_before_they_are_made(
     norm: nn.Module, to: str, message: str, monkeypatch: pytest.MonkeyPatch

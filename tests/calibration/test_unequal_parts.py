@@ -1,4 +1,6 @@
-"""Law of unequal parts: the same images in batches of any sizes give the same, the last batch of one image too."""
+"""Law of unequal parts: the same images in batches of any sizes give the same, the last batch of
+one image too.
+"""
 
 import copy
 import functools
@@ -27,7 +29,8 @@ from normswap.surgery.network import Network
 
 COUNT = 21
 Batches = list[Tensor]
-SOURCE, X = trained("post"), images(COUNT, 3)
+SOURCE = trained("post")
+X = images(COUNT, 3)
 # So dark and so bright that a batch's mean is not that of all images, and its size not either.
 X *= torch.linspace(0.2, 3, COUNT).view(-1, 1, 1, 1)
 
@@ -38,17 +41,25 @@ def noisy(source: nn.Module, share: float = 0.03, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+            parameter += (
+                share
+                * parameter.std(correction=0)
+                * torch.randn(parameter.shape, generator=generator)
+            )
     return model
 
 
 class Maps(nn.Module):
-    """A network that answers with maps, and has none but small ones: a fit looks at every place of them."""
+    """A network that answers with maps, and has none but small ones: a fit looks at every place of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.pool, self.body = nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(4), Branch()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.pool = nn.AvgPool2d(4)
+        self.body = Branch()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(self.pool(self.stem(x)))
@@ -79,24 +90,35 @@ def of_regression(batches: Batches) -> object:
 
 
 def of_restoring(batches: Batches) -> object:
-    folded = [normswap.convert(model, "folded", inputs=X[:2]).model for model in (SOURCE, noisy(SOURCE))]
+    folded = [
+        normswap.convert(model, "folded", inputs=X[:2]).model for model in (SOURCE, noisy(SOURCE))
+    ]
     restore(folded[1], [folded[0]], batches)
     return list(folded[1].state_dict().values())
 
 
 def of_split(batches: Batches) -> object:
     split = HeldOutSplit([Example((batch,)) for batch in batches], torch.device("cpu"))
-    return torch.cat([call.images for call in split]), torch.cat([call.images for call in split.held])
+    return torch.cat([call.images for call in split]), torch.cat(
+        [call.images for call in split.held]
+    )
 
 
 def of_share(source: nn.Module) -> Callable[[Batches], object]:
-    """The shares that are kept of a dozen fits: one of them shows if some images count more than others."""
+    """The shares that are kept of a dozen fits: one of them shows if some images count more than
+    others.
+    """
 
     def share(batches: Batches) -> object:
         shares = []
         for seed in range(12):
-            result, before = noisy(source, 0.3, seed), sequential_fit.values_of(noisy(source, 0.25, seed + 12))
-            shares.append(sequential_fit.keep_share(source, result, before, [Example((batch,)) for batch in batches]))
+            result = noisy(source, 0.3, seed)
+            before = sequential_fit.values_of(noisy(source, 0.25, seed + 12))
+            shares.append(
+                sequential_fit.keep_share(
+                    source, result, before, [Example((batch,)) for batch in batches]
+                )
+            )
         return shares
 
     return share
@@ -118,7 +140,10 @@ def of_evaluation(batches: Batches) -> object:
 
 def of_signal(batches: Batches) -> object:
     points = block_signals.signal_propagation(Network(SOURCE, X[:2]), batches)
-    return [(point.mean_sq, point.variance, point.branch_variance, point.added_variance) for point in points]
+    return [
+        (point.mean_sq, point.variance, point.branch_variance, point.added_variance)
+        for point in points
+    ]
 
 
 def of_file(batches: Batches) -> object:
@@ -132,7 +157,11 @@ def of_a_fit(scheme: str, model: nn.Module) -> Callable[[Batches], object]:
     def fitted(batches: Batches) -> object:
         done = normswap.convert(model, scheme, inputs=X[:2], calibrate=batches)
         assert done.report.kept is not None
-        return [*done.model.state_dict().values(), done.report.kept.relative_l2, done.report.kept.agreement]
+        return [
+            *done.model.state_dict().values(),
+            done.report.kept.relative_l2,
+            done.report.kept.agreement,
+        ]
 
     return fitted
 

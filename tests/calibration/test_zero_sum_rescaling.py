@@ -1,4 +1,6 @@
-"""Rescaling before filters that must sum to zero: its losses against constrained least squares, and what it gains."""
+"""Rescaling before filters that must sum to zero: its losses against constrained least squares, and
+what it gains.
+"""
 
 import copy
 from typing import Any
@@ -47,7 +49,9 @@ def second(path: str, module: nn.Module) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize(("groups", "kernel"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: int) -> None:
-    """Filter by filter: the correction, the same in all places, that makes the sum of w / f zero and moves least."""
+    """Filter by filter: the correction, the same in all places, that makes the sum of w / f zero
+    and moves least.
+    """
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 4, kernel, groups=groups).double()
     x = torch.randn(40, 6, 12, 12).double() @ torch.randn(12, 12).double() + torch.rand(6, 1, 1)
@@ -61,8 +65,14 @@ def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: in
     reads = torch.tensor([0, 1, 2, 2, 1, 0])
     found = float(seen.loss(conv, reads)(logs))
 
-    sums = nn.functional.conv2d(x, torch.ones(6, 1, kernel, kernel).double(), groups=6).transpose(0, 1).flatten(1)
-    own, width, lost = conv.weight.flatten(2).sum(2).numpy(), 6 // groups, 0.0
+    sums = (
+        nn.functional.conv2d(x, torch.ones(6, 1, kernel, kernel).double(), groups=6)
+        .transpose(0, 1)
+        .flatten(1)
+    )
+    own = conv.weight.flatten(2).sum(2).numpy()
+    width = 6 // groups
+    lost = 0.0
     for o in range(4):
         at = slice(o // (4 // groups) * width, (o // (4 // groups) + 1) * width)
         spread = np.cov(sums[at].numpy(), bias=True)
@@ -72,12 +82,16 @@ def test_what_a_layer_loses_is_constrained_least_squares(groups: int, kernel: in
         d = np.linalg.solve(system, np.append(np.zeros(width), u @ own[o] / kernel**2))[:width]
         lost += d @ spread @ d
     variance = float(conv(x).transpose(0, 1).flatten(1).var(1, correction=0).sum())
-    assert found == pytest.approx(lost / variance, rel=0.05)  # of some places, and a little is taken for chance
+    assert found == pytest.approx(
+        lost / variance, rel=0.05
+    )  # of some places, and a little is taken for chance
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
     torch.manual_seed(0)
-    tables = [table @ table.transpose(1, 2) + torch.eye(3) for table in torch.randn(2, 2, 3, 3).double()]
+    tables = [
+        table @ table.transpose(1, 2) + torch.eye(3) for table in torch.randn(2, 2, 3, 3).double()
+    ]
     loss = Loss(torch.tensor([0, 1, 1, 2, 3, 4]), tables[0], tables[1], 2.0)
     assert torch.autograd.gradcheck(loss, torch.randn(5).double().requires_grad_())
 
@@ -109,16 +123,21 @@ def test_scaled_the_pattern_computes_the_same_and_the_result_in_its_units() -> N
         seen.append(module is result.get_submodule(path))
         return second(path, module)
 
-    factors = zero_sum_rescaling.rescale(pattern, result, [(pictures(20).double(), torch.zeros(20))], must)
+    factors = zero_sum_rescaling.rescale(
+        pattern, result, [(pictures(20).double(), torch.zeros(20))], must
+    )
     assert all(seen)
     assert distance(reference, run(pattern, x)) < 1e-13
     assert distance(reference, run(result, x)) < 1e-13
-    assert all(torch.equal(a, b) for a, b in zip(pattern.parameters(), result.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(pattern.parameters(), result.parameters(), strict=True)
+    )
     before, after = (
         computed(one.get_submodule("layer1.0.conv1")).detach().flatten(1).norm(dim=1)
         for one in (standardized(model).double(), pattern)
     )
-    alive, reads = before > 0, factors["layer1.0.conv2"].double()
+    alive = before > 0
+    reads = factors["layer1.0.conv2"].double()
     assert torch.allclose(after[alive] / before[alive], reads[alive], rtol=1e-5)
     assert float(reads.max() / reads.min()) > 1.5
     assert set(factors) == {f"layer{i}.0.conv2" for i in range(1, 5)}
@@ -137,7 +156,8 @@ def test_few_images_scale_nothing() -> None:
 @pytest.mark.parametrize("to", ["nf", "centered-weightnorm"])
 @pytest.mark.one_in(2)
 def test_zero_sum_filters_lose_less_when_rescaled(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = network(), pictures(32, 5)
+    model = network()
+    x = pictures(32, 5)
     data = list(pictures(128, 3).split(32))
     found = []
     for rescale in (zero_sum_rescaling.rescale, lambda *_: {}):

@@ -1,4 +1,6 @@
-"""Law of doors: command line, Python, a plan applied, and a directory loaded give one result, to the last bit."""
+"""Law of doors: command line, Python, a plan applied, and a directory loaded give one result, to
+the last bit.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -38,15 +40,21 @@ def typed(options: dict[str, Any]) -> list[str]:
 
 
 def assert_same(one: Any, two: Any) -> None:
-    """Structure, tensors, the record of where they are from, and how images are prepared, in timm's own record too."""
+    """Structure, tensors, the record of where they are from, and how images are prepared, in timm's
+    own record too.
+    """
     assert str(one) == str(two)
-    state, other = one.state_dict(), two.state_dict()
+    state = one.state_dict()
+    other = two.state_dict()
     assert state.keys() == other.keys()
     assert all(tensor.equal(other[name]) for name, tensor in state.items())
     first, second = (origin(model) or Provenance() for model in (one, two))
     assert first.plan.digest == second.plan.digest
     assert preprocessing.data_config(one) == preprocessing.data_config(two)
-    assert all(one.pretrained_cfg[name] == two.pretrained_cfg[name] for name in ("mean", "std", "input_size"))
+    assert all(
+        one.pretrained_cfg[name] == two.pretrained_cfg[name]
+        for name in ("mean", "std", "input_size")
+    )
     assert first.norms.keys() == second.norms.keys()
     assert all(tensor.equal(second.norms[name]) for name, tensor in first.norms.items())
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -57,22 +65,40 @@ def assert_same(one: Any, two: Any) -> None:
 @pytest.mark.parametrize("row", ASKED, ids=str)
 @pytest.mark.one_in(12)
 def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> None:
-    body = run_json(capfd, "convert", MODEL, "--to", row.scheme, *typed(row.options), "-o", "typed", "--plan", "p.json")
+    body = run_json(
+        capfd,
+        "convert",
+        MODEL,
+        "--to",
+        row.scheme,
+        *typed(row.options),
+        "-o",
+        "typed",
+        "--plan",
+        "p.json",
+    )
     by_command = normswap.load("typed")
-    source, options = checkpoint.open_model(MODEL), dict(row.options)
+    source = checkpoint.open_model(MODEL)
+    options = dict(row.options)
     if options.pop("calibrate", None):
-        options["calibrate"] = make_loader(source, "demo", split="train", samples=28, seed=3, labelled=False)
+        options["calibrate"] = make_loader(
+            source, "demo", split="train", samples=28, seed=3, labelled=False
+        )
         options["seed"] = 3
     done = normswap.convert(source, row.scheme, **options)
     assert_same(done.model, by_command)
     assert_same(checkpoint.open_model("typed"), by_command)
     report = body["steps"][-1]["report"]
-    assert [error["relative_l2"] for error in report["logits"]] == [error.relative_l2 for error in done.report.logits]
+    assert [error["relative_l2"] for error in report["logits"]] == [
+        error.relative_l2 for error in done.report.logits
+    ]
     if "calibrate" in row.options:
         assert done.report.kept is not None
         assert report["kept"]["agreement"] == done.report.kept.agreement
         other = normswap.convert(source, row.scheme, **{**options, "seed": 4}).model.state_dict()
-        assert any(not tensor.equal(other[name]) for name, tensor in done.model.state_dict().items())
+        assert any(
+            not tensor.equal(other[name]) for name, tensor in done.model.state_dict().items()
+        )
         return
     run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
     assert_same(normswap.load("planned"), by_command)
@@ -82,9 +108,14 @@ def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:
     some = ("--data", "demo", "--samples", "40", "--batch-size", "20", "--workers", "0")
     run_json(capfd, "recalibrate", MODEL, *some, "-o", "typed")
     source = checkpoint.open_model(MODEL)
-    loader = make_loader(source, "demo", split="train", samples=40, batch_size=20, workers=0, labelled=False)
-    done, typed_one = recalibrate(source, loader).model, normswap.load("typed")
-    assert all(tensor.equal(typed_one.state_dict()[name]) for name, tensor in done.state_dict().items())
+    loader = make_loader(
+        source, "demo", split="train", samples=40, batch_size=20, workers=0, labelled=False
+    )
+    done = recalibrate(source, loader).model
+    typed_one = normswap.load("typed")
+    assert all(
+        tensor.equal(typed_one.state_dict()[name]) for name, tensor in done.state_dict().items()
+    )
 
 
 def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) -> None:
@@ -105,7 +136,9 @@ def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) ->
 def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:
     checkpoint.save(normswap.convert(small(layers=(1, 1, 1, 1)), "folded"), Path("small"))
     run_json(capfd, "export", "small", "-o", "typed.pt2", "--normalize", "--softmax")
-    normswap.export(checkpoint.open_model("small"), Path("called.pt2"), normalize=True, softmax=True)
+    normswap.export(
+        checkpoint.open_model("small"), Path("called.pt2"), normalize=True, softmax=True
+    )
     x = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     one, two = (torch.export.load(name).module()(x) for name in ("typed.pt2", "called.pt2"))
     assert one.equal(two)

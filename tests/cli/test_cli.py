@@ -1,4 +1,6 @@
-"""The command line: what it prints, what it writes, and that every bad input gives one line and leaves nothing."""
+"""The command line: what it prints, what it writes, and that every bad input gives one line and
+leaves nothing.
+"""
 
 import dataclasses
 import importlib
@@ -31,7 +33,15 @@ from normswap.training.engine import TrainingProgress
 
 COMMANDS = tuple(commands.SUMMARIES)
 IMAGES = str(shipped.FOLDER / "images.tar")
-SMALL = ("resnet18", "--weights", "random", "--arch-arg", "channels=8,8,16,16", "--num-classes", "5")
+SMALL = (
+    "resnet18",
+    "--weights",
+    "random",
+    "--arch-arg",
+    "channels=8,8,16,16",
+    "--num-classes",
+    "5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +54,14 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_help_imports_anything_heavy() -> None:
-    """What makes it fast; a limit in seconds would depend on the machine. `--help` loads no command."""
+    """What makes it fast; a limit in seconds would depend on the machine. `--help` loads no
+    command.
+    """
     code = (
-        "import sys; from normswap.cli.app import main; main(['--help'])\n"
-        "own = [m for m in sys.modules if m.startswith('normswap.cli.commands.')]\n"
-        f"for command in {COMMANDS}: main([command, '--help'])\n"
-        "heavy = [m for m in ('torch', 'timm', 'numpy', 'pydantic', 'matplotlib') if m in sys.modules]\n"
-        "sys.exit(str([own, heavy]))"
+        "import sys; from normswap.cli.app import main; main(['--help'])\nown = [m for m in"
+        f" sys.modules if m.startswith('normswap.cli.commands.')]\nfor command in {COMMANDS}:"
+        " main([command, '--help'])\nheavy = [m for m in ('torch', 'timm', 'numpy', 'pydantic',"
+        " 'matplotlib') if m in sys.modules]\nsys.exit(str([own, heavy]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "[[], []]"
@@ -58,7 +69,11 @@ def test_no_help_imports_anything_heavy() -> None:
 
 def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
     assert main(["--help"]) == 0
-    words = [line.split()[1] for line in capfd.readouterr().out.partition("Commands")[2].splitlines() if "  " in line]
+    words = [
+        line.split()[1]
+        for line in capfd.readouterr().out.partition("Commands")[2].splitlines()
+        if "  " in line
+    ]
     assert tuple(word for word in words if word in COMMANDS) == COMMANDS
     assert main([]) == main(["--version"]) == 0
     begin, _, version = capfd.readouterr().out.rpartition("normswap 0.")
@@ -68,7 +83,9 @@ def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command(command: str, capfd: Capture) -> None:
-    """Its summary is that of the list; examples, which its own parser takes, and the keys of --json end it."""
+    """Its summary is that of the list; examples, which its own parser takes, and the keys of --json
+    end it.
+    """
     assert main([command, "--help"]) == 0
     page = " ".join(capfd.readouterr().out.split())
     module = importlib.import_module(f"normswap.cli.commands.{command}_command")
@@ -101,7 +118,10 @@ def test_inspect_resnet50(capfd: Capture) -> None:
     assert body["roles"] == {"stem": 1, "last": 16, "down": 4, "other": 32, "head": 0}
     assert [block["skip"] for block in body["blocks"]].count("projection") == 4
     assert len(body["sites"]) == 53
-    assert all(site["folding"].startswith("folds into") and site["refused"] is None for site in body["sites"])
+    assert all(
+        site["folding"].startswith("folds into") and site["refused"] is None
+        for site in body["sites"]
+    )
 
 
 def test_inspect_shows_counts_and_blocks_within_100_columns(capfd: Capture) -> None:
@@ -114,8 +134,12 @@ def test_inspect_shows_counts_and_blocks_within_100_columns(capfd: Capture) -> N
     assert "layer1.0 .. layer1.1" in capfd.readouterr().out
 
 
-def test_inspect_says_why_a_norm_is_refused(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4))
+def test_inspect_says_why_a_norm_is_refused(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4)
+    )
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: model)
     batch, group = run_json(capfd, "inspect", "mine")["sites"]
     assert "no running statistics" in batch["refused"]
@@ -161,10 +185,17 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3", 3), ("0.5", 0.5), ("true", True), ("False", False), ("none", None), ("relu", "relu"),
-        ("16,32, 64", [16, 32, 64]), ("1,0.5,a", [1, 0.5, "a"]), ("8,", [8]),
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("relu", "relu"),
+        ("16,32, 64", [16, 32, 64]),
+        ("1,0.5,a", [1, 0.5, "a"]),
+        ("8,", [8]),
     ],
-)  # fmt: skip
+)
 def test_values_of_arch_arg(text: str, value: Any) -> None:
     assert parse(text) == value
 
@@ -172,10 +203,14 @@ def test_values_of_arch_arg(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("resnet50.a1_in1k", "resnet50.a1_in1k"), ("hf-hub:org/name@main", "name"), ("local-dir:a/b", "b"),
-        ("some/where/", "where"), ("x/file.safetensors", "file"), (".", "here"),
+        ("resnet50.a1_in1k", "resnet50.a1_in1k"),
+        ("hf-hub:org/name@main", "name"),
+        ("local-dir:a/b", "b"),
+        ("some/where/", "where"),
+        ("x/file.safetensors", "file"),
+        (".", "here"),
     ],
-)  # fmt: skip
+)
 def test_default_output_is_named_after_the_source(
     source: str, name: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +226,9 @@ def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> No
     out = capfd.readouterr().out
     assert "not known: too few calibration images" in out
     assert "give --calibrate" not in out
-    assert "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
+    assert (
+        "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
+    )
 
 
 def test_verify(capfd: Capture, converted: Path) -> None:
@@ -205,23 +242,33 @@ def test_verify(capfd: Capture, converted: Path) -> None:
 
 
 def test_verify_against_another(capfd: Capture, converted: Path) -> None:
-    folded, other = str(converted / "folded"), str(converted / "skipinit")
+    folded = str(converted / "folded")
+    other = str(converted / "skipinit")
     assert main(["verify", folded, "--against", other]) == 0
     *_, passed, then = capfd.readouterr().out.splitlines()
     assert (passed, then) == ("passed", f"next: normswap export {folded} -o folded.onnx")
 
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
-    file, shape = shipped.FOLDER / "model.safetensors", {"channels": "32,64,80,96", "stem_type": "deep"}
-    shaped = [word for name, value in {**shape, "stem_width": 16}.items() for word in ("--arch-arg", f"{name}={value}")]
+    file = shipped.FOLDER / "model.safetensors"
+    shape = {"channels": "32,64,80,96", "stem_type": "deep"}
+    shaped = [
+        word
+        for name, value in {**shape, "stem_width": 16}.items()
+        for word in ("--arch-arg", f"{name}={value}")
+    ]
     how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
-    assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)["passed"]
+    assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)[
+        "passed"
+    ]
     random = ("--against", "resnet18", *shaped, "--num-classes", "10", "--weights", "random")
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
 
 @pytest.mark.parametrize("path", ["layer2.0.conv1", "layer3.0.downsample.0"])
-def test_verify_names_the_layer_that_was_changed(path: str, capfd: Capture, converted: Path, here: Path) -> None:
+def test_verify_names_the_layer_that_was_changed(
+    path: str, capfd: Capture, converted: Path, here: Path
+) -> None:
     model = checkpoint.load(converted / "folded")
     with torch.no_grad():
         model.get_parameter(f"{path}.weight").mul_(1.01)
@@ -234,15 +281,26 @@ def test_verify_names_the_layer_that_was_changed(path: str, capfd: Capture, conv
 def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Path) -> None:
     """Also of a network whose values were fitted, which no plan tells."""
     assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
-    rewrite(here / "out", tensors={changed: -1.5 * load_file(here / "out" / "model.safetensors")[changed]})
-    refused(("verify", "out"), ("are not those that were saved", f": {changed}: ", "changed=True"), here, capfd)
+    rewrite(
+        here / "out",
+        tensors={changed: -1.5 * load_file(here / "out" / "model.safetensors")[changed]},
+    )
+    refused(
+        ("verify", "out"),
+        ("are not those that were saved", f": {changed}: ", "changed=True"),
+        here,
+        capfd,
+    )
 
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
     shutil.copytree(shipped.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
     state = load_file(here / "source" / "model.safetensors")
-    save_file({name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()}, "source/model.safetensors")
+    save_file(
+        {name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()},
+        "source/model.safetensors",
+    )
     body = run_json(capfd, "verify", "out", code=1)
     assert (body["passed"], body["source_unchanged"]) == (False, False)
     assert main(["verify", "out"]) == 1
@@ -258,7 +316,12 @@ def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, h
     assert main([*command, "--min-kept", str(share)]) == 0
     assert "measured: it is not exact" in capfd.readouterr().out
     assert main([*command, "--min-kept", str(share + 0.01)]) == 1
-    refused(("verify", "other", "--min-kept", "0.5"), ("no agreement was measured", "--data IMAGES"), here, capfd)
+    refused(
+        ("verify", "other", "--min-kept", "0.5"),
+        ("no agreement was measured", "--data IMAGES"),
+        here,
+        capfd,
+    )
 
 
 def test_schemes(capfd: Capture) -> None:
@@ -269,7 +332,10 @@ def test_schemes(capfd: Capture) -> None:
     assert "arXiv" in bodies["skipinit"]["paper"]
     assert main(["schemes"]) == 0
     assert "--alpha (default match)" in capfd.readouterr().out
-    assert run_json(capfd, "schemes", "unfold", "skipinit") == [bodies["unfold"], bodies["skipinit"]]
+    assert run_json(capfd, "schemes", "unfold", "skipinit") == [
+        bodies["unfold"],
+        bodies["skipinit"],
+    ]
     assert main(["schemes", "skip-init"]) == 2
     assert "skipinit" in capfd.readouterr().err
 
@@ -277,7 +343,8 @@ def test_schemes(capfd: Capture) -> None:
 class Untraceable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 5:
@@ -302,11 +369,18 @@ def test_untraceable_model(
     refused(command, ("Untraceable", Path(__file__).name), here, capfd)
 
 
-@pytest.mark.parametrize("option", [("--arch", "resnet18"), ("--num-classes", "3"), ("--weights", "random")])
+@pytest.mark.parametrize(
+    "option", [("--arch", "resnet18"), ("--num-classes", "3"), ("--weights", "random")]
+)
 def test_a_converted_network_knows_its_architecture(
     option: tuple[str, str], converted: Path, here: Path, capfd: Capture
 ) -> None:
-    refused(("inspect", str(converted / "folded"), *option), ("was written by normswap", option[0]), here, capfd)
+    refused(
+        ("inspect", str(converted / "folded"), *option),
+        ("was written by normswap", option[0]),
+        here,
+        capfd,
+    )
 
 
 def test_random_weights_cannot_be_verified_against(here: Path, capfd: Capture) -> None:
@@ -351,9 +425,14 @@ def test_debug_shows_where_an_error_comes_from(capfd: Capture) -> None:
     assert capfd.readouterr().err.strip() == line
 
 
-def test_a_shell_completes_commands_and_their_options(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_completes_commands_and_their_options(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("_NORMSWAP_COMPLETE", "complete_bash")
-    for typed, completed in (("normswap reca", "recalibrate"), ("normswap convert x --relative", "--relative-eps")):
+    for typed, completed in (
+        ("normswap reca", "recalibrate"),
+        ("normswap convert x --relative", "--relative-eps"),
+    ):
         monkeypatch.setenv("COMP_WORDS", typed)
         monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
         with pytest.raises(SystemExit):
@@ -382,9 +461,13 @@ def test_half_precision_that_becomes_float32_is_said(here: Path, capfd: Capture)
 
 
 def test_module_runs_as_the_command(here: Path) -> None:
-    """In a process of its own: exit code and streams are those of `main`. A command that does not import torch."""
+    """In a process of its own: exit code and streams are those of `main`. A command that does not
+    import torch.
+    """
     words = ["recipes", "nowhere"]
-    done = subprocess.run([sys.executable, "-m", "normswap", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "normswap", *words], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: no recipe is called 'nowhere'")
 
@@ -400,8 +483,9 @@ def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> 
 def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
     tables.facts(("name", "value"), ("longer name", "another"))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "name         value", "longer name  another"
-    ]  # fmt: skip
+        "name         value",
+        "longer name  another",
+    ]
 
 
 def test_what_is_said_of_many_paths_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,12 +500,15 @@ def test_what_is_said_of_many_paths_is_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_has_the_defaults_of_the_function() -> None:
-    asked, default = Written(output=Path("net.onnx")), FileSettings()
+    asked = Written(output=Path("net.onnx"))
+    default = FileSettings()
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
     assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
-    assert {name: getattr(asked, name) for name in shared} == {name: getattr(default, name) for name in shared}
+    assert {name: getattr(asked, name) for name in shared} == {
+        name: getattr(default, name) for name in shared
+    }
 
 
 def test_recalibrating_wants_images_of_the_part_that_is_trained_on() -> None:
@@ -433,7 +520,9 @@ def test_recalibrating_wants_images_of_the_part_that_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize(("dry", "words"), [(True, "would convert"), (False, "converted")])
-def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_done_is_not_said_to_be(
+    dry: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = {
         "scheme": "folded",
         "options": {},
@@ -450,7 +539,8 @@ def test_what_was_not_done_is_not_said_to_be(dry: bool, words: str, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("values", "text"), [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 in all)"), ([], "")]
+    ("values", "text"),
+    [([1], "1"), ([1, 2, 3, 4], "1 2 3 4"), ([1, 2, 3, 4, 5], "1 2 3 4 ... (5 in all)"), ([], "")],
 )
 def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> None:
     assert tables.few(values) == text
@@ -458,12 +548,31 @@ def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> Non
 
 def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
-    body = run_json(capfd, "spp", MODEL, "after", "-o", "a.png", "--data", IMAGES, "--samples", "8", "--workers", "0")
+    body = run_json(
+        capfd,
+        "spp",
+        MODEL,
+        "after",
+        "-o",
+        "a.png",
+        "--data",
+        IMAGES,
+        "--samples",
+        "8",
+        "--workers",
+        "0",
+    )
     before, after = body["curves"].values()
     assert list(body["curves"]) == [shipped.FOLDER.name, "after"]
     assert set(before[0]) == {
-        "block", "stage", "depth", "mean_sq", "variance", "branch_variance", "added_variance"
-    }  # fmt: skip
+        "block",
+        "stage",
+        "depth",
+        "mean_sq",
+        "variance",
+        "branch_variance",
+        "added_variance",
+    }
     for one, other in zip(before, after, strict=True):
         assert other["variance"] == pytest.approx(one["variance"], rel=1e-3)
         assert other["mean_sq"] == pytest.approx(one["mean_sq"], rel=1e-3, abs=1e-6)
@@ -473,14 +582,16 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
 
 
 def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
-    size, channels = ("--input-size", "3,32,32"), SMALL[3:5]
+    size = ("--input-size", "3,32,32")
+    channels = SMALL[3:5]
     small = ("spp", *SMALL[:5], *size, "--samples", "2")
     assert main([*small]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert "layer4.1" in out
     assert out.endswith(f"next: normswap advise {shlex.join([*SMALL[:3], *size, *channels])}\n")
-    first, again = run_json(capfd, *small), run_json(capfd, *small)
+    first = run_json(capfd, *small)
+    again = run_json(capfd, *small)
     assert first == again
     assert run_json(capfd, *small, "--seed", "1") != first
 
@@ -489,11 +600,18 @@ def test_decay_says_who_and_why(capfd: Capture) -> None:
     body = run_json(capfd, "decay", "resnet50")
     roles = {row["role"]: (row["decay"], row["tensors"]) for row in body["roles"]}
     assert roles == {
-        "weight": (True, 54), "gamma_last": (True, 16), "gamma_down": (False, 4), "gamma_0": (False, 1),
-        "gamma_other": (True, 32), "beta": (False, 53), "bias": (False, 1),
-    }  # fmt: skip
+        "weight": (True, 54),
+        "gamma_last": (True, 16),
+        "gamma_down": (False, 4),
+        "gamma_0": (False, 1),
+        "gamma_other": (True, 32),
+        "beta": (False, 53),
+        "bias": (False, 1),
+    }
     assert sum(row["values"] for row in body["roles"]) == 25557032
     assert len(body["parameters"]) == 161
     assert main(["decay", *SMALL[:5]]) == 0
     assert "gamma_down" in (out := capfd.readouterr().out)
-    assert out.endswith(f"next: normswap finetune {shlex.join(SMALL[:5])} --recipe RECIPE --data IMAGES\n")
+    assert out.endswith(
+        f"next: normswap finetune {shlex.join(SMALL[:5])} --recipe RECIPE --data IMAGES\n"
+    )

@@ -1,4 +1,6 @@
-"""A command asks the reader of images for what was typed: which images, how many at a time, drawn by which seed."""
+"""A command asks the reader of images for what was typed: which images, how many at a time, drawn
+by which seed.
+"""
 
 from typing import Any
 
@@ -16,22 +18,42 @@ INT8 = ("--format", "onnx", "--precision", "int8", "-o", "net.onnx")
 ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "evaluate": (("--data", "demo", *LOADED), {**GIVEN, "labelled": True}),
     "doctor": (("--data", "demo", *LOADED), {**GIVEN, "labelled": False}),
-    "recalibrate": (("--data", "demo", *LOADED, "--seed", "5", "-o", "out"), {**GIVEN, "seed": 5, "labelled": False}),
+    "recalibrate": (
+        ("--data", "demo", *LOADED, "--seed", "5", "-o", "out"),
+        {**GIVEN, "seed": 5, "labelled": False},
+    ),
     "spp": (("--data", "demo", *LOADED, "-o", "out.png"), {**GIVEN, "labelled": True}),
-    "export": (("-o", "net.pt2", "--data", "demo", *FEW), {**GIVEN, "batch_size": 64, "labelled": None}),
+    "export": (
+        ("-o", "net.pt2", "--data", "demo", *FEW),
+        {**GIVEN, "batch_size": 64, "labelled": None},
+    ),
     "export, int8": (
         (*INT8, "--calibrate", "demo", *FEW),
         {**GIVEN, "batch_size": 64, "labelled": None, "samples": None, "split": "train"},
     ),
     "convert": (
         ("--to", "groupnorm", "--calibrate", "demo", "--samples", "7", "--seed", "5", "-o", "out"),
-        {"batch_size": 64, "workers": 2, "split": "train", "samples": 7, "seed": 5, "labelled": False},
+        {
+            "batch_size": 64,
+            "workers": 2,
+            "split": "train",
+            "samples": 7,
+            "seed": 5,
+            "labelled": False,
+        },
     ),
     "convert, a thousand": (
         ("--to", "groupnorm", "--calibrate", "demo", "-o", "out"),
-        {"batch_size": 64, "workers": 2, "split": "train", "samples": 1000, "seed": 0, "labelled": False},
+        {
+            "batch_size": 64,
+            "workers": 2,
+            "split": "train",
+            "samples": 1000,
+            "seed": 0,
+            "labelled": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ASKED)

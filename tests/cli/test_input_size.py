@@ -1,4 +1,6 @@
-"""`--input-size`: a network that runs at one size only, and says nowhere which, by command from end to end."""
+"""`--input-size`: a network that runs at one size only, and says nowhere which, by command from end
+to end.
+"""
 
 import json
 from pathlib import Path
@@ -72,12 +74,16 @@ def test_it_goes_into_the_record_and_leaves_the_rest() -> None:
 
 def test_what_is_built_for_another_size_says_so() -> None:
     model = zoo.open_source("vit_tiny_patch16_224", weights="random")
-    with pytest.raises(OptionError, match=r"input size 3,96,96: the network is built for 3,224,224\. .*img_size"):
+    with pytest.raises(
+        OptionError, match=r"input size 3,96,96: the network is built for 3,224,224\. .*img_size"
+    ):
         zoo.for_size(model, (3, 96, 96))
 
 
 @pytest.mark.parametrize("text", ["3,40,x", "3,0,40", "3,-1,40", ""])
-def test_what_is_no_size_is_said_before_anything_is_opened(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_size_is_said_before_anything_is_opened(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", "no-such-network", f"--input-size={text}"]) == 2
     assert f"--input-size {text}: it is C,H,W" in capsys.readouterr().err
 

@@ -1,4 +1,6 @@
-"""Law of what is said: every command that an answer, a finding, an error or a card names is run, and mends that."""
+"""Law of what is said: every command that an answer, a finding, an error or a card names is run,
+and mends that.
+"""
 
 import re
 import shlex
@@ -13,31 +15,53 @@ from normswap.cli.app import main
 
 FILE = ["export", MODEL, "-o", "file.pt2"]
 STARTS = (
-    FILE, ["demo"], ["inspect", MODEL], ["schemes"], ["doctor", MODEL, "--data", "demo", *FEW],
+    FILE,
+    ["demo"],
+    ["inspect", MODEL],
+    ["schemes"],
+    ["doctor", MODEL, "--data", "demo", *FEW],
     ["convert", MODEL, "--to", "folded", "-o", "first"],
-    ["convert", MODEL, "--to", "groupnorm", "--calibrate", "demo", "--samples", "120", "-o", "fitted"],
+    [
+        "convert",
+        MODEL,
+        "--to",
+        "groupnorm",
+        "--calibrate",
+        "demo",
+        "--samples",
+        "120",
+        "-o",
+        "fitted",
+    ],
     ["recalibrate", MODEL, "--data", "demo", *FEW, "-o", "fresh"],
     ["evaluate", MODEL, "--data", "demo", *FEW],
     ["evaluate", "file.pt2", "--data", "demo", *FEW],
     ["verify", "file.pt2", "--against", MODEL],
-)  # fmt: skip
+)
 # Nothing is wrong with the network of the demo.
 WARNING = r"\bwarning|FAILED|too few|not measured|not what it was|assumed|unverified|\bdead\b"
 
 
 def kind_of(words: list[str]) -> list[str]:
     """The command, and whether its arguments are networks or exported files."""
-    return [words[0], *("file" if word.endswith(".pt2") else "network" for word in words[1:] if word[0] != "-")]
+    return [
+        words[0],
+        *("file" if word.endswith(".pt2") else "network" for word in words[1:] if word[0] != "-"),
+    ]
 
 
 @pytest.mark.slow
-def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(here: Path, capfd: Capture) -> None:
+def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(
+    here: Path, capfd: Capture
+) -> None:
     ran: list[list[str]] = []
     for start in STARTS:
         words = start
         while words and words[0] not in ("finetune", "push"):
             ran.append(kind_of(words))
-            assert main([*words, *(() if words is start else QUICK.get(words[0], ()))]) == 0, shlex.join(words)
+            assert main([*words, *(() if words is start else QUICK.get(words[0], ()))]) == 0, (
+                shlex.join(words)
+            )
             printed = capfd.readouterr()
             assert re.findall(WARNING, "".join(printed)) == [], shlex.join(words)
             last = [line for line in printed.out.splitlines() if line.startswith("next: ")]
@@ -48,7 +72,9 @@ def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(here: 
     assert len(ran) > len(STARTS) + 4
 
 
-@pytest.mark.parametrize("options", quick([(), ("--private",), ("--deploy",), ("--batch-size", "4")], [("--deploy",)]))
+@pytest.mark.parametrize(
+    "options", quick([(), ("--private",), ("--deploy",), ("--batch-size", "4")], [("--deploy",)])
+)
 def test_advice_can_be_followed(options: tuple[str, ...], here: Path, capfd: Capture) -> None:
     body = run_json(capfd, "advise", MODEL, *options)
     for i, advice in enumerate([body["choose"], *body["others"]]):
@@ -69,7 +95,9 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda words: shlex.join(words[-2:]))
-def test_what_an_error_proposes_is_right(mistake: tuple[str, ...], here: Path, capfd: Capture) -> None:
+def test_what_an_error_proposes_is_right(
+    mistake: tuple[str, ...], here: Path, capfd: Capture
+) -> None:
     assert main(mistake) == 2
     error = capfd.readouterr().err
     for option in re.findall(r"[`'](--[^`']+)[`']", error):
@@ -83,7 +111,9 @@ def test_what_an_error_proposes_is_right(mistake: tuple[str, ...], here: Path, c
 
 @pytest.mark.parametrize("scheme", ["skipinit", "groupnorm", "affine"])
 def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None:
-    """Its Python loads the network; its commands measure it, go on from there, and bring it back where it says so."""
+    """Its Python loads the network; its commands measure it, go on from there, and bring it back
+    where it says so.
+    """
     run_json(capfd, "convert", MODEL, "--to", scheme, "-o", "out")
     card = Path("out/README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
@@ -92,6 +122,8 @@ def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None
     assert isinstance(scope["model"], torch.nn.Module)
     assert not scope["model"].training
     assert main(["verify", "out"]) == 0
-    assert main(["convert", "out", "--to", "unfold", "-o", "back"]) == (0 if "--to unfold" in card else 2)
+    assert main(["convert", "out", "--to", "unfold", "-o", "back"]) == (
+        0 if "--to unfold" in card else 2
+    )
     if "--to unfold" in card:
         assert run_json(capfd, "verify", "back", "--against", MODEL)["passed"]

@@ -1,4 +1,6 @@
-"""One fault is planted in a trained network: the doctor names it first, and says nothing of networks that are well."""
+"""One fault is planted in a trained network: the doctor names it first, and says nothing of
+networks that are well.
+"""
 
 import copy
 import itertools
@@ -42,7 +44,9 @@ def diagnosed(model: nn.Module, name: str = "", **options: Any) -> Diagnosis:
 
 
 def norms(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [
+        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
 def at(model: nn.Module, place: float) -> Any:
@@ -50,7 +54,9 @@ def at(model: nn.Module, place: float) -> Any:
     return every[int(place * (len(every) - 1))]
 
 
-def fill(name: str, value: float, place: float = 0.5, part: slice = slice(None)) -> Callable[[nn.Module], None]:
+def fill(
+    name: str, value: float, place: float = 0.5, part: slice = slice(None)
+) -> Callable[[nn.Module], None]:
     def plant(model: nn.Module) -> None:
         with torch.no_grad():
             getattr(at(model, place), name)[part] = value
@@ -78,9 +84,15 @@ def reset_one(model: nn.Module) -> None:
 def exchanged(model: nn.Module) -> None:
     """Two inner norms of one width have each other's statistics."""
     every = norms(model)
-    one, two = next((a, b) for a in every[1:] for b in every[3:] if a is not b and len(a.weight) == len(b.weight) > 15)
+    one, two = next(
+        (a, b)
+        for a in every[1:]
+        for b in every[3:]
+        if a is not b and len(a.weight) == len(b.weight) > 15
+    )
     for name in ("running_mean", "running_var"):
-        first, second = getattr(one, name).clone(), getattr(two, name).clone()
+        first = getattr(one, name).clone()
+        second = getattr(two, name).clone()
         getattr(one, name).copy_(second)
         getattr(two, name).copy_(first)
 
@@ -164,7 +176,10 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "NaN in a gamma": (fill("weight", float("nan"), part=slice(0, 1)), "not-finite"),
     "mean and variance exchanged": (mixed_up, "negative-variance"),
     "variances of 0": (fill("running_var", 0.0), "zero-variance"),
-    "half of the variances are 0": (fill("running_var", 0.0, part=slice(0, None, 2)), "zero-variance"),
+    "half of the variances are 0": (
+        fill("running_var", 0.0, part=slice(0, None, 2)),
+        "zero-variance",
+    ),
     "variances far below eps": (fill("running_var", 1e-12), "zero-variance"),
     "gammas of 0": (fill("weight", 0.0), "dead-gammas"),
     "half of the gammas are 0": (fill("weight", 0.0, part=slice(0, None, 2)), "dead-gammas"),
@@ -190,12 +205,15 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 def half_updated(model: nn.Module) -> None:
     norm = at(model, 0.5)
     half = len(norm.running_mean) // 2
-    norm.running_mean[half:], norm.running_var[half:] = 0.0, 1.0
+    norm.running_mean[half:] = 0.0
+    norm.running_var[half:] = 1.0
 
 
 @torch.no_grad()
 def not_loaded(model: nn.Module) -> None:
-    """Three convolutions and their norms as they were made, as `load_state_dict(strict=False)` leaves them."""
+    """Three convolutions and their norms as they were made, as `load_state_dict(strict=False)`
+    leaves them.
+    """
     torch.manual_seed(0)
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     for conv, norm in [*zip(convs, norms(model), strict=True)][9:12]:
@@ -206,8 +224,10 @@ def not_loaded(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("plant", "name"),
     [(half_updated, "never-updated"), (not_loaded, "not-loaded")],
-)  # fmt: skip
-def test_what_was_never_updated_is_told_apart(plant: Callable[[nn.Module], None], name: str) -> None:
+)
+def test_what_was_never_updated_is_told_apart(
+    plant: Callable[[nn.Module], None], name: str
+) -> None:
     model = opened("demo")
     plant(model)
     assert diagnosed(model, "demo").faults[0].name == name
@@ -233,7 +253,9 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     """Their weights come input by input."""
     torch.manual_seed(0)
     up: Any = nn.ConvTranspose2d(16, 16, 2, 2, groups=groups)
-    model: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), up, nn.BatchNorm2d(16))
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), up, nn.BatchNorm2d(16)
+    )
     for _ in range(20):
         model.train()(torch.randn(16, 3, 8, 8))
     up.weight[:, :2] *= 1e-8  # of each group
@@ -253,19 +275,30 @@ def settled(net: Any, side: int = 12, times: int = 60) -> Any:
 
 
 def names(model: nn.Module) -> list[str]:
-    return [fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 12, 12)).faults]
+    return [
+        fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 12, 12)).faults
+    ]
 
 
 def behind_a_relu() -> Any:
-    net: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1))
+    net: Any = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1)
+    )
     nn.init.constant_(net[0].bias[:6], -9.0)
     return settled(net), net[2]
 
 
 def behind_a_dead_norm() -> Any:
     """Six channels never fire, and the depthwise convolution behind them gives its biases alone."""
-    net: Any = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU6(), nn.Conv2d(32, 32, 3, groups=32),
-                             nn.BatchNorm2d(32), nn.ReLU6(), nn.Conv2d(32, 4, 1))  # fmt: skip
+    net: Any = nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.ReLU6(),
+        nn.Conv2d(32, 32, 3, groups=32),
+        nn.BatchNorm2d(32),
+        nn.ReLU6(),
+        nn.Conv2d(32, 4, 1),
+    )
     nn.init.constant_(net[1].weight[:6], 1e-3)
     nn.init.constant_(net[1].bias[:6], -0.5)
     return settled(net), net[4]
@@ -287,10 +320,14 @@ class Twice(nn.Module):
 
     def __init__(self, first: nn.Module, second: nn.Module, channels: int = 8) -> None:
         super().__init__()
-        self.first, self.second, self.norm = first, second, nn.BatchNorm2d(channels)
+        self.first = first
+        self.second = second
+        self.norm = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.first(x)).mean((2, 3)) + self.norm(self.second(x.flip(-1))).mean((2, 3))
+        return self.norm(self.first(x)).mean((2, 3)) + self.norm(self.second(x.flip(-1))).mean(
+            (2, 3)
+        )
 
 
 def test_one_norm_behind_two_layers_is_shared() -> None:
@@ -299,7 +336,9 @@ def test_one_norm_behind_two_layers_is_shared() -> None:
 
 @pytest.fixture(scope="module")
 def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
-    """A network that tells six noisy pictures apart, trained on with frozen statistics a little, and long; pictures."""
+    """A network that tells six noisy pictures apart, trained on with frozen statistics a little,
+    and long; pictures.
+    """
     torch.manual_seed(0)
     kinds = torch.randn(6, 3, 12, 12)
 
@@ -307,8 +346,12 @@ def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
         labels = torch.randint(6, (64,))
         return kinds[labels] * torch.rand(64, 1, 1, 1) * 2 + torch.randn(64, 3, 12, 12), labels
 
-    layers = [(nn.Conv2d(fan, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for fan in (3, 16, 16)]
-    net = nn.Sequential(*[layer for three in layers for layer in three], nn.Flatten(), nn.Linear(16 * 144, 6))
+    layers = [
+        (nn.Conv2d(fan, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for fan in (3, 16, 16)
+    ]
+    net = nn.Sequential(
+        *[layer for three in layers for layer in three], nn.Flatten(), nn.Linear(16 * 144, 6)
+    )
     stages = []
     for frozen, rate, steps in ((False, 1e-3, 300), (True, 3e-3, 60), (True, 1e-2, 300)):
         optimizer = torch.optim.Adam(net.parameters(), rate)
@@ -325,11 +368,18 @@ def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.one_in(2)
 def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
-    frozen_in_training: tuple[list[nn.Module], list[torch.Tensor]], *, with_images: bool, is_long: bool
+    frozen_in_training: tuple[list[nn.Module], list[torch.Tensor]],
+    *,
+    with_images: bool,
+    is_long: bool,
 ) -> None:
-    """Its statistics are not those of its weights: both explanations are named, and nothing else is sure."""
+    """Its statistics are not those of its weights: both explanations are named, and nothing else is
+    sure.
+    """
     stages, images = frozen_in_training
-    diagnosis = normswap.diagnose(stages[is_long], inputs=images[0][:2], images=images if with_images else None)
+    diagnosis = normswap.diagnose(
+        stages[is_long], inputs=images[0][:2], images=images if with_images else None
+    )
     assert diagnosis.faults == ()
     assert "Either the training ended with frozen statistics" in diagnosis.notes[0]
     assert "measure before and after" in diagnosis.notes[0]
@@ -340,11 +390,17 @@ def test_what_was_not_looked_at_without_images_is_said() -> None:
 
 
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
-    """Channels in another order look like statistics that were frozen in training, until answers to images are seen."""
+    """Channels in another order look like statistics that were frozen in training, until answers to
+    images are seen.
+    """
     plant, expected = FAULTS[fault]
     model = opened(name)
     plant(model)
-    images = make_loader(model, "demo", workers=0, samples=96, batch_size=12) if fault == "shuffled channels" else None
+    images = (
+        make_loader(model, "demo", workers=0, samples=96, batch_size=12)
+        if fault == "shuffled channels"
+        else None
+    )
     return diagnosed(model, name, images=images), expected
 
 
@@ -358,14 +414,18 @@ def test_a_planted_fault_is_named_first(fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"another eps everywhere", "another eps in one norm"}))
+@pytest.mark.parametrize(
+    "fault", sorted(FAULTS.keys() - {"another eps everywhere", "another eps in one norm"})
+)
 def test_it_is_named_in_another_network(fault: str) -> None:
     diagnosis, expected = faulty(fault, "resnet18_narrow")
     assert [finding.name for finding in diagnosis.faults][:1] == [expected]
 
 
 class Pyramid(nn.Sequential):
-    """The last of its three convolutions is the head of two levels, with a norm of its own for each."""
+    """The last of its three convolutions is the head of two levels, with a norm of its own for
+    each.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         stem, down, head, stem_norm, fine_norm, coarse_norm = self
@@ -375,7 +435,9 @@ class Pyramid(nn.Sequential):
 
 @torch.no_grad()
 def of_timm(name: str, **options: Any) -> nn.Module:
-    """Weights as they are drawn, gammas and betas as after a training, and the statistics that noise has in it."""
+    """Weights as they are drawn, gammas and betas as after a training, and the statistics that
+    noise has in it.
+    """
     net = timm.create_model(name, num_classes=10, **options)
     for norm in norms(net):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -388,8 +450,12 @@ ALONE: dict[str, Callable[[], nn.Module]] = {
     "dead channels behind a norm": lambda: behind_a_dead_norm()[0],
     "siamese": lambda: settled(Twice(conv := nn.Conv2d(3, 8, 3), conv)),
     "called twice": lambda: settled(Twice(same := nn.Identity(), same, 3)),
-    "pyramid": lambda: settled(Pyramid(*(nn.LazyConv2d(16, 3, s) for s in (1, 2, 1)), *map(nn.BatchNorm2d, 3 * [16]))),
-    "pre-activation": lambda: of_timm("resnetv2_50", layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)),
+    "pyramid": lambda: settled(
+        Pyramid(*(nn.LazyConv2d(16, 3, s) for s in (1, 2, 1)), *map(nn.BatchNorm2d, 3 * [16]))
+    ),
+    "pre-activation": lambda: of_timm(
+        "resnetv2_50", layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)
+    ),
     "inverted residuals": lambda: of_timm("mobilenetv2_050"),
     "squeeze and excitation": lambda: of_timm("mobilenetv3_small_050"),
     "concatenation": lambda: of_timm("densenet121", block_config=(2, 2), growth_rate=8),
@@ -407,7 +473,9 @@ def test_a_healthy_network_has_no_fault(name: str) -> None:
 
 
 def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
-    """Its convolutions have absorbed the norms: what stands in the bias tells nothing of statistics."""
+    """Its convolutions have absorbed the norms: what stands in the bias tells nothing of
+    statistics.
+    """
     folded = normswap.convert(opened("demo"), "folded")
     assert diagnosed(folded.model).faults == ()
     assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
@@ -435,11 +503,15 @@ def test_frozen_norms_are_counted_while_their_statistics_move(*, training: bool)
     thawed(model)
     model.train(training)
     faults = [fault for fault in diagnosed(model).faults if fault.name == "thawed"]
-    assert [f"frozen in 5 of {len(norms(model))}" in fault.evidence for fault in faults] == [True] * training
+    assert [f"frozen in 5 of {len(norms(model))}" in fault.evidence for fault in faults] == [
+        True
+    ] * training
 
 
 def test_what_a_relu_leaves_of_a_normal_distribution_is_foretold() -> None:
-    """Of N(0, 1): the mean is 1 / sqrt(2 pi), the variance 1/2 less its square; and 3 inputs of weight 2 make it 6."""
+    """Of N(0, 1): the mean is 1 / sqrt(2 pi), the variance 1/2 less its square; and 3 inputs of
+    weight 2 make it 6.
+    """
     conv = nn.Conv2d(3, 4, 1)
     nn.init.constant_(conv.weight, 2.0)
     nn.init.constant_(conv.bias, 1.0)

@@ -1,4 +1,6 @@
-"""The doctor reads off images how they are prepared, whether statistics and eps fit them, how the modes agree."""
+"""The doctor reads off images how they are prepared, whether statistics and eps fit them, how the
+modes agree.
+"""
 
 import copy
 import dataclasses
@@ -23,7 +25,8 @@ from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
 from normswap.surgery.recalibration import recalibrate
 
-COUNT, BATCH = 96, 12
+COUNT = 96
+BATCH = 12
 
 
 def trained() -> nn.Module:
@@ -31,7 +34,9 @@ def trained() -> nn.Module:
 
 
 def norms(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [
+        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
 def images(model: nn.Module) -> list[Tensor]:
@@ -44,12 +49,16 @@ def faults(diagnosis: Diagnosis) -> list[str]:
 
 
 def pixels(model: nn.Module, batch: Tensor) -> Tensor:
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
+    )
     return (batch * std + mean).clamp(0, 1)
 
 
 def blue_first(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
+    )
     return [(pixels(model, batch).flip(1) - mean) / std for batch in batches]
 
 
@@ -79,7 +88,9 @@ def other_weights(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 def at_night(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Dark images of little contrast, with grain."""
     noise = torch.Generator().manual_seed(0)
-    return [batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches]
+    return [
+        batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches
+    ]
 
 
 def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
@@ -89,7 +100,10 @@ def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 def divided(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Divided by the deviations, but the means were forgotten."""
-    return [pixels(model, batch) / torch.tensor(data_config(model)["std"]).reshape(-1, 1, 1) for batch in batches]
+    return [
+        pixels(model, batch) / torch.tensor(data_config(model)["std"]).reshape(-1, 1, 1)
+        for batch in batches
+    ]
 
 
 @torch.no_grad()
@@ -141,7 +155,9 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def grey(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Brightness alone, in all three channels."""
-    mean, std = (torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
+    )
     return [(pixels(model, batch).mean(1, keepdim=True) - mean) / std for batch in batches]
 
 
@@ -160,7 +176,9 @@ def roots(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 def sharpened(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """A little: the means stay, and no norm is far off."""
-    smooth = [nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False) for batch in batches]
+    smooth = [
+        nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False) for batch in batches
+    ]
     return [batch + (batch - other) for batch, other in zip(batches, smooth, strict=True)]
 
 
@@ -188,7 +206,8 @@ def test_a_network_of_grey_images_is_well() -> None:
 
 
 def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
-    model, batches = trained(), images(trained())
+    model = trained()
+    batches = images(trained())
     before = copy.deepcopy(model.state_dict())
     assert faults(normswap.diagnose(model, images=batches[:2])) == []
     assert faults(normswap.diagnose(model, images=batches)) == []
@@ -198,14 +217,18 @@ def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
 
 
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
-    """Against sums written out: a first norm sees what its convolution makes of the images, in either mode."""
+    """Against sums written out: a first norm sees what its convolution makes of the images, in
+    either mode.
+    """
     model = trained()
     batches = images(model)
     norms(model)[0].running_mean.add_(norms(model)[0].running_var.sqrt())
     case = _case(model, batches)
     first = drift.measured(case)[0]
     norm = norms(model)[0]
-    values = model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
+    values = (
+        model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
+    )
     shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
     assert first.mean == pytest.approx(float(shift.abs().median()), rel=1e-3)
     assert 0 < first.error < 0.1
@@ -217,7 +240,14 @@ def _case(model: nn.Module, batches: list[Tensor]) -> Any:
     from normswap.diagnosis.image_batches import ImageBatches
     from normswap.surgery.network import Network
 
-    return Case(Network(model), None, sites_of(model, None), "net", "data", ImageBatches.read(model, batches))
+    return Case(
+        Network(model),
+        None,
+        sites_of(model, None),
+        "net",
+        "data",
+        ImageBatches.read(model, batches),
+    )
 
 
 @pytest.mark.slow
@@ -231,7 +261,9 @@ def test_the_command(capfd: Capture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "depthwise", "efficient", "dense", "regnet", "preact", "plain_norm_after"])
+@pytest.mark.parametrize(
+    "name", ["demo", "depthwise", "efficient", "dense", "regnet", "preact", "plain_norm_after"]
+)
 def test_no_healthy_network_has_a_fault(name: str) -> None:
     from normswap.storage.checkpoint import open_model
 
@@ -242,25 +274,37 @@ def test_no_healthy_network_has_a_fault(name: str) -> None:
 def test_chance_is_taken_off_what_a_norm_is_off() -> None:
     site: Any = None
     there = (torch.zeros(1), torch.ones(1))
-    assert not drift.Drift(site, 0.5, 0.1, 0.0, 0.0, there).is_off  # 0.5 - 3 x 0.1 is no more than 0.3
+    assert not drift.Drift(
+        site, 0.5, 0.1, 0.0, 0.0, there
+    ).is_off  # 0.5 - 3 x 0.1 is no more than 0.3
     assert drift.Drift(site, 0.7, 0.1, 0.0, 0.0, there).is_off
     assert not drift.Drift(site, 0.0, 0.0, 0.9, 0.1, there).is_off
     assert drift.Drift(site, 0.0, 0.0, 1.1, 0.1, there).is_off
 
 
 def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
-    """Every other batch is dark: statistics of one half are no more than such images make of it by chance."""
+    """Every other batch is dark: statistics of one half are no more than such images make of it by
+    chance.
+    """
     model = trained()
     case = _case(model, images(model))
     estimate_population(model, [call.images for call in case.images.calls[::2]])
-    sites = [drift.Drift(site, 0.0, 0.0, 0.0, 0.0, (torch.zeros(1), torch.ones(1))) for site in case.sites]
-    dark = [call.map(lambda x: 0.3 * x - 1) if at % 2 else call for at, call in enumerate(case.images.calls)]
+    sites = [
+        drift.Drift(site, 0.0, 0.0, 0.0, 0.0, (torch.zeros(1), torch.ones(1)))
+        for site in case.sites
+    ]
+    dark = [
+        call.map(lambda x: 0.3 * x - 1) if at % 2 else call
+        for at, call in enumerate(case.images.calls)
+    ]
     mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
     assert [*drift._little_by_little(mixed, sites)] == []
 
 
 def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
-    """Every image comes twice, once in either half: chance is nothing, and yet a few per cent are none."""
+    """Every image comes twice, once in either half: chance is nothing, and yet a few per cent are
+    none.
+    """
     model = trained()
     case = _case(model, images(model))
     twice = tuple(call for call in case.images.calls for _ in range(2))
@@ -281,10 +325,14 @@ def test_images_are_the_cause_where_the_first_norm_sees_other_variances_at_the_s
     model = trained()
     case = _case(model, images(model))
     drifts = [_drift(site, 0.0) for site in case.sites]
-    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == ["wrong-statistics"]
+    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [
+        "wrong-statistics"
+    ]
     mean, var = drifts[0].seen
     drifts[0] = dataclasses.replace(drifts[0], seen=(mean, 2 * var))
-    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == ["drifted-domain"]
+    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [
+        "drifted-domain"
+    ]
 
 
 @pytest.mark.parametrize(("share", "name"), [(0.4, "drifted-domain"), (0.6, "zero-betas")])
@@ -306,9 +354,12 @@ def test_one_large_batch_is_told_into_parts() -> None:
     assert [sum(call.count for call in part) for part in seen.parts] == [COUNT // 4] * 4
 
 
-def test_another_normalization_has_to_fit_each_part_of_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_normalization_has_to_fit_each_part_of_the_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = trained()
-    case, asked = _case(model, images(model)), []
+    case = _case(model, images(model))
+    asked = []
 
     def distances(model: nn.Module, images: Tensor) -> list[float]:
         asked.append(images)
@@ -322,6 +373,8 @@ def test_another_normalization_has_to_fit_each_part_of_the_images(monkeypatch: p
 def test_the_error_is_that_of_a_mean_over_parts() -> None:
     parts = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mean, error = drift._typical(parts)
-    assert mean == pytest.approx(statistics.median(abs(statistics.mean(column)) for column in parts.T.tolist()))
+    assert mean == pytest.approx(
+        statistics.median(abs(statistics.mean(column)) for column in parts.T.tolist())
+    )
     errors = [statistics.stdev(column) / 4**0.5 for column in parts.T.tolist()]
     assert error == pytest.approx(statistics.median(errors))

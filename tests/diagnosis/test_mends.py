@@ -12,12 +12,21 @@ import normswap
 __all__ = ["here"]  # a fixture
 
 
-# Faults that stand in a file of weights that can be read: others are in the network, and mended by a line of Python.
+# Faults that stand in a file of weights that can be read: others are in the network, and mended by
+# a line of Python.
 IN_WEIGHTS = (
-    "NaN in a variance", "infinite mean", "mean and variance exchanged", "variances of 0", "variances far below eps",
-    "half of the variances are 0", "statistics never updated", "one norm never updated", "swapped statistics",
-    "stale statistics", "shuffled channels",
-)  # fmt: skip
+    "NaN in a variance",
+    "infinite mean",
+    "mean and variance exchanged",
+    "variances of 0",
+    "variances far below eps",
+    "half of the variances are 0",
+    "statistics never updated",
+    "one norm never updated",
+    "swapped statistics",
+    "stale statistics",
+    "shuffled channels",
+)
 
 
 def test_small_numbers_are_no_fault() -> None:
@@ -39,11 +48,17 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
     plant(model)
     torch.nn.init.ones_(model.get_parameter("fc.bias"))
     torch.save(model.state_dict(), "faulty.pth")
-    images = ("--data", "demo", "--samples", "96", "--workers", "0") if fault == "shuffled channels" else ()
+    images = (
+        ("--data", "demo", "--samples", "96", "--workers", "0")
+        if fault == "shuffled channels"
+        else ()
+    )
     ill = run_json(capfd, "doctor", MODEL, "--weights", "faulty.pth", *images, code=1)
     finding = next(each for each in ill["findings"] if each["name"] == name)
     (words,) = named_commands(finding["mend"])
     run_json(capfd, *words, *QUICK[words[0]], "-o", "mended")
     mended = normswap.load("mended")
     assert normswap.diagnose(mended).faults == ()
-    assert bool((mended.get_parameter("fc.bias") == 1).all()), "another network than the one with the fault"
+    assert bool((mended.get_parameter("fc.bias") == 1).all()), (
+        "another network than the one with the fault"
+    )

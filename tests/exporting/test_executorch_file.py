@@ -1,4 +1,6 @@
-"""ExecuTorch: a folded network runs in XNNPACK, in a process without normswap; what it cannot hold is said."""
+"""ExecuTorch: a folded network runs in XNNPACK, in a process without normswap; what it cannot hold
+is said.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,9 @@ pytest.importorskip("executorch")
 IMAGES = torch.zeros(2, 3, 8, 8)
 
 
-@pytest.mark.parametrize(("name", "rest"), [("resnet10t", {"avg_pool2d"}), ("mobilenetv2_035", set())])
+@pytest.mark.parametrize(
+    ("name", "rest"), [("resnet10t", {"avg_pool2d"}), ("mobilenetv2_035", set())]
+)
 def test_a_network_alone(name: str, rest: set[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 64, 64)
@@ -39,7 +43,9 @@ def test_norms_after_activations(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 3, 16, 16)
     convs = [nn.Sequential(nn.Conv2d(c, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)) for c in (3, 8)]
-    model = lived_in(nn.Sequential(*convs, nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), x).float()
+    model = lived_in(
+        nn.Sequential(*convs, nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), x
+    ).float()
     done = normswap.export(model, tmp_path / "net.pte", input_size=(3, 16, 16))
     assert done.nodes == {"XnnpackBackend": 1}
     assert distance(run(model, x), run_alone(done.file, "executorch", x)) <= 1e-5
@@ -58,7 +64,9 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
     program += "from pathlib import Path; file = Path(sys.argv[1]) / 'net.pte'\n"
     program += "normswap.export(torch.nn.Conv2d(3, 4, 3).eval(), file, input_size=(3, 8, 8))\n"
     program += "executorch_file.nodes(file)"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("", "")
 
 
@@ -68,7 +76,10 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
         ({"dynamic_batch": True}, "one image at a time"),
         ({"dtype": "bf16"}, "Its files are fp32 or int8"),
         ({"dtype": "fp16"}, "Its files are fp32 or int8"),
-        ({"dtype": "int8", "calibrate": IMAGES, "images": IMAGES, "weight_bits": 7}, "executorch has them of 8"),
+        (
+            {"dtype": "int8", "calibrate": IMAGES, "images": IMAGES, "weight_bits": 7},
+            "executorch has them of 8",
+        ),
     ],
     ids=["any number", "bf16", "fp16", "7 bits"],
 )
@@ -81,14 +92,16 @@ def test_what_it_cannot_hold_is_said(options: dict[str, Any], reason: str, tmp_p
 
 @pytest.mark.slow
 def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
-    demo, file = checkpoint.open_model("demo"), tmp_path / "demo.pte"
+    demo = checkpoint.open_model("demo")
+    file = tmp_path / "demo.pte"
     images = make_loader(demo, "demo", samples=100, workers=0)
     calibrate = make_loader(demo, "demo", samples=64, seed=1, workers=0)
     done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
     assert done.nodes["XnnpackBackend"] == 1
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
     x = torch.cat([batch[0] for batch in images])
-    found, wanted = run_alone(file, "executorch", x), run(demo, x)
+    found = run_alone(file, "executorch", x)
+    wanted = run(demo, x)
     assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
     assert 1e-3 < distance(wanted, found) < 0.1
     exported = ExportedFile.find(str(file))

@@ -1,6 +1,8 @@
-"""Every option of `export` beside every other: the file answers as float64 says it should, or a line says why not.
+"""Every option of `export` beside every other: the file answers as float64 says it should, or a
+line says why not.
 
-The reference is the network that the command was given, in float64, on images that are prepared here.
+The reference is the network that the command was given, in float64, on images that are prepared
+here.
 """
 
 import itertools
@@ -37,7 +39,16 @@ class Option(NamedTuple):
         return " ".join(self.words).lstrip("-").replace(" ", "=")
 
 
-INT8 = ("--precision", "int8", "--calibrate", "demo", "--calibrate-samples", "16", "--samples", "100")
+INT8 = (
+    "--precision",
+    "int8",
+    "--calibrate",
+    "demo",
+    "--calibrate-samples",
+    "16",
+    "--samples",
+    "100",
+)
 OPTIONS = (
     *(Option(("--format", name)) for name in ("onnx", "openvino", "pt2")),
     Option(("--precision", "fp16")),
@@ -64,9 +75,19 @@ OPTIONS = (
     Option(("--interpolation", "bilinear")),
 )
 # what every pair has, and what other tests are for
-APART = {"--output", "--json", "--calibrate", "--samples", "--arch-arg", "--trust-factory", "--input"}
+APART = {
+    "--output",
+    "--json",
+    "--calibrate",
+    "--samples",
+    "--arch-arg",
+    "--trust-factory",
+    "--input",
+}
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
-PAIRS = [(one, two) for one, two in itertools.combinations(OPTIONS, 2) if one.words[0] != two.words[0]]
+PAIRS = [
+    (one, two) for one, two in itertools.combinations(OPTIONS, 2) if one.words[0] != two.words[0]
+]
 ALLOWED = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 4e-2, "int8": 0.6}  # relative L2 of the answers
 
 
@@ -74,17 +95,25 @@ def test_every_option_is_among_them() -> None:
     assert {one.words[0] for one in OPTIONS} == options_of("export") - APART
 
 
-SLOW, QUICK = ([pair for pair in PAIRS if any(one.int8 for one in pair) is slow] for slow in (True, False))
+SLOW, QUICK = (
+    [pair for pair in PAIRS if any(one.int8 for one in pair) is slow] for slow in (True, False)
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", sampled(SLOW, 96) + sampled(QUICK, 29), ids=lambda pair: f"{pair[0]} {pair[1]}")
-def test_two_options_of_export(pair: tuple[Option, Option], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "pair", sampled(SLOW, 96) + sampled(QUICK, 29), ids=lambda pair: f"{pair[0]} {pair[1]}"
+)
+def test_two_options_of_export(
+    pair: tuple[Option, Option], here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [word for one in pair for word in one.words]
     if any(one.int8 for one in pair) and "--precision" not in words:
         words += INT8
     quantized = "int8" in words
-    form = next((one.words[1] for one in pair if one.words[0] == "--format"), "onnx" if quantized else "pt2")
+    form = next(
+        (one.words[1] for one in pair if one.words[0] == "--format"), "onnx" if quantized else "pt2"
+    )
     if "--format" not in words:
         words += ["--format", form]
     file = here / f"out.{ENDINGS[form]}"
@@ -95,11 +124,15 @@ def test_two_options_of_export(pair: tuple[Option, Option], here: Path, capfd: p
     assert (told["format"], told["dtype"]) == (form, precision)
     assert told["dynamic_batch"] == ("--dynamic-batch" in words)
     assert told["noise_only"] == ("--data" not in words and not quantized)
-    side, channels = 48 if "3,48,48" in words else 64, 1 if "--in-chans" in words else 3
-    count, seed = 3 if "--dynamic-batch" in words else 1, torch.Generator().manual_seed(1)
+    side = 48 if "3,48,48" in words else 64
+    channels = 1 if "--in-chans" in words else 3
+    count = 3 if "--dynamic-batch" in words else 1
+    seed = torch.Generator().manual_seed(1)
     pixels = torch.rand(count, channels, side, side, generator=seed)
     config = json.loads((shipped.FOLDER / "config.json").read_text())["pretrained_cfg"]
-    mean = torch.tensor([0.4] * 3 if "--image-mean" in words else config["mean"]).reshape(1, -1, 1, 1)
+    mean = torch.tensor([0.4] * 3 if "--image-mean" in words else config["mean"]).reshape(
+        1, -1, 1, 1
+    )
     std = torch.tensor([0.2] * 3 if "--image-std" in words else config["std"]).reshape(1, -1, 1, 1)
     images = (pixels - mean[:, :channels]) / std[:, :channels]
     got = formats.choose(file, None).open(file)(pixels if "--normalize" in words else images)
@@ -107,7 +140,12 @@ def test_two_options_of_export(pair: tuple[Option, Option], here: Path, capfd: p
     assert got.isfinite().all()
     if any(one.changes for one in pair):
         return
-    wanted = timm.create_model(f"local-dir:{MODEL}", pretrained=True).double().eval()(images.double()).detach()
+    wanted = (
+        timm.create_model(f"local-dir:{MODEL}", pretrained=True)
+        .double()
+        .eval()(images.double())
+        .detach()
+    )
     if "--softmax" in words:
         wanted = wanted.softmax(-1)
     assert (got.double() - wanted).norm() < ALLOWED[precision] * wanted.norm()

@@ -1,4 +1,6 @@
-"""An exported file is a MODEL: it answers as the checkpoint does, on images that its sidecar says how to prepare."""
+"""An exported file is a MODEL: it answers as the checkpoint does, on images that its sidecar says
+how to prepare.
+"""
 
 import copy
 import functools
@@ -31,12 +33,16 @@ from normswap.storage import checkpoint
 from normswap.surgery.network import Network
 
 FILES = {
-    "onnx": ("a.onnx", {}), "openvino": ("a.xml", {}),
+    "onnx": ("a.onnx", {}),
+    "openvino": ("a.xml", {}),
     "pt2": ("a.pt2", {}),
-    "ncnn": ("a.param", {}), "executorch": ("a.pte", {}), "litert": ("a.tflite", {}),
+    "ncnn": ("a.param", {}),
+    "executorch": ("a.pte", {}),
+    "litert": ("a.tflite", {}),
     "pixels": ("a.pt2", {"normalize": True, "softmax": True}),
-    "any number": ("a.onnx", {"dynamic_batch": True}), "bf16": ("a.onnx", {"dtype": "bf16"}),
-}  # fmt: skip
+    "any number": ("a.onnx", {"dynamic_batch": True}),
+    "bf16": ("a.onnx", {"dtype": "bf16"}),
+}
 IMAGES = 60
 
 
@@ -58,18 +64,33 @@ def opened(file: Path) -> nn.Module:
 @pytest.mark.parametrize("name", quick(FILES, ("onnx", "pixels")))
 def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
     ending, options = FILES[name]
-    file, settings = tmp_path / ending, dict[str, Any](options)
-    skip_without(next(name for name in formats.names() if formats._FORMATS[name].ending == file.suffix))
+    file = tmp_path / ending
+    settings = dict[str, Any](options)
+    skip_without(
+        next(name for name in formats.names() if formats._FORMATS[name].ending == file.suffix)
+    )
     done = normswap.export(demo(), file, **settings)
     network = opened(file)
     result = evaluate(network, make_loader(network, "demo", samples=IMAGES, workers=0))
-    assert (result.top1, result.top5, result.count) == (of_checkpoint().top1, of_checkpoint().top5, IMAGES)
-    assert result.loss == pytest.approx(of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4)
+    assert (result.top1, result.top5, result.count) == (
+        of_checkpoint().top1,
+        of_checkpoint().top5,
+        IMAGES,
+    )
+    assert result.loss == pytest.approx(
+        of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4
+    )
     exported = ExportedFile.find(str(file))
     assert exported is not None
-    assert (exported.form.name, exported.metadata["source"], exported.precision) == (done.format, "demo", done.dtype)
+    assert (exported.form.name, exported.metadata["source"], exported.precision) == (
+        done.format,
+        "demo",
+        done.dtype,
+    )
     assert exported.described()["nodes"] == done.nodes
-    figures = exported_file.verify(exported, demo(), make_loader(demo(), "demo", samples=8, workers=0))
+    figures = exported_file.verify(
+        exported, demo(), make_loader(demo(), "demo", samples=8, workers=0)
+    )
     assert (figures.passed, figures.agreement, figures.count) == (True, 1, 8)
     other = nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert not exported_file.verify(exported, other).passed
@@ -85,7 +106,11 @@ def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> No
     file = tmp_path / f"a.{ending}"
     images = make_loader(demo(), "demo", samples=200, workers=0)
     done = normswap.export(
-        demo(), file, dtype="int8", images=images, calibrate=make_loader(demo(), "demo", samples=64, seed=1, workers=0)
+        demo(),
+        file,
+        dtype="int8",
+        images=images,
+        calibrate=make_loader(demo(), "demo", samples=64, seed=1, workers=0),
     )
     network = opened(file)
     again = evaluate(network, make_loader(network, "demo", samples=200, workers=0))
@@ -96,17 +121,30 @@ def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "dtype", "fault"), [
-    ("onnx", "fp32", "weight"), ("onnx", "fp32", "bias"), ("onnx", "int8", "weight"), ("xml", "fp32", "weight"),
-    ("param", "fp32", "weight"), ("param", "fp32", "bias"), ("tflite", "fp32", "weight"), ("tflite", "int8", "weight"),
-    ("pte", "fp32", "weight"), ("pte", "fp32", "bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ending", "dtype", "fault"),
+    [
+        ("onnx", "fp32", "weight"),
+        ("onnx", "fp32", "bias"),
+        ("onnx", "int8", "weight"),
+        ("xml", "fp32", "weight"),
+        ("param", "fp32", "weight"),
+        ("param", "fp32", "bias"),
+        ("tflite", "fp32", "weight"),
+        ("tflite", "int8", "weight"),
+        ("pte", "fp32", "weight"),
+        ("pte", "fp32", "bias"),
+    ],
+)
 def test_verify_names_the_layer_of_a_file_that_is_off(
     ending: str, dtype: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, layer = tmp_path / f"a.{ending}", "layer2.1.conv1"
+    file = tmp_path / f"a.{ending}"
+    layer = "layer2.1.conv1"
     skip_without(formats._name_of(file, None))
-    images, others = (make_loader(demo(), "demo", samples=32, seed=seed, workers=0) for seed in (0, 1))
+    images, others = (
+        make_loader(demo(), "demo", samples=32, seed=seed, workers=0) for seed in (0, 1)
+    )
     data: dict[str, Any] = {"images": images, "calibrate": others} if dtype == "int8" else {}
     assert normswap.export(demo(), file, dtype=dtype, **data).figures.apart is None
     before = exporter.fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach()
@@ -116,13 +154,30 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
         before = before.permute(0, 2, 3, 1).contiguous()
     after = before * (0 if fault == "bias" else 1.5)
     stored = file.with_suffix(".bin") if ending in ("xml", "param") else file
-    content, (old, new) = stored.read_bytes(), (tensor.numpy().tobytes() for tensor in (before, after))
+    content = stored.read_bytes()
+    (old, new) = (tensor.numpy().tobytes() for tensor in (before, after))
     assert content.count(old) == 1
     stored.write_bytes(content.replace(old, new))
-    command = ["verify", str(file), "--against", "demo", "--data", "demo", "--samples", "32", "--workers", "0"]
+    command = [
+        "verify",
+        str(file),
+        "--against",
+        "demo",
+        "--data",
+        "demo",
+        "--samples",
+        "32",
+        "--workers",
+        "0",
+    ]
     assert main(command) == int(dtype == "fp32")
-    # Where ncnn and LiteRT fuse it with its ReLU, the numbers are those behind that. ExecuTorch's runtime gives none.
-    named = f"{layer}.{fault} is nowhere in the file" if ending == "pte" else f"first at {layer} (Conv2d): relative L2 "
+    # Where ncnn and LiteRT fuse it with its ReLU, the numbers are those behind that. ExecuTorch's
+    # runtime gives none.
+    named = (
+        f"{layer}.{fault} is nowhere in the file"
+        if ending == "pte"
+        else f"first at {layer} (Conv2d): relative L2 "
+    )
     assert f", {named}" in capsys.readouterr().out
 
 
@@ -155,7 +210,11 @@ def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[s
     normswap.export(demo(), file)
     formats.sidecar_of(file).unlink()  # the same stands inside
     shown = as_documented(printed("inspect", str(file), "--json"), "inspect")
-    assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["conv2d.default"]) == ("pt2", "demo", 22)
+    assert (shown["format"], shown["metadata"]["source"], shown["nodes"]["conv2d.default"]) == (
+        "pt2",
+        "demo",
+        22,
+    )
     assert shown["sidecar"]["input"]["size"] == [3, 64, 64]
     assert "name images, dtype float32" in printed("inspect", str(file))
     images = ("--data", "demo", "--samples", str(IMAGES), "--workers", "0")
@@ -174,7 +233,9 @@ def test_a_file_of_somebody_else_is_looked_at_but_not_run(tmp_path: Path) -> Non
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.described()["nodes"] == {"conv2d.default": 1}
-    with pytest.raises(SourceError, match=r"theirs.pt2 does not say how images are prepared for it"):
+    with pytest.raises(
+        SourceError, match=r"theirs.pt2 does not say how images are prepared for it"
+    ):
         exported.network()
 
 
@@ -195,15 +256,21 @@ def test_a_file_that_takes_more_than_images_is_not_fed_any(tmp_path: Path) -> No
     assert exported_file.verify(exported, Pair()).passed
 
 
-def test_a_missing_runtime_and_a_damaged_file_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_runtime_and_a_damaged_file_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.pt2"
     file.write_bytes(b"nothing")
     with pytest.raises(SourceError, match=r"a.pt2 is no readable pt2 file"):
         ExportedFile.find(str(file))
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name)
+    )
     (tmp_path / "a.xml").write_bytes(b"")
-    with pytest.raises(OptionError, match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'"):
+    with pytest.raises(
+        OptionError, match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'"
+    ):
         ExportedFile.find(str(tmp_path / "a.xml"))
 
 
@@ -222,17 +289,28 @@ def maps():
 """
 
 
-@pytest.mark.parametrize(("name", "command"), [("classifier", "evaluate"), ("encoder", "verify"), ("maps", "verify")])
+@pytest.mark.parametrize(
+    ("name", "command"), [("classifier", "evaluate"), ("encoder", "verify"), ("maps", "verify")]
+)
 def test_the_next_step_that_is_named_can_be_done(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Features, maps of them too, have no accuracy, and the largest is no answer; `verify` compares them."""
+    """Features, maps of them too, have no accuracy, and the largest is no answer; `verify` compares
+    them.
+    """
     (tmp_path / "backbones.py").write_text(NETWORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "backbones", raising=False)
     monkeypatch.chdir(tmp_path)
     some = ["--data", "demo", "--samples", "4"]
-    assert main(["export", f"backbones:{name}", "-o", "net.pt2", "--input-size", "3,32,32", *some]) == 0
+    assert (
+        main(["export", f"backbones:{name}", "-o", "net.pt2", "--input-size", "3,32,32", *some])
+        == 0
+    )
     *said, last = capsys.readouterr().out.splitlines()
     assert any("same answer" in each for each in said) is (name == "classifier")
     assert last.startswith(f"next: normswap {command} net.pt2 ")
@@ -246,7 +324,9 @@ ANSWERS: dict[str, Callable[[Tensor], Any]] = {
     "mask": lambda y: y[:, 0] > 0,
     "places": lambda y: y.flatten(2).topk(2).indices,
     "a dict": lambda y: {"labels": y.argmax(1), "scores": y.softmax(1)},
-    "boxes": lambda y: [{"boxes": maps.flatten(1)[:, :4], "scores": maps.mean((1, 2))} for maps in y],
+    "boxes": lambda y: [
+        {"boxes": maps.flatten(1)[:, :4], "scores": maps.mean((1, 2))} for maps in y
+    ],
 }
 
 

@@ -1,6 +1,8 @@
-"""Exports of timm's deep networks (`lived.calm`), each file in a process of its own; up to two minutes each.
+"""Exports of timm's deep networks (`lived.calm`), each file in a process of its own; up to two
+minutes each.
 
-Node counts beside a plain export, and the figures: tests/lab/benchmarks/export.py writes them as tables.
+Node counts beside a plain export, and the figures: tests/lab/benchmarks/export.py writes them as
+tables.
 """
 
 from pathlib import Path
@@ -28,7 +30,9 @@ def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
     source = calm(timm.create_model(name), x).float()
     x = x[:4]
     expected = run(source, x)
-    assert distance(expected.mean(0).expand_as(expected), expected) > 0.1  # the input moves the output
+    assert (
+        distance(expected.mean(0).expand_as(expected), expected) > 0.1
+    )  # the input moves the output
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(source, file, input_size=SIZE)
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]

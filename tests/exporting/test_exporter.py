@@ -1,6 +1,8 @@
-"""Exported files: they compute what the source computes, alone, without a norm; and a wrong one never gets its name.
+"""Exported files: they compute what the source computes, alone, without a norm; and a wrong one
+never gets its name.
 
-The oracle is the unfused source in PyTorch, and a process that has nothing but the file's own runtime (`alone`).
+The oracle is the unfused source in PyTorch, and a process that has nothing but the file's own
+runtime (`alone`).
 """
 
 from __future__ import annotations
@@ -73,18 +75,29 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(model, file, input_size=(3, 64, 64), format=form)
     assert done.file == file
-    assert (done.format, done.dtype, done.figures.count, done.bytes) == (form, "fp32", 16, on_disk(file))
+    assert (done.format, done.dtype, done.figures.count, done.bytes) == (
+        form,
+        "fp32",
+        16,
+        on_disk(file),
+    )
     assert done.figures.relative_l2 <= 1e-5
     assert done.figures.agreement == 1
     assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
     assert sum("conv" in kind.lower() for kind in done.nodes)
     parts = {"openvino": ["net.bin"]}.get(form, [])
     assert [each.name for each in done.parts] == parts
-    assert {p.name for p in tmp_path.iterdir()} == {*parts, file.name, f"{file.name}.preprocess.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *parts,
+        file.name,
+        f"{file.name}.preprocess.json",
+    }
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     check(model, file, x)
     if form in ("onnx", "pt2"):  # made for one image
-        with pytest.raises(Exception, match=r"Guard failed: images.size|INVALID_ARGUMENT"):  # each runtime has its own
+        with pytest.raises(
+            Exception, match=r"Guard failed: images.size|INVALID_ARGUMENT"
+        ):  # each runtime has its own
             formats.get(form).open(file)(x[:2])
 
 
@@ -94,10 +107,14 @@ def plain_nodes() -> dict[str, int]:
         return normswap.export(network()[0], Path(folder) / "b.pt2", input_size=(3, 64, 64)).nodes
 
 
-@pytest.mark.parametrize("scheme", sampled(["nf", "tune", "weightnorm", "groupnorm", "fixup", "skipinit"], every=3))
+@pytest.mark.parametrize(
+    "scheme", sampled(["nf", "tune", "weightnorm", "groupnorm", "fixup", "skipinit"], every=3)
+)
 def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
     model, _ = network()
-    options: dict[str, Any] = {"nf": {"mean": "keep"}, "groupnorm": {"relative_eps": 0}}.get(scheme, {})
+    options: dict[str, Any] = {"nf": {"mean": "keep"}, "groupnorm": {"relative_eps": 0}}.get(
+        scheme, {}
+    )
     converted = normswap.convert(model, scheme, input_size=(3, 64, 64), **options)
     done = normswap.export(converted, tmp_path / "a.pt2", input_size=(3, 64, 64))
     plain = plain_nodes()
@@ -110,12 +127,19 @@ def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
 def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
     model, _ = network()
     folded = normswap.convert(model, "folded", input_size=(3, 64, 64)).model
-    assert normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2 <= 1e-6
+    assert (
+        normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2
+        <= 1e-6
+    )
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-    assert normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
+    assert (
+        normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
+    )
     notes = normswap.export(other.half(), tmp_path / "c.pt2", input_size=(3, 8, 8)).notes
     assert notes[0] == "the network is in float16, and the file computes in fp32"
-    assert "float16" not in str(normswap.export(other, tmp_path / "d.onnx", input_size=(3, 8, 8), dtype="fp16").notes)
+    assert "float16" not in str(
+        normswap.export(other, tmp_path / "d.onnx", input_size=(3, 8, 8), dtype="fp16").notes
+    )
 
 
 def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
@@ -131,14 +155,18 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     told = {entry.key: entry.value for entry in proto.metadata_props}
     record = json.loads(told["preprocess"])
     beside = json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
-    assert beside.pop("checked")["inputs"] == "given images"  # the file is whole before it is checked
+    assert (
+        beside.pop("checked")["inputs"] == "given images"
+    )  # the file is whole before it is checked
     assert record == beside
     assert json.loads(told["labels"])[3] == "cat"
     assert len(told["sha256"]) == 64
     assert {"torch", "timm", "normswap"} == set(json.loads(told["versions"]))
     assert [put.name for put in (*proto.graph.input, *proto.graph.output)] == ["images", "logits"]
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    assert b".py" not in file.read_bytes()  # torch notes on each node where in the user's files it comes from
+    assert (
+        b".py" not in file.read_bytes()
+    )  # torch notes on each node where in the user's files it comes from
     assert record["input"]["batch"] is None
     assert distance(run(model, images), formats.get("onnx").open(file)(images)) <= 1e-5
 
@@ -172,7 +200,9 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
 
 
 def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
-    """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's own transform."""
+    """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's
+    own transform.
+    """
     import io
     import tarfile
 
@@ -191,24 +221,39 @@ def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
         place = tmp_path / f"{normalize}.pt2"
         done = normswap.export(model, place, normalize=normalize)
         told = json.loads(done.sidecar.read_text())
-        short, (_, height, width) = min(told["resize"]["to"]), told["input"]["size"]
+        short = min(told["resize"]["to"])
+        (_, height, width) = told["input"]["size"]
         scale = short / min(image.size)
         way = Image.Resampling[told["resize"]["interpolation"].upper()]
         small = image.resize((int(image.size[0] * scale), int(image.size[1] * scale)), way)
-        left, top = round((small.size[0] - width) / 2), round((small.size[1] - height) / 2)
-        pixels = np.asarray(small.crop((left, top, left + width, top + height)), np.float32).transpose(2, 0, 1) / 255
+        left = round((small.size[0] - width) / 2)
+        top = round((small.size[1] - height) / 2)
+        pixels = (
+            np.asarray(small.crop((left, top, left + width, top + height)), np.float32).transpose(
+                2, 0, 1
+            )
+            / 255
+        )
         assert (told["normalize"] is None) is normalize
         if told["normalize"]:
-            mean, std = (np.float32(told["normalize"][key]).reshape(3, 1, 1) for key in ("mean", "std"))
+            mean, std = (
+                np.float32(told["normalize"][key]).reshape(3, 1, 1) for key in ("mean", "std")
+            )
             pixels = (pixels - mean) / std
         runs = formats.get("pt2").open(place)
         assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.slow) if form == "openvino" else form for form in FORMATS]
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.slow) if form == "openvino" else form
+        for form in FORMATS
+    ],
 )  # OpenVINO's is made from ONNX's
-def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_one_wrong_tensor_gets_no_name(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One tensor is changed after the network was folded and verified, before it is written."""
     model, _ = network()
     module = formats.get(form).functions
@@ -221,7 +266,9 @@ def test_a_file_with_one_wrong_tensor_gets_no_name(form: str, tmp_path: Path, mo
 
     monkeypatch.setattr(module, "write", corrupt)
     with pytest.raises(VerificationError, match="computes something else"):
-        normswap.export(model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64), format=form)
+        normswap.export(
+            model, tmp_path / f"net.{ENDINGS[form]}", input_size=(3, 64, 64), format=form
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +279,9 @@ def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(OutputError, match="exists"):
         normswap.export(model, file, input_size=(3, 64, 64))
-    monkeypatch.setattr(formats.get("pt2").functions, "open", lambda file: lambda x: torch.zeros(len(x), 10))
+    monkeypatch.setattr(
+        formats.get("pt2").functions, "open", lambda file: lambda x: torch.zeros(len(x), 10)
+    )
     with pytest.raises(VerificationError, match=r"relative L2 error 1.0e\+00, allowed 1.0e-05"):
         normswap.export(model, file, input_size=(3, 64, 64), force=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -261,29 +310,89 @@ def _v1() -> nn.Module:
 
 
 BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError], str]] = [
-    ("net.onnx", Sorted, {"input_size": (3, 8, 8)}, RefusedError, "ONNX cannot express the network: .*eigh"),
-    ("net.pt2", Branching, {"input_size": (3, 8, 8)}, RefusedError, "torch.export cannot express the network: .+"),
-    ("net.pt2", _v1, {"input_size": (1, 64, 64)}, OptionError, "does not run on an input of size 1,64,64: .*channels"),
+    (
+        "net.onnx",
+        Sorted,
+        {"input_size": (3, 8, 8)},
+        RefusedError,
+        "ONNX cannot express the network: .*eigh",
+    ),
+    (
+        "net.pt2",
+        Branching,
+        {"input_size": (3, 8, 8)},
+        RefusedError,
+        "torch.export cannot express the network: .+",
+    ),
+    (
+        "net.pt2",
+        _v1,
+        {"input_size": (1, 64, 64)},
+        OptionError,
+        "does not run on an input of size 1,64,64: .*channels",
+    ),
     ("net.pt2", _v1, {"input_size": (64, 64)}, OptionError, "input size 64,64: it is C,H,W"),
-    ("net.foo", _v1, {}, OptionError, r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)"),
+    (
+        "net.foo",
+        _v1,
+        {},
+        OptionError,
+        r"the ending '.foo' .* says no format. Known: .onnx \(onnx\)",
+    ),
     ("net", _v1, {}, OptionError, "says no format"),
     ("net.pt2", _v1, {"format": "onnx"}, OptionError, "ends as pt2 files do, not as onnx ones"),
-    ("net.pt2", _v1, {"format": "tflite"}, OptionError, "unknown format 'tflite': there are onnx, openvino"),
+    (
+        "net.pt2",
+        _v1,
+        {"format": "tflite"},
+        OptionError,
+        "unknown format 'tflite': there are onnx, openvino",
+    ),
     ("net.pt2", _v1, {"dtype": "int4"}, OptionError, "unknown dtype 'int4'"),
-    ("net.xml", _v1, {"dtype": "bf16"}, OptionError, "openvino is not written in bf16: there are onnx, pt2"),
+    (
+        "net.xml",
+        _v1,
+        {"dtype": "bf16"},
+        OptionError,
+        "openvino is not written in bf16: there are onnx, pt2",
+    ),
     ("no/net.pt2", _v1, {}, OutputError, "there is no directory"),
-    ("net.pt2", lambda: timm.create_model("resnet18", features_only=True, channels=[8, 8, 8, 8]).eval(),
-     {"input_size": (3, 64, 64), "softmax": True}, OptionError, "does not give one tensor.* Without int8, norm"),
-    ("net.pt2", lambda: timm.create_model("resnet18", num_classes=0, channels=[8, 8, 8, 8]).eval(),
-     {"softmax": True}, OptionError, "no classifier"),
+    (
+        "net.pt2",
+        lambda: timm.create_model("resnet18", features_only=True, channels=[8, 8, 8, 8]).eval(),
+        {"input_size": (3, 64, 64), "softmax": True},
+        OptionError,
+        "does not give one tensor.* Without int8, norm",
+    ),
+    (
+        "net.pt2",
+        lambda: timm.create_model("resnet18", num_classes=0, channels=[8, 8, 8, 8]).eval(),
+        {"softmax": True},
+        OptionError,
+        "no classifier",
+    ),
     ("net.pt2", _v1, {"input_size": (3, 64, 64), "images": []}, OptionError, "no images"),
-    ("net.pt2", _v1, {"input_size": (3, 64, 64), "images": [torch.zeros(0, 3, 64, 64)]}, OptionError, "no images"),
-    ("net.pt2", _v1, {"input_size": (3, 64, 64), "images": torch.randn(2, 3, 4)}, OptionError, "does not run on"),
-]  # fmt: skip
+    (
+        "net.pt2",
+        _v1,
+        {"input_size": (3, 64, 64), "images": [torch.zeros(0, 3, 64, 64)]},
+        OptionError,
+        "no images",
+    ),
+    (
+        "net.pt2",
+        _v1,
+        {"input_size": (3, 64, 64), "images": torch.randn(2, 3, 4)},
+        OptionError,
+        "does not run on",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "options", "kind", "match"), BAD, ids=[f"{c[0]}-{i}" for i, c in enumerate(BAD)]
+    ("name", "make", "options", "kind", "match"),
+    BAD,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(BAD)],
 )
 def test_bad_input_is_said_in_a_line_and_leaves_nothing(
     name: str,
@@ -301,7 +410,9 @@ def test_bad_input_is_said_in_a_line_and_leaves_nothing(
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(OptionError, match=r"onnx needs the package onnxruntime.*pip install -e '\.\[export\]'"):
+    with pytest.raises(
+        OptionError, match=r"onnx needs the package onnxruntime.*pip install -e '\.\[export\]'"
+    ):
         normswap.export(_v1(), tmp_path / "net.onnx")
 
 
@@ -318,9 +429,16 @@ def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_p
     """OpenVINO and ncnn both put weights into FILE.bin."""
     for name in ("net.param", "net.bin"):
         (tmp_path / name).write_text("ncnn's")
-    with pytest.raises(OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"):
-        normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"net.param": "ncnn's", "net.bin": "ncnn's"}
+    with pytest.raises(
+        OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"
+    ):
+        normswap.export(
+            nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force
+        )
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "net.param": "ncnn's",
+        "net.bin": "ncnn's",
+    }
 
 
 def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
@@ -331,7 +449,9 @@ def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [None, "demo"])
-def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_on_noise_only_is_said(
+    data: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from normswap.cli.app import main
 
     file = tmp_path / "net.pt2"
@@ -349,20 +469,39 @@ def test_a_check_on_noise_only_is_said(data: str | None, tmp_path: Path, capsys:
 
 
 FILES = {
-    "onnx": "net.onnx", "openvino": "net.xml", "pt2": "net.pt2",
-    "ncnn": "net.param", "executorch": "net.pte", "litert": "net.tflite", "coreml": "net.mlpackage",
-}  # fmt: skip
+    "onnx": "net.onnx",
+    "openvino": "net.xml",
+    "pt2": "net.pt2",
+    "ncnn": "net.param",
+    "executorch": "net.pte",
+    "litert": "net.tflite",
+    "coreml": "net.mlpackage",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FILES)
 def test_a_full_disk_is_said_in_a_line(form: str, tmp_path: Path) -> None:
-    """A file may not grow large; torch's own writers end the process then, so that it takes one of its own to see."""
+    """A file may not grow large; torch's own writers end the process then, so that it takes one of
+    its own to see.
+    """
     skip_without(form)
     file = FILES[form]
     program = "import resource, sys; from normswap.cli.app import main\n"
-    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "export", str(shipped.FOLDER), "-o", file, "--format", form]
+    program += (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "export",
+        str(shipped.FOLDER),
+        "-o",
+        file,
+        "--format",
+        form,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert f"cannot write {file}: " in done.stderr

@@ -31,7 +31,13 @@ TAR = str(DATA / "images.tar")
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU6()]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.ReLU6(),
+    ]
     head = [nn.Conv2d(8, 6, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)]
     return nn.Sequential(*layers, *head).eval()
 
@@ -46,14 +52,20 @@ def made(file: Path, **options: Any) -> Any:
 
 
 def test_a_small_network_in_onnx(tmp_path: Path) -> None:
-    """The file, run by ONNX Runtime alone, against the network in float64; its weights are integers of 7 bits."""
+    """The file, run by ONNX Runtime alone, against the network in float64; its weights are integers
+    of 7 bits.
+    """
     file = tmp_path / "net.onnx"
     done = made(file)
     x = pictures(64, 2)
     session = formats.get("onnx").open(file)
     with torch.no_grad():
         assert distance(small().double()(x.double()), session(x).double()) < 0.1
-    weights = [t for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]
+    weights = [
+        t
+        for t in onnx.load(file).graph.initializer
+        if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1
+    ]
     assert len(weights) == 4
     assert all(abs(onnx.numpy_helper.to_array(t)).max() == 64 for t in weights)
     assert done.quantized["calibrated_on"] == 32
@@ -75,12 +87,17 @@ def largest(file: Path) -> set[int]:
     if file.suffix == ".pt2":
         return {int(value.int().abs().max()) for value in held(file).values()}
     if file.suffix == ".onnx":
-        found = [onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer
-                 if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1]  # fmt: skip
+        found = [
+            onnx.numpy_helper.to_array(t)
+            for t in onnx.load(file).graph.initializer
+            if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1
+        ]
     else:
         import openvino as ov
 
-        constants = (op for op in ov.Core().read_model(file).get_ops() if op.get_type_name() == "Constant")
+        constants = (
+            op for op in ov.Core().read_model(file).get_ops() if op.get_type_name() == "Constant"
+        )
         found = [
             op.data for op in constants if op.get_element_type() == ov.Type.i8 and op.data.ndim < 5
         ]  # not by groups
@@ -89,16 +106,21 @@ def largest(file: Path) -> set[int]:
 
 @pytest.mark.parametrize("ending", quick(["onnx", "xml", "pt2"], ["onnx"]))
 @pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
-def test_weights_have_the_bits_that_are_asked_for(ending: str, bits: int, levels: set[int], tmp_path: Path) -> None:
+def test_weights_have_the_bits_that_are_asked_for(
+    ending: str, bits: int, levels: set[int], tmp_path: Path
+) -> None:
     done = made(tmp_path / f"net.{ending}", weight_bits=bits)
     assert largest(done.file) <= levels
     assert done.quantized["weight_bits"] == bits
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"weight_bits": 9}, "weights of 9 bits: onnx has them of 7 or 8"),
-    ({"weight_bits": 8, "dtype": "fp32", "calibrate": None}, "weight_bits=8 is for int8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weight_bits": 9}, "weights of 9 bits: onnx has them of 7 or 8"),
+        ({"weight_bits": 8, "dtype": "fp32", "calibrate": None}, "weight_bits=8 is for int8"),
+    ],
+)
 def test_bits_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     given = {"calibrate": pictures(32), "images": pictures(64, 1), "dtype": "int8", **options}
     with pytest.raises(OptionError, match=said):
@@ -129,7 +151,9 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_in_pt2(once: Path) -> None:
-    """Integers of 7 bits, of every layer and each of its channels, and nothing of them in fp32 beside that."""
+    """Integers of 7 bits, of every layer and each of its channels, and nothing of them in fp32
+    beside that.
+    """
     weights = held(once)
     assert sorted(tuple(value.shape) for value in weights.values()) == [
         (5, 6),
@@ -153,12 +177,25 @@ def test_what_is_written_with_pt2(once: Path) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_ranges_in_pt2(normalize: bool, tmp_path: Path) -> None:
-    """255 steps from the least to the largest number of all images; and weights as small as they like have 64."""
-    network, file, x = small(), tmp_path / "net.pt2", pictures(8)
+    """255 steps from the least to the largest number of all images; and weights as small as they
+    like have 64.
+    """
+    network = small()
+    file = tmp_path / "net.pt2"
+    x = pictures(8)
     network[3].weight.data *= 1e-6
-    given: dict[str, Any] = {"calibrate": x, "images": x, "input_size": (3, 16, 16), "normalize": normalize}
+    given: dict[str, Any] = {
+        "calibrate": x,
+        "images": x,
+        "input_size": (3, 16, 16),
+        "normalize": normalize,
+    }
     normswap.export(network, file, dtype="int8", **given)
-    found = [node.args[1:] for node in pt2_file.load(file).graph.nodes if "quantize_per_tensor" in node.name]
+    found = [
+        node.args[1:]
+        for node in pt2_file.load(file).graph.nodes
+        if "quantize_per_tensor" in node.name
+    ]
     assert all(args[2:] == (0, 255, torch.uint8) for args in found)
     step, zero = found[0][:2]
     assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)
@@ -171,12 +208,20 @@ def input_step(file: Path) -> float:
     """By which the images are rounded."""
     if file.suffix == ".onnx":
         graph = onnx.load(file).graph
-        first = next(node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] == "images")
+        first = next(
+            node
+            for node in graph.node
+            if node.op_type == "QuantizeLinear" and node.input[0] == "images"
+        )
         held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
         return float(held[first.input[1]])
     import openvino as ov
 
-    first = next(op for op in ov.Core().read_model(file).get_ordered_ops() if op.get_type_name() == "FakeQuantize")
+    first = next(
+        op
+        for op in ov.Core().read_model(file).get_ordered_ops()
+        if op.get_type_name() == "FakeQuantize"
+    )
     low, high = (float(first.input_value(i).get_node().data) for i in (1, 2))
     return (high - low) / 255
 
@@ -188,8 +233,10 @@ def test_ranges_go_from_the_least_number_to_the_largest(
     """However rare they are: to cut two numbers of a million off would cost less here."""
     if ending == "xml":
         pytest.importorskip("nncf")
-    file, x = tmp_path / f"net.{ending}", pictures(2048)
-    x[3, 0, 0, 0], x[1111, 1, 2, 3] = -20.0, 20.0
+    file = tmp_path / f"net.{ending}"
+    x = pictures(2048)
+    x[3, 0, 0, 0] = -20.0
+    x[1111, 1, 2, 3] = 20.0
     options: dict[str, Any] = {"calibrate": x.split(256), "images": x[:8], "dynamic_batch": True}
     normswap.export(small(), file, dtype="int8", input_size=(3, 16, 16), **options)
     assert input_step(file) == pytest.approx(40 / 255, rel=0.02)
@@ -201,8 +248,10 @@ class Unusual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.twice = Conv2dSame(3, 6, 3, stride=2), nn.Conv2d(6, 6, 3, padding=1)
-        self.again, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.stem = Conv2dSame(3, 6, 3, stride=2)
+        self.twice = nn.Conv2d(6, 6, 3, padding=1)
+        self.again = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(self.stem(x).relu()).relu()).mean((2, 3))
@@ -211,7 +260,11 @@ class Unusual(nn.Module):
 
 
 def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"calibrate": pictures(32), "images": pictures(32, 1), "input_size": (3, 16, 16)}
+    options: dict[str, Any] = {
+        "calibrate": pictures(32),
+        "images": pictures(32, 1),
+        "input_size": (3, 16, 16),
+    }
     done = normswap.export(Unusual().eval(), tmp_path / "net.pt2", dtype="int8", **options)
     assert {value.dtype for value in held(tmp_path / "net.pt2").values()} == {torch.int8}
     assert done.nodes["quantized_decomposed.dequantize_per_channel.default"] in (4, 6)
@@ -220,9 +273,11 @@ def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("halves", "levels"), [(False, {}), (True, {"stem": 63.5, "twice": 127})])
 def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, float]) -> None:
-    """Each layer, its weight rounded by torch's own function, has the mean that it had; without the correction not.
+    """Each layer, its weight rounded by torch's own function, has the mean that it had; without the
+    correction not.
 
-    NNCF rounds weights of 7 bits to steps of a 63.5th of the largest, and leaves depthwise layers 8 bits.
+    NNCF rounds weights of 7 bits to steps of a 63.5th of the largest, and leaves depthwise layers 8
+    bits.
     """
     network: Any = Unusual().eval()
     if halves:
@@ -231,14 +286,19 @@ def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, 
     batches = pictures(64).split(16)
     correct_biases(corrected, Quantization(batches, 7), halves=halves)
     for path in levels or ("stem", "twice", "again", "head"):
-        layer, inputs = network.get_submodule(path), []
-        with layer.register_forward_pre_hook(lambda _layer, args, inputs=inputs: inputs.append(args[0])):
+        layer = network.get_submodule(path)
+        inputs = []
+        with layer.register_forward_pre_hook(
+            lambda _layer, args, inputs=inputs: inputs.append(args[0])
+        ):
             for batch in batches:
                 network(batch)
         rounded = copy.deepcopy(corrected.network.get_submodule(path))
         scale = rounded.weight.abs().flatten(1).amax(1) / levels.get(path, 64)
         zeros = torch.zeros(len(scale), dtype=torch.int32)
-        rounded.weight.data = torch.fake_quantize_per_channel_affine(rounded.weight, scale, zeros, 0, -127, 127)
+        rounded.weight.data = torch.fake_quantize_per_channel_affine(
+            rounded.weight, scale, zeros, 0, -127, 127
+        )
         places = [0, *range(2, inputs[0].ndim)]
         uncorrected = copy.deepcopy(rounded)
         uncorrected.bias = layer.bias
@@ -247,16 +307,25 @@ def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, 
             for candidate in (layer, rounded, uncorrected)
         )
         shift = (before - after).abs()
-        # A channel's largest weight lies between two steps of a 63.5th, and may be rounded to either.
+        # A channel's largest weight lies between two steps of a 63.5th, and may be rounded to
+        # either.
         assert (shift.median() if levels.get(path) == 63.5 else shift.max()) < 1e-6
         assert (before - without).abs().max() > 1e-5
 
 
 def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
-    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding="same"), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    ).eval()
     with pytest.raises(RefusedError, match=r"^torchao cannot quantize it: .*conv2d"):
-        normswap.export(network, tmp_path / "net.pt2", dtype="int8", input_size=(3, 16, 16), calibrate=pictures(8),
-                        images=pictures(8))  # fmt: skip
+        normswap.export(
+            network,
+            tmp_path / "net.pt2",
+            dtype="int8",
+            input_size=(3, 16, 16),
+            calibrate=pictures(8),
+            images=pictures(8),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,12 +334,18 @@ def test_openvino(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     done = made(tmp_path / "net.xml")
     assert done.figures.relative_l2 < 0.1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.bin", "net.xml", "net.xml.preprocess.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "net.bin",
+        "net.xml",
+        "net.xml.preprocess.json",
+    ]
     assert done.nodes["FakeQuantize"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_half_precision_hides_no_wrong_network(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_hides_no_wrong_network(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fold_for_export = exporter.fold_for_export
 
     def wrong(*args: Any, **kwargs: Any) -> nn.Module:
@@ -288,17 +363,28 @@ BAD: list[tuple[str, dict[str, Any], type[NormswapError], str]] = [
     ("net.onnx", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"images": None}, OptionError, "int8 needs other images to measure on"),
     ("net.onnx", {"calibrate": []}, OptionError, "no images to calibrate on"),
-    ("net.onnx", {"calibrate": [pictures(8), torch.zeros(8, 3, 8, 16)]}, OptionError,
-     "images to calibrate on are 3,8,16: the file takes 3,16,16"),
+    (
+        "net.onnx",
+        {"calibrate": [pictures(8), torch.zeros(8, 3, 8, 16)]},
+        OptionError,
+        "images to calibrate on are 3,8,16: the file takes 3,16,16",
+    ),
     ("net.param", {}, OptionError, "ncnn is not written in int8: there are onnx, openvino, pt2"),
     ("net.pt2", {"calibrate": None}, OptionError, "int8 needs images to calibrate on"),
     ("net.onnx", {"dtype": "fp16"}, OptionError, "fp16 is not calibrated"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "options", "kind", "match"), BAD)
-def test_bad_input(name: str, options: dict[str, Any], kind: type[NormswapError], match: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"dtype": "int8", "calibrate": pictures(8), "images": pictures(8), **options}
+def test_bad_input(
+    name: str, options: dict[str, Any], kind: type[NormswapError], match: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {
+        "dtype": "int8",
+        "calibrate": pictures(8),
+        "images": pictures(8),
+        **options,
+    }
     with pytest.raises(kind, match=match):
         normswap.export(small(), tmp_path / name, input_size=(3, 16, 16), **given)
     assert list(tmp_path.iterdir()) == []
@@ -309,7 +395,10 @@ COMMANDS = [
     (["--calibrate", TAR], "--calibrate is for --precision int8"),
     (["--precision", "int4"], "unknown precision 'int4'"),
     (["--precision", "int8", "--calibrate", "nowhere"], "nowhere does not exist"),
-    (["--precision", "int8", "--calibrate", TAR, "--calibrate-samples", "500"], "leave none to measure on"),
+    (
+        ["--precision", "int8", "--calibrate", TAR, "--calibrate-samples", "500"],
+        "leave none to measure on",
+    ),
 ]
 
 
@@ -325,12 +414,16 @@ def test_bad_commands(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "package", "form"), [("a.xml", "nncf", "openvino"), ("a.pt2", "torchao", "pt2")])
+@pytest.mark.parametrize(
+    ("name", "package", "form"), [("a.xml", "nncf", "openvino"), ("a.pt2", "torchao", "pt2")]
+)
 def test_a_missing_package_names_its_extra(
     name: str, package: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(OptionError, match=rf"{form} in int8 needs the package {package}.*'\.\[quantize\]'"):
+    with pytest.raises(
+        OptionError, match=rf"{form} in int8 needs the package {package}.*'\.\[quantize\]'"
+    ):
         made(tmp_path / name)
 
 
@@ -339,7 +432,9 @@ def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
     read: list[int] = []
     item = type(loader.batches.dataset).__getitem__
     monkeypatch.setattr(
-        type(loader.batches.dataset), "__getitem__", lambda self, index: read.append(index) or item(self, index)
+        type(loader.batches.dataset),
+        "__getitem__",
+        lambda self, index: read.append(index) or item(self, index),
     )
     one, two = datasets.split_for_calibration(loader, 100, most=50)
     assert (one.count, two.count) == (100, 50)
@@ -356,16 +451,28 @@ def test_images_to_calibrate_on_and_to_measure_on_are_counted_apart(
     calibrate: int | None, samples: int | None, counts: tuple[int, int]
 ) -> None:
     images = export_command.Checked(samples=samples)
-    parts = export_command.Int8(TAR, calibrate_samples=calibrate).parts(images, open_model(str(DATA)))
+    parts = export_command.Int8(TAR, calibrate_samples=calibrate).parts(
+        images, open_model(str(DATA))
+    )
     assert tuple(part.count for part in parts) == counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["onnx", "xml", "pt2"])
-def test_the_demo_network_from_end_to_end(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_network_from_end_to_end(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is printed is what the file does on the images that were left, counted by hand."""
     file = tmp_path / f"net.{ending}"
-    words = ["--precision", "int8", "--calibrate", TAR, "--calibrate-samples", "200", "--dynamic-batch"]
+    words = [
+        "--precision",
+        "int8",
+        "--calibrate",
+        TAR,
+        "--calibrate-samples",
+        "200",
+        "--dynamic-batch",
+    ]
     assert main(["export", str(DATA), "-o", str(file), *words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     source = open_model(str(DATA))

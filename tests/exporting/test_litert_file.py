@@ -1,4 +1,6 @@
-"""LiteRT: a folded network runs in a process that has its interpreter alone; what it cannot hold is said in a line."""
+"""LiteRT: a folded network runs in a process that has its interpreter alone; what it cannot hold is
+said in a line.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +47,8 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
 
     def forward(self, view: Tensor, other: Tensor) -> dict[str, Tensor]:
         x = self.norm(self.conv(view))
@@ -58,12 +61,16 @@ def arithmetic(nodes: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize(("name", "args"), [("resnet10t", SMALL), ("mobilenetv2_035", {"num_classes": 10})])
+@pytest.mark.parametrize(
+    ("name", "args"), [("resnet10t", SMALL), ("mobilenetv2_035", {"num_classes": 10})]
+)
 def test_a_network_alone(name: str, args: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 64, 64)
     model = calm(timm.create_model(name, **args), x).float()
-    done = normswap.export(model, tmp_path / "net.tflite", dtype=dtype, images=x, input_size=(3, 64, 64))
+    done = normswap.export(
+        model, tmp_path / "net.tflite", dtype=dtype, images=x, input_size=(3, 64, 64)
+    )
     assert (done.format, set(arithmetic(done.nodes))) == ("litert", {"ADD"})  # of the branches
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert done.bytes < weights * {"fp32": 4, "fp16": 2}[dtype] + 150_000
@@ -83,7 +90,13 @@ def test_a_unet_keeps_the_scale_and_shift_behind_its_activation_alone(tmp_path: 
 
 @pytest.mark.slow
 def test_three_dimensions(tmp_path: Path) -> None:
-    layers = (nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 6, 3), nn.BatchNorm3d(6))
+    layers = (
+        nn.Conv3d(1, 4, 3, padding=1),
+        nn.BatchNorm3d(4),
+        nn.ReLU(),
+        nn.Conv3d(4, 6, 3),
+        nn.BatchNorm3d(6),
+    )
     model, x = living(nn.Sequential(*layers), 1, 6, 8, 7)
     done = normswap.export(model, tmp_path / "net.tflite", inputs=x)
     assert (done.figures.passed, done.figures.count) == (True, 3)
@@ -118,7 +131,11 @@ def test_weights_begin_where_processors_want_them(tmp_path: Path) -> None:
 
     content = np.fromfile(done.file, np.uint8)
     held = schema.Model.GetRootAs(content)
-    buffers = [held.Buffers(i).DataAsNumpy() for i in range(held.BuffersLength()) if held.Buffers(i).DataLength()]
+    buffers = [
+        held.Buffers(i).DataAsNumpy()
+        for i in range(held.BuffersLength())
+        if held.Buffers(i).DataLength()
+    ]
     assert len(buffers) > 3
     assert {(one.ctypes.data - content.ctypes.data) % 16 for one in buffers} == {0}
 
@@ -133,7 +150,9 @@ def test_weights_begin_where_processors_want_them(tmp_path: Path) -> None:
     ],
     ids=["any number", "bf16", "7 bits", "complex"],
 )
-def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_what_it_cannot_hold_is_said(
+    model: nn.Module, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model.eval(), tmp_path / "net.tflite", input_size=(3, 8, 8), **options)
     assert not list(tmp_path.iterdir())
@@ -147,10 +166,15 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
     file = tmp_path / "demo.tflite"
     done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
     assert done.quantized is not None
-    assert (done.quantized["weight_bits"], done.nodes["QUANTIZE"], done.nodes["DEQUANTIZE"]) == (8, 1, 1)
+    assert (done.quantized["weight_bits"], done.nodes["QUANTIZE"], done.nodes["DEQUANTIZE"]) == (
+        8,
+        1,
+        1,
+    )
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
     x = torch.cat([batch[0] for batch in images])
-    found, wanted = run_alone(file, "litert", x), run(demo, x)
+    found = run_alone(file, "litert", x)
+    wanted = run(demo, x)
     assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
     assert 1e-3 < distance(wanted, found) < 0.04  # ranges that the tool averages: 0.11
     exported = ExportedFile.find(str(file))
@@ -161,7 +185,9 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "net.tflite"
     file.write_bytes(b"\0\0\0\0nothing at all")
-    with pytest.raises(NormswapError, match="no readable litert file: it does not begin as such files do"):
+    with pytest.raises(
+        NormswapError, match="no readable litert file: it does not begin as such files do"
+    ):
         ExportedFile.find(str(file))
     with pytest.raises(VerificationError, match="LiteRT cannot run it"):
         formats.get("litert").open(file)
@@ -176,8 +202,15 @@ def test_ranges_are_those_of_all_images() -> None:
     class Tool:
         def calibrate(self, given: dict[str, Sequence[dict[str, np.ndarray]]]) -> Any:
             (one,) = given["serving_default"]
-            return {"x": {"min": one["args_0"].min(keepdims=True), "max": one["args_0"].max(keepdims=True)}}
+            return {
+                "x": {
+                    "min": one["args_0"].min(keepdims=True),
+                    "max": one["args_0"].max(keepdims=True),
+                }
+            }
 
-    images: list[Tensor] = [torch.tensor(values) for values in ([-1.0, 2.0], [-5.0, 1.0], [0.0, 7.0], [0.5, 0.6])]
+    images: list[Tensor] = [
+        torch.tensor(values) for values in ([-1.0, 2.0], [-5.0, 1.0], [0.0, 7.0], [0.5, 0.6])
+    ]
     extremes = litert_file._extremes(Tool(), images)  # type: ignore[arg-type]
     assert (extremes["x"]["min"].tolist(), extremes["x"]["max"].tolist()) == ([-5], [7])

@@ -1,4 +1,6 @@
-"""ncnn: files of folded networks, in a process that has ncnn alone; what they cannot hold is said in a line."""
+"""ncnn: files of folded networks, in a process that has ncnn alone; what they cannot hold is said
+in a line.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,9 @@ class UNet(nn.Module):
         self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.BatchNorm2d(8))
         self.deep = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
         self.up = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
-        self.out = nn.Sequential(nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.out = nn.Sequential(
+            nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         down = self.down(x)
@@ -37,7 +41,8 @@ class Solid(nn.Sequential):
     """Convolutions in three dimensions."""
 
     def __init__(self) -> None:
-        first, second = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 6, 3, 2, 1)
+        first = nn.Conv3d(1, 4, 3, padding=1)
+        second = nn.Conv3d(4, 6, 3, 2, 1)
         super().__init__(first, nn.BatchNorm3d(4), nn.ReLU(), second, nn.BatchNorm3d(6), nn.ReLU())
 
 
@@ -54,10 +59,17 @@ def test_a_network_alone(name: str, dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "net.ncnn.param"
     done = normswap.export(model, file, dtype=dtype, input_size=(3, 64, 64))
     assert (done.format, unfolded(done.nodes)) == ("ncnn", [])
-    assert {p.name for p in tmp_path.iterdir()} == {"net.ncnn.param", "net.ncnn.bin", "net.ncnn.param.preprocess.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "net.ncnn.param",
+        "net.ncnn.bin",
+        "net.ncnn.param.preprocess.json",
+    }
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert file.with_suffix(".bin").stat().st_size < weights * {"fp32": 4.4, "fp16": 2.4}[dtype]
-    assert distance(run(model, x), run_alone(file, "ncnn", x)) <= {"fp32": 1e-5, "fp16": done.figures.tolerance}[dtype]
+    assert (
+        distance(run(model, x), run_alone(file, "ncnn", x))
+        <= {"fp32": 1e-5, "fp16": done.figures.tolerance}[dtype]
+    )
 
 
 def test_a_unet_has_no_norm_left(tmp_path: Path) -> None:
@@ -75,8 +87,16 @@ def test_three_dimensions(tmp_path: Path) -> None:
 
 
 def test_a_transformer_and_anchors(tmp_path: Path) -> None:
-    """pnnx knows neither the five dimensions of timm's attention nor a grid: what it is given instead has none."""
-    sizes: dict[str, int] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    """pnnx knows neither the five dimensions of timm's attention nor a grid: what it is given
+    instead has none.
+    """
+    sizes: dict[str, int] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 2,
+    }
     transformer = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
     for model in (transformer, Anchored()):
         model, x = living(model, 3, 16, 16)
@@ -89,23 +109,33 @@ def test_a_transformer_and_anchors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dynamic_batch": True}, "one image at a time"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()),
+            {"dynamic_batch": True},
+            "one image at a time",
+        ),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dtype": "bf16"}, "not written in bf16"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {"dtype": "int8"}, "not written in int8"),
         (Spectrum(nn.Conv2d(3, 4, 3)), {}, "no layer torch.fft.fft2"),
     ],
     ids=["any number", "bf16", "int8", "a layer"],
 )
-def test_what_it_cannot_hold_is_said(model: nn.Module, options: dict[str, bool], reason: str, tmp_path: Path) -> None:
+def test_what_it_cannot_hold_is_said(
+    model: nn.Module, options: dict[str, bool], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(NormswapError, match=reason):
         normswap.export(model.eval(), tmp_path / "net.param", input_size=(3, 8, 8), **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_with_a_layer_that_it_lacks_names_the_layer(tmp_path: Path) -> None:
-    file = normswap.export(nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8)).file
+    file = normswap.export(
+        nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8)
+    ).file
     file.write_text(file.read_text().replace("Convolution ", "aten::meshgrid "))
-    with pytest.raises(VerificationError, match="ncnn cannot run it: it has no layer aten::meshgrid"):
+    with pytest.raises(
+        VerificationError, match="ncnn cannot run it: it has no layer aten::meshgrid"
+    ):
         formats.get("ncnn").open(file)
 
 

@@ -1,4 +1,6 @@
-"""A file whose runtime this system has not: the folded network is proven instead, and no file is called verified."""
+"""A file whose runtime this system has not: the folded network is proven instead, and no file is
+called verified.
+"""
 
 import json
 from dataclasses import replace
@@ -29,7 +31,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folded_network_is_proven_in_its_place(
     given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, check = [], checks.check
+    calls = []
+    check = checks.check
 
     def seen(*args: Any, **options: Any) -> Any:
         calls.append((options["what"], check(*args, **options).count))
@@ -53,7 +56,9 @@ def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file = tmp_path / "a.pt2"
     assert main(["export", "demo", "-o", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "not run here: this system has no such runtime; the folded network passed" in " ".join(said.split())
+    assert "not run here: this system has no such runtime; the folded network passed" in " ".join(
+        said.split()
+    )
     assert not [word for word in ("relative L2", "same answer", "evaluate") if word in said]
     assert main(["inspect", str(file)]) == 0
     assert "checked    not run here" in capsys.readouterr().out
@@ -79,9 +84,12 @@ def test_a_directory_that_is_an_exported_file(tmp_path: Path) -> None:
     assert main(["bench", str(place)]) == 2
 
 
-def test_force_replaces_a_package_and_no_other_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_replaces_a_package_and_no_other_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "require_packages", lambda *_: None)
-    place, mine = package(tmp_path / "net.mlpackage"), tmp_path / "mine.mlpackage"
+    place = package(tmp_path / "net.mlpackage")
+    mine = tmp_path / "mine.mlpackage"
     mine.mkdir()
     formats.check(place, FileSettings(force=True))
     with pytest.raises(OutputError, match="exists"):

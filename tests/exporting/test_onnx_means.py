@@ -1,4 +1,6 @@
-"""Means in an ONNX graph: GlobalAveragePool where they are over a whole map, and what they were elsewhere."""
+"""Means in an ONNX graph: GlobalAveragePool where they are over a whole map, and what they were
+elsewhere.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +24,9 @@ class Calls(nn.Module):
 
     def __init__(self, what: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.what, self.one, self.two = what, nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+        self.what = what
+        self.one = nn.Conv2d(3, 8, 3, padding=1)
+        self.two = nn.Conv2d(8, 5, 1)
 
     def forward(self, x: Tensor) -> Any:
         return self.two(self.what(self.one(x)))
@@ -32,7 +36,10 @@ class Calls(nn.Module):
     ("what", "kinds"),
     [
         (lambda x: x.mean((2, 3), keepdim=True), {"Conv": 2, "GlobalAveragePool": 1}),
-        (lambda x: x.mean((2, 3))[:, :, None, None], {"GlobalAveragePool": 1, "Reshape": 1, "ReduceMean": 0}),
+        (
+            lambda x: x.mean((2, 3))[:, :, None, None],
+            {"GlobalAveragePool": 1, "Reshape": 1, "ReduceMean": 0},
+        ),
         (lambda x: x.mean(2, keepdim=True), {"ReduceMean": 1, "GlobalAveragePool": 0}),
         (lambda x: x - x.mean((1, 2), keepdim=True), {"ReduceMean": 1, "GlobalAveragePool": 0}),
     ],
@@ -40,10 +47,17 @@ class Calls(nn.Module):
 )
 def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
     torch.manual_seed(0)
-    network, x = Calls(what).eval(), torch.randn(2, 3, 12, 12)
+    network = Calls(what).eval()
+    x = torch.randn(2, 3, 12, 12)
     with quiet(), torch.no_grad():
-        program = torch.onnx.export(network, (x,), dynamo=True, verbose=False, input_names=["images"],
-                                    dynamic_shapes=({0: torch.export.Dim("batch")},))  # fmt: skip
+        program = torch.onnx.export(
+            network,
+            (x,),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+        )
     assert program is not None
     model = program.model_proto
     onnx_file.pool_means(model.graph)
@@ -55,14 +69,21 @@ def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
         torch.testing.assert_close(torch.from_numpy(y), network(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sides", [(), (12,), (12, 12), (6, 6, 6)], ids=["rows", "series", "maps", "volumes"])
+@pytest.mark.parametrize(
+    "sides", [(), (12,), (12, 12), (6, 6, 6)], ids=["rows", "series", "maps", "volumes"]
+)
 def test_a_scale_that_stays_has_any_dimension(sides: tuple[int, ...], tmp_path: Path) -> None:
-    """Nothing linear stands before the norm, and the activation behind it keeps it from going forward."""
+    """Nothing linear stands before the norm, and the activation behind it keeps it from going
+    forward.
+    """
     torch.manual_seed(0)
     norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(sides)](4)
     norm.running_mean.normal_()  # type: ignore[union-attr]
-    linear = nn.Linear(4, 3) if not sides else (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(sides) - 1](4, 3, 3)
-    network, x = nn.Sequential(norm, nn.ReLU(), linear).eval(), torch.randn(1, 4, *sides)
+    linear = (
+        nn.Linear(4, 3) if not sides else (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(sides) - 1](4, 3, 3)
+    )
+    network = nn.Sequential(norm, nn.ReLU(), linear).eval()
+    x = torch.randn(1, 4, *sides)
     exported = normswap.export(network, tmp_path / "network.onnx", inputs=x)
     session = ort.InferenceSession(exported.file)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -70,15 +91,22 @@ def test_a_scale_that_stays_has_any_dimension(sides: tuple[int, ...], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "norms"), [
-    ("onnx", ("LayerNormalization", "RMSNormalization")), ("pt2", ("layer_norm.default", "rms_norm.default")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ending", "norms"),
+    [
+        ("onnx", ("LayerNormalization", "RMSNormalization")),
+        ("pt2", ("layer_norm.default", "rms_norm.default")),
+    ],
+)
 def test_an_rms_norm_is_one_operator(ending: str, norms: tuple[str, str], tmp_path: Path) -> None:
     """With RMSNorms the file has no more operators than with LayerNorms."""
     source, x = small("vit")
-    source, x = source.float(), x.float()
+    source = source.float()
+    x = x.float()
     counts = {}
-    for name, model in zip(norms, (source, normswap.convert(source, to="rmsnorm", inputs=x).model), strict=True):
+    for name, model in zip(
+        norms, (source, normswap.convert(source, to="rmsnorm", inputs=x).model), strict=True
+    ):
         exported = normswap.export(model, tmp_path / f"{name}.{ending}", dynamic_batch=True)
         assert exported.nodes[name] == 5
         counts[name] = sum(exported.nodes.values())

@@ -1,4 +1,6 @@
-"""Law of bounds: a file with an option is as near to its network as the file without it, in each precision."""
+"""Law of bounds: a file with an option is as near to its network as the file without it, in each
+precision.
+"""
 
 import functools
 from pathlib import Path
@@ -42,12 +44,21 @@ def off(folder: Path, ending: str, precision: str, option: str) -> tuple[float, 
 
 
 FAST = (("pt2", "fp32"), ("onnx", "bf16"))
-FILES = (*FAST, ("onnx", "fp32"), ("onnx", "fp16"), ("onnx", "int8"), ("pt2", "int8"), ("xml", "fp32"), ("xml", "int8"))
+FILES = (
+    *FAST,
+    ("onnx", "fp32"),
+    ("onnx", "fp16"),
+    ("onnx", "int8"),
+    ("pt2", "int8"),
+    ("xml", "fp32"),
+    ("xml", "int8"),
+)
 CASES = [
     pytest.param(option, *file, marks=[pytest.mark.slow] * (file not in FAST or option == "both"))
     for option in OPTIONS
     for file in FILES
-    if file != ("pt2", "int8") or option == "normalize"  # int8 of torch.export has batches of one size
+    if file != ("pt2", "int8")
+    or option == "normalize"  # int8 of torch.export has batches of one size
 ]
 
 
@@ -59,6 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("option", "ending", "precision"), CASES)
 @pytest.mark.one_in(2)
 def test_an_option_costs_nothing(option: str, ending: str, precision: str, folder: Path) -> None:
-    (error, other), (plain, differ) = (off(folder, ending, precision, each) for each in (option, "plain"))
+    (error, other), (plain, differ) = (
+        off(folder, ending, precision, each) for each in (option, "plain")
+    )
     assert error <= ANOTHER_WAY * plain + 1e-6
     assert other <= differ + 0.05

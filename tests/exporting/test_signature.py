@@ -1,4 +1,6 @@
-"""Files of networks that take and give more than one tensor: by name, and every output is that of the torch network."""
+"""Files of networks that take and give more than one tensor: by name, and every output is that of
+the torch network.
+"""
 
 import json
 from pathlib import Path
@@ -33,16 +35,21 @@ ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
 
 NETWORKS: dict[str, tuple[Any, Any, list[str], list[str]]] = {
     "two arguments": (
-        lambda: Unpacked(trunk()), (X[:, :2], X[:, 2:]), ["colours", "grey"], ["output_0", "output_1"],
+        lambda: Unpacked(trunk()),
+        (X[:, :2], X[:, 2:]),
+        ["colours", "grey"],
+        ["output_0", "output_1"],
     ),
     "a record": (lambda: Record(trunk()), ({"image": X},), ["image"], ["logits"]),
     "keywords": (lambda: Keyword(trunk()), {"pixel_values": X}, ["pixel_values"], ["logits"]),
     "a list": (lambda: Listed(trunk()), (list(X),), ["images_0"], ["output_0_scores"]),
     "transformers": (
-        resnet, {"pixel_values": X}, ["pixel_values"],
+        resnet,
+        {"pixel_values": X},
+        ["pixel_values"],
         ["logits", "hidden_states_0", "hidden_states_1", "hidden_states_2"],
     ),
-}  # fmt: skip
+}
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -72,7 +79,8 @@ def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) ->
     body = json.loads(done.sidecar.read_text())
     assert [put["name"] for put in body["inputs"]] == names
     assert [put["name"] for put in body["outputs"]] == outputs
-    given, wanted = tensors(one(inputs)), called(model, one(inputs))
+    given = tensors(one(inputs))
+    wanted = called(model, one(inputs))
     assert [put["shape"] for put in body["inputs"]] == [list(t.shape) for t in given]
     got = formats.get(form).open(file)(*given)
     got = got if isinstance(got, tuple) else (got,)
@@ -99,7 +107,9 @@ def test_onnx_names_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_images_reach_a_network_that_takes_them_otherwise(wrap: Any, tmp_path: Path) -> None:
-    """Without a word about inputs: images in, and out what the plain network answers, alone or in a list."""
+    """Without a word about inputs: images in, and out what the plain network answers, alone or in a
+    list.
+    """
     normswap.export(wrap(trunk()), tmp_path / "a.pt2", input_size=SIZE)
     normswap.export(trunk(), tmp_path / "b.pt2", input_size=SIZE)
     one, two = (formats.get("pt2").open(tmp_path / name) for name in ("a.pt2", "b.pt2"))
@@ -111,7 +121,8 @@ class Two(nn.Module):
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
-        self.trunk, self.boxes = trunk, nn.LazyLinear(10)
+        self.trunk = trunk
+        self.boxes = nn.LazyLinear(10)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         scores = self.trunk(x)
@@ -126,7 +137,9 @@ def two() -> nn.Module:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> None:
-    """Nothing is said about inputs; the sidecar tells of the images, and of everything that comes out."""
+    """Nothing is said about inputs; the sidecar tells of the images, and of everything that comes
+    out.
+    """
     model = two()
     done = normswap.export(model, tmp_path / "a.onnx", input_size=SIZE, dynamic_batch=dynamic)
     assert done.figures.inputs == "smooth noise, seed 0"
@@ -141,19 +154,25 @@ def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> No
     assert beside["outputs"][0]["shape"] == [None if dynamic else 1, 2, 5]
     assert len(beside["normalize"]["mean"]) == 3
     images = [(X, torch.zeros(8)), X[8:], X[:4]]
-    done = normswap.export(model, tmp_path / "b.onnx", input_size=SIZE, dynamic_batch=dynamic, images=images)
+    done = normswap.export(
+        model, tmp_path / "b.onnx", input_size=SIZE, dynamic_batch=dynamic, images=images
+    )
     assert (done.figures.inputs, done.figures.count) == ("given inputs", 12)
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_wrong_output_is_seen(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_output_is_seen(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, inputs, _, outputs = NETWORKS["two arguments"]
     form = formats.get("pt2").functions
     opened = form.open
 
     def off(file: Path) -> Any:
         runs = opened(file)
-        return lambda *given: tuple(t * (1 + 1e-3 * (i == place)) for i, t in enumerate(runs(*given)))
+        return lambda *given: tuple(
+            t * (1 + 1e-3 * (i == place)) for i, t in enumerate(runs(*given))
+        )
 
     monkeypatch.setattr(form, "open", off)
     with pytest.raises(VerificationError, match=f"computes something else: .* at {outputs[place]}"):
@@ -169,13 +188,29 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "takes more than images: it takes 2 tensors. Say what each is: '--input NAME=SHAPE'",
     ),
     (lambda: Unpacked(trunk()), {"inputs": (X,)}, "does not run on 1x3x24x24"),
-    (lambda: Unpacked(trunk()), {"inputs": PAIR, "softmax": True}, "softmax is for images in and one answer out"),
-    (lambda: Unpacked(trunk()), {"inputs": PAIR, "dtype": "int8"}, "int8 is for images in and one answer out"),
+    (
+        lambda: Unpacked(trunk()),
+        {"inputs": PAIR, "softmax": True},
+        "softmax is for images in and one answer out",
+    ),
+    (
+        lambda: Unpacked(trunk()),
+        {"inputs": PAIR, "dtype": "int8"},
+        "int8 is for images in and one answer out",
+    ),
     *(
         (two, {"input_size": SIZE, **options}, "does not give one tensor: it gives a dict")
-        for options in ({"normalize": True}, {"softmax": True}, {"dtype": "int8", "calibrate": X, "images": X[:4]})
+        for options in (
+            {"normalize": True},
+            {"softmax": True},
+            {"dtype": "int8", "calibrate": X, "images": X[:4]},
+        )
     ),
-    (lambda: Listed(trunk()), {"inputs": (list(X),), "dynamic_batch": True}, "number of samples cannot be free"),
+    (
+        lambda: Listed(trunk()),
+        {"inputs": (list(X),), "dynamic_batch": True},
+        "number of samples cannot be free",
+    ),
 ]
 
 
@@ -192,7 +227,8 @@ def test_what_cannot_be_is_said(case: int, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("form", sampled(ENDINGS, every=2))
 def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) -> None:
-    file, model = tmp_path / f"a.{ENDINGS[form]}", Boxes(trunk())
+    file = tmp_path / f"a.{ENDINGS[form]}"
+    model = Boxes(trunk())
     pictures = list(scaled(X))
     done = normswap.export(model, file, inputs=(pictures,))
     assert done.figures.agreement is None
@@ -217,6 +253,7 @@ def test_batches_are_split_to_the_size_of_a_file(singly: bool, parts: list[int])
 
 @pytest.mark.parametrize(("label", "hits"), [(1, 100.0), (0, 0.0), (None, None)])
 def test_the_hits_of_a_single_image_are_counted(label: int | None, hits: float | None) -> None:
-    sums, scores = checks._AnswerSums(), torch.tensor([[0.0, 1.0]])
+    sums = checks._AnswerSums()
+    scores = torch.tensor([[0.0, 1.0]])
     sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]), 1)
     assert sums.hits("file") == hits

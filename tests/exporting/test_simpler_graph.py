@@ -1,4 +1,6 @@
-"""What stands for operators that tools lack computes the same, in float64; what looks alike and is not, stays."""
+"""What stands for operators that tools lack computes the same, in float64; what looks alike and is
+not, stays.
+"""
 
 from collections.abc import Callable
 
@@ -59,7 +61,11 @@ def exported(network: nn.Module, x: Tensor) -> FileContents:
 
 
 def operators(graph: torch.fx.Graph) -> set[str]:
-    return {node.target._schema.name.removeprefix("aten::") for node in graph.nodes if hasattr(node.target, "_schema")}
+    return {
+        node.target._schema.name.removeprefix("aten::")
+        for node in graph.nodes
+        if hasattr(node.target, "_schema")
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,9 @@ def operators(graph: torch.fx.Graph) -> set[str]:
         (written, {"zeros", "mean", "copy_", "mul"}),
     ],
 )
-def test_what_depends_on_no_input_is_computed(function: Callable[[Tensor, Tensor], Tensor], left: set[str]) -> None:
+def test_what_depends_on_no_input_is_computed(
+    function: Callable[[Tensor, Tensor], Tensor], left: set[str]
+) -> None:
     torch.manual_seed(0)
     x, other = torch.randn(2, 1, 4, 3, 9, dtype=torch.float64)
     network = Applied(function)
@@ -95,7 +103,12 @@ HEADS = (1, 5, 3, 2, 4)
     [
         (lambda x, _: torch.stack(x.reshape(HEADS).permute(2, 0, 3, 1, 4).unbind(0)), {"slice"}),
         (lambda x, _: torch.stack(x.unflatten(-1, HEADS[2:]).unbind(2)), {"slice"}),
-        (lambda x, _: torch.stack([x.view(HEADS).permute(-2, 0, 2, 1, 4).select(2, i) for i in (-1, 0)]), {"slice"}),
+        (
+            lambda x, _: torch.stack(
+                [x.view(HEADS).permute(-2, 0, 2, 1, 4).select(2, i) for i in (-1, 0)]
+            ),
+            {"slice"},
+        ),
         (lambda x, _: torch.stack(x.view(HEADS).unbind(3)), {"unbind"}),
         (lambda x, _: torch.stack(x.view(1, 15, 2, 4).unbind(1)), {"unbind"}),
         (lambda x, _: torch.stack(x.unbind(1)), {"unbind"}),
@@ -106,7 +119,8 @@ def test_parts_of_the_last_dimension_are_slices(
     function: Callable[[Tensor, Tensor], Tensor], taken_apart_by: set[str]
 ) -> None:
     torch.manual_seed(0)
-    x, network = torch.randn(1, 5, 24, dtype=torch.float64), Applied(function)
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    network = Applied(function)
     made = simpler(exported(network, x))
     assert operators(made.graph) & {"slice", "unbind", "select"} == taken_apart_by
     assert distance(run(network, x), made(x)) == 0
@@ -127,15 +141,19 @@ def test_the_network_as_it_is_comes_first_and_its_refusal_is_the_one_that_is_tol
 
 
 class Kept(nn.Module):
-    """As Ultralytics' heads: what it was called with last it keeps, and makes its grid anew for another."""
+    """As Ultralytics' heads: what it was called with last it keeps, and makes its grid anew for
+    another.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.shape, self.grid = torch.Size(), torch.zeros(())
+        self.shape = torch.Size()
+        self.grid = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shape != x.shape:
-            self.shape, self.grid = x.shape, torch.arange(x.shape[-1])
+            self.shape = x.shape
+            self.grid = torch.arange(x.shape[-1])
         return x * self.grid
 
 

@@ -1,6 +1,8 @@
-"""The page of docs/browser.md in a browser: an exported file in onnxruntime-web says what ONNX Runtime says in Python.
+"""The page of docs/browser.md in a browser: an exported file in onnxruntime-web says what ONNX
+Runtime says in Python.
 
-onnxruntime-web is what `npm install` of that page gets, fetched once into the user's cache; nothing of it is kept here.
+onnxruntime-web is what `npm install` of that page gets, fetched once into the user's cache; nothing
+of it is kept here.
 """
 
 import functools
@@ -30,9 +32,14 @@ from normswap.exporting import formats, sidecar
 
 PAGE = blocks(ROOT / "docs" / "browser.md")
 HTML = (ROOT / "docs" / "page" / "index.html").read_text(encoding="utf-8")
-PACKAGE = next(found[0] for block in PAGE if (found := re.findall(r"npm install (\S+)", block.text)))
+PACKAGE = next(
+    found[0] for block in PAGE if (found := re.findall(r"npm install (\S+)", block.text))
+)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "normswap-tests"
-SIZES = {"wide": (90, 64), "large and tall": (131, 260)}  # (width, height), beside the images as they are
+SIZES = {
+    "wide": (90, 64),
+    "large and tall": (131, 260),
+}  # (width, height), beside the images as they are
 # in a frame, so that the page itself stays as it is shown
 WATCH = """<!doctype html><link rel="icon" href="data:,"><iframe src="index.html?{query}"></iframe><script>
 setInterval(() => {{
@@ -85,7 +92,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
             here = (folder / "unpacked" / member.name).rename(folder / f"{i}.jpg")
             for name, size in SIZES.items():
                 Image.open(here).resize(size).save(folder / f"{i} {name}.png")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -95,7 +104,12 @@ def shown(folder: Path, address: str, model: str, images: list[str]) -> list[lis
     """What the page shows for each image, best first."""
     query = "&".join([f"model={model}", *(f"image={name}" for name in images)])
     (folder / "watch.html").write_text(WATCH.format(query=query, count=len(images)))
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"{address}/watch.html"]
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        f"--user-data-dir={folder / 'profile'}",
+        f"{address}/watch.html",
+    ]
     found = None
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
         timer = threading.Timer(120, browser.kill)
@@ -115,9 +129,10 @@ def asked(file: Path, image: Path) -> tuple[Callable[[np.ndarray], np.ndarray], 
     """A file's answers in ONNX Runtime, and the pixels of an image, preprocessed by timm."""
     body: Any = sidecar.body_of(file, {})
     transform: Any = create_transform(
-        tuple(body["input"]["size"]), **(body["normalize"] or {"mean": (0, 0, 0), "std": (1, 1, 1)}),
+        tuple(body["input"]["size"]),
+        **(body["normalize"] or {"mean": (0, 0, 0), "std": (1, 1, 1)}),
         **{key: body["resize"][key] for key in ("crop_pct", "crop_mode", "interpolation")},
-    )  # fmt: skip
+    )
     session = onnxruntime.InferenceSession(file)
     pixels = transform(Image.open(image).convert("RGB"))[None].numpy()
     return lambda x: session.run([body["output"]["name"]], {body["input"]["name"]: x})[0][0], pixels
@@ -126,7 +141,9 @@ def asked(file: Path, image: Path) -> tuple[Callable[[np.ndarray], np.ndarray], 
 def answers(file: Path, image: Path) -> dict[str, float]:
     """What ONNX Runtime says to it in Python, by label."""
     run, pixels = asked(file, image)
-    return dict(zip(sidecar.body_of(file, {})["output"]["labels"], run(pixels).tolist(), strict=True))
+    return dict(
+        zip(sidecar.body_of(file, {})["output"]["labels"], run(pixels).tolist(), strict=True)
+    )
 
 
 def shaken(file: Path, image: Path) -> float:
@@ -154,7 +171,11 @@ SQUASHED = {**RESIZED, "crop_mode": "squash", "interpolation": "bilinear"}
     ],
 )
 def test_same_top5(
-    site: tuple[Path, str], name: str, options: list[str], resize: dict[str, Any] | None, near: float | None
+    site: tuple[Path, str],
+    name: str,
+    options: list[str],
+    resize: dict[str, Any] | None,
+    near: float | None,
 ) -> None:
     folder, address = site
     file = folder / f"{name}.onnx"

@@ -1,4 +1,6 @@
-"""Branches that are summed become one convolution under `folded`: exact, and as many as timm's own result has."""
+"""Branches that are summed become one convolution under `folded`: exact, and as many as timm's own
+result has.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,11 +35,18 @@ class Summed(nn.Module):
     """x + conv(x) + ..., what follows it, and an activation; or whatever `body` makes of its parts."""
 
     def __init__(
-        self, *arms: nn.Module, skips: int = 0, then: nn.Module | None = None, body: Body | None = None
+        self,
+        *arms: nn.Module,
+        skips: int = 0,
+        then: nn.Module | None = None,
+        body: Body | None = None,
     ) -> None:
         super().__init__()
-        self.stem, self.arms, self.skips = nn.Conv2d(3, 4, 1), nn.ModuleList(arms), skips
-        self.then, self.body = nn.Identity() if then is None else then, body or Summed.total
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.arms = nn.ModuleList(arms)
+        self.skips = skips
+        self.then = nn.Identity() if then is None else then
+        self.body = body or Summed.total
 
     def total(self, x: Tensor) -> Tensor:
         total: Any = 0
@@ -79,10 +88,16 @@ MERGED = {
     "depthwise": lambda: Summed(ConvNorm(5, groups=4), ConvNorm(3, groups=4), nn.BatchNorm2d(4)),
     "strided": lambda: Summed(ConvNorm(3, stride=2), ConvNorm(1, stride=2)),
     "dilated": lambda: Summed(ConvNorm(5), ConvNorm(3, dilation=2, padding=2)),
-    "not square": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, (1, 3), padding=(0, 1)), nn.Conv2d(4, 4, 1, bias=False)),
+    "not square": lambda: Summed(
+        ConvNorm(3), nn.Conv2d(4, 4, (1, 3), padding=(0, 1)), nn.Conv2d(4, 4, 1, bias=False)
+    ),
     "repvit": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=1, then=nn.BatchNorm2d(4)),
-    "twice itself": lambda: Summed(ConvNorm(3), nn.Conv2d(4, 4, 1), skips=2, then=nn.BatchNorm2d(4)),
-    "a norm of the sum": lambda: Summed(nn.Conv2d(4, 4, 3, padding=1), ConvNorm(1), then=nn.BatchNorm2d(4)),
+    "twice itself": lambda: Summed(
+        ConvNorm(3), nn.Conv2d(4, 4, 1), skips=2, then=nn.BatchNorm2d(4)
+    ),
+    "a norm of the sum": lambda: Summed(
+        nn.Conv2d(4, 4, 3, padding=1), ConvNorm(1), then=nn.BatchNorm2d(4)
+    ),
 }
 
 
@@ -93,7 +108,9 @@ def test_one_convolution(case: str, tmp_path: Path) -> None:
     assert [step.scheme for step in done.plan.steps] == ["folded", "merged-branches"]
     used = [module for module in done.model.modules() if isinstance(module, nn.Conv2d)]
     assert len(used) == 2  # the stem's, and that of all branches
-    assert not any(isinstance(module, nn.BatchNorm2d | ChannelAffine) for module in done.model.modules())
+    assert not any(
+        isinstance(module, nn.BatchNorm2d | ChannelAffine) for module in done.model.modules()
+    )
     assert done.report.exact
     assert apart(net, done.model) < 1e-12
     if case == "repvgg":
@@ -131,11 +148,20 @@ def test_what_is_no_one_convolution_stays(case: str) -> None:
     assert apart(net, done.model) < 1e-12
 
 
-# DropPath before some of the branches: which of the arms it is before, and how many convolutions are left
+# DropPath before some of the branches: which of the arms it is before, and how many convolutions
+# are left
 DROPPED: dict[str, tuple[tuple[int, ...], Body, int]] = {
-    "two of three": ((5, 3, 1), lambda m, x: (m.arms[0](x) + m.then(m.arms[1](x) + m.arms[2](x))).relu(), 3),
+    "two of three": (
+        (5, 3, 1),
+        lambda m, x: (m.arms[0](x) + m.then(m.arms[1](x) + m.arms[2](x))).relu(),
+        3,
+    ),
     "one of two": ((1, 3), lambda m, x: (m.arms[0](x) + m.then(m.arms[1](x))).relu(), 2),
-    "each by itself": ((3, 1), lambda m, x: (m.other(m.arms[0](x)) + m.then(m.arms[1](x))).relu(), 3),
+    "each by itself": (
+        (3, 1),
+        lambda m, x: (m.other(m.arms[0](x)) + m.then(m.arms[1](x))).relu(),
+        3,
+    ),
 }
 
 
@@ -170,11 +196,15 @@ def test_part_of_a_network() -> None:
     assert convolutions(done.model) == 3
     assert any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
     assert apart(net, done.model) < 1e-12
-    assert not branches.find(PlanBuilder(inspect(nn.Sequential(nn.Conv2d(3, 4, 1)).double().eval(), images())))
+    assert not branches.find(
+        PlanBuilder(inspect(nn.Sequential(nn.Conv2d(3, 4, 1)).double().eval(), images()))
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["repvgg_a0", "mobileone_s0", "repvit_m0_9", "fastvit_t8", "repghostnet_050"])
+@pytest.mark.parametrize(
+    "arch", ["repvgg_a0", "mobileone_s0", "repvit_m0_9", "fastvit_t8", "repghostnet_050"]
+)
 def test_as_many_as_timm_leaves(arch: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -187,15 +217,25 @@ def test_as_many_as_timm_leaves(arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("conv", "fits"),
-    [(nn.Conv2d(4, 4, 3, padding=1), True), (nn.Conv2d(4, 4, 3, padding=1, stride=2), False),
-     (nn.Conv2d(4, 8, 3, padding=1), False), (nn.Conv2d(4, 4, 3), False)],
-)  # fmt: skip
-def test_the_input_itself_is_a_tap_only_where_maps_stay_as_they_are(conv: nn.Conv2d, fits: bool) -> None:
+    [
+        (nn.Conv2d(4, 4, 3, padding=1), True),
+        (nn.Conv2d(4, 4, 3, padding=1, stride=2), False),
+        (nn.Conv2d(4, 8, 3, padding=1), False),
+        (nn.Conv2d(4, 4, 3), False),
+    ],
+)
+def test_the_input_itself_is_a_tap_only_where_maps_stay_as_they_are(
+    conv: nn.Conv2d, fits: bool
+) -> None:
     assert branches._fits(conv, None) is fits
 
 
 def test_a_weight_that_another_layer_has_too_is_left_alone() -> None:
-    net = Summed(ConvNorm(3), ConvNorm(1), then=nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False)))
+    net = Summed(
+        ConvNorm(3),
+        ConvNorm(1),
+        then=nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False)),
+    )
     net = built(net)
     net.then[1].weight = net.arms[0][0].weight
     found = branches.find(PlanBuilder(inspect(net, images())))

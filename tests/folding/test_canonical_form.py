@@ -1,4 +1,6 @@
-"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always exact, or refused."""
+"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always
+exact, or refused.
+"""
 
 import operator
 import re
@@ -25,11 +27,15 @@ from normswap.surgery import applying
 
 
 def trained(model: nn.Module, alpha: float | None = None) -> None:
-    """Move every parameter, so that no scalar is 1 and no bias 0 any more; then set the scalars to `alpha`."""
+    """Move every parameter, so that no scalar is 1 and no bias 0 any more; then set the scalars to
+    `alpha`.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 + 0.2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += 0.1 + 0.2 * torch.rand(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
         for module in model.modules():
             if alpha is not None and isinstance(module, Scale):
                 module.alpha.fill_(alpha)
@@ -57,11 +63,14 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_skipinit_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
-    reference, why = outputs(model, x), ""
+    reference = outputs(model, x)
+    why = ""
     try:
         planned, builder = step(model, "skipinit")
     except RefusedError as error:
-        planned, builder, why = None, None, str(error)
+        planned = None
+        builder = None
+        why = str(error)
     if planned is None or builder is None:
         assert re.search("no residual blocks|would need two edits", why)
     elif not builder.refusals:
@@ -77,12 +86,17 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)
 def test_float32_too_where_torch_fuses_wrongly(case: Case) -> None:
-    """As a user would meet it: the cases that `torch.fx.experimental.optimization.fuse` was seen to get wrong."""
+    """As a user would meet it: the cases that `torch.fx.experimental.optimization.fuse` was seen to
+    get wrong.
+    """
     model, x = build(case)
     reference = outputs(model, x)
     model.float()
     planned, _ = step(model, "folded")
-    assert distance(reference, outputs(applying.apply_step(model, planned), x.float()).double()) <= 1e-5
+    assert (
+        distance(reference, outputs(applying.apply_step(model, planned), x.float()).double())
+        <= 1e-5
+    )
 
 
 def test_an_aliased_conv_stays_one() -> None:
@@ -99,7 +113,8 @@ def test_the_checker_notices_a_wrong_fold() -> None:
     model, x = build(next(case for case in CASES if case.name == "conv twice, norm on one"))
     wrong: Any = applying.apply_step(model, step(model, "folded")[0])
     source: Any = model
-    wrong.conv, wrong.bn = fuse_conv_bn_eval(source.conv, source.bn), nn.Identity()
+    wrong.conv = fuse_conv_bn_eval(source.conv, source.bn)
+    wrong.bn = nn.Identity()
     assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3
 
 
@@ -127,7 +142,9 @@ DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DONE)
 def test_what_writes_into_its_input_is_told_from_what_does_not(name: str) -> None:
     """Torch counts how often a tensor was written to."""
-    model = net(lambda m, x: DONE[name](m, m.conv(x)), conv=conv, act=nn.ReLU(), act_=nn.ReLU(inplace=True))()
+    model = net(
+        lambda m, x: DONE[name](m, m.conv(x)), conv=conv, act=nn.ReLU(), act_=nn.ReLU(inplace=True)
+    )()
     y = torch.randn(2, C, 5, 5)
     before = y._version
     DONE[name](model, y)
@@ -153,18 +170,33 @@ SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "behind two convolutions": (lambda m, x: m.scale(m.a(x)) + m.scale(m.b(x)), True),
     "behind a gate": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.c(x), True),
     "behind a gate, which is read elsewhere": (behind_a_gate_read_elsewhere, True),
-    "behind two gates": (lambda m, x: m.scale(gated(m.a, m.b, x)) + m.scale(gated(m.c, m.d, x)), False),
+    "behind two gates": (
+        lambda m, x: m.scale(gated(m.a, m.b, x)) + m.scale(gated(m.c, m.d, x)),
+        False,
+    ),
     "behind a sum": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.c(x), True),
     "behind a sum with a gate": (lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x)), True),
-    "behind a sum, which is read elsewhere": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y), True),
+    "behind a sum, which is read elsewhere": (
+        lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y),
+        True,
+    ),
     "behind a sum, which is returned": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + y, False),
     "behind a sum with the input": (lambda m, x: m.scale(m.a(x) + x) + m.c(x), False),
     "behind a sum with the input, first": (lambda m, x: m.scale(x + m.a(x)) + m.c(x), False),
-    "behind a sum with a sigmoid": (lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x).sigmoid()), False),
+    "behind a sum with a sigmoid": (
+        lambda m, x: m.scale(gated(m.a, m.b, x) + m.c(x).sigmoid()),
+        False,
+    ),
     "behind a square": (lambda m, x: m.scale((y := m.a(x)) * y) + m.c(x), False),
     "behind twice a convolution": (lambda m, x: m.scale(2 * m.a(x)) + m.c(x), True),
-    "behind a sum whose square is read": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * y), False),
-    "behind a sum of which twice is read": (lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * 2), True),
+    "behind a sum whose square is read": (
+        lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * y),
+        False,
+    ),
+    "behind a sum of which twice is read": (
+        lambda m, x: m.scale(y := m.a(x) + m.b(x)) + m.c(y * 2),
+        True,
+    ),
     "behind two sums": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.scale(m.c(x) + m.d(x)), False),
     "behind the input": (lambda m, x: m.a(m.scale(x)), False),
     "behind a sigmoid": (lambda m, x: m.b(m.scale(m.a(x).sigmoid())), False),
@@ -203,7 +235,9 @@ def test_folded_exactly(arch: str) -> None:
         for block in stage:
             assert (block.alpha, block.beta, block.skipinit_gain) == (1.0, 1.0, None)
             assert block.attn_gain == 1.0 or (block.attn is None and block.attn_last is None)
-            assert all(getattr(act, "gamma", 1.0) == 1.0 for act in (block.act1, block.act2, block.act3))
+            assert all(
+                getattr(act, "gamma", 1.0) == 1.0 for act in (block.act1, block.act2, block.act3)
+            )
     with torch.no_grad():
         assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
     fresh = timm.create_model(arch, num_classes=10, **NORM_FREE[arch]).double().eval()
@@ -221,7 +255,11 @@ def test_converted_to_other_schemes(arch: str) -> None:
         for scheme, options in (("weightnorm", {}), ("spectralnorm", {})):
             planned, _ = step(start, scheme, **options)
             assert distance(reference, run(applying.apply_step(start, planned), x)) <= 1e-12
-    for scheme, options in (("skipinit", {}), ("fixup", {}), ("residual-scale", {"rule": "szegedy"})):
+    for scheme, options in (
+        ("skipinit", {}),
+        ("fixup", {}),
+        ("residual-scale", {"rule": "szegedy"}),
+    ):
         planned, builder = step(folded, scheme, **options)
         if not builder.refusals:
             assert distance(reference, run(applying.apply_step(folded, planned), x)) <= 1e-12
@@ -244,4 +282,7 @@ def test_gradients_train_and_weights_stay_put() -> None:
     model, x = norm_free("nf_resnet26")
     result = applied(model, step(model, "folded")[0]).train()
     result(x).square().sum().backward()
-    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in result.parameters())
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.any())
+        for parameter in result.parameters()
+    )

@@ -18,7 +18,9 @@ from normswap.layers import channel_norm
 from normswap.surgery import applying
 
 TOLERANCE = 1e-12
-SMALL: dict[str, tuple[str, dict[str, Any], int, int]] = {  # name, arguments, size, LayerScales that stay
+SMALL: dict[
+    str, tuple[str, dict[str, Any], int, int]
+] = {  # name, arguments, size, LayerScales that stay
     "vit": ("vit_tiny_patch16_224", {"init_values": 0.1, "img_size": 32, "depth": 2}, 32, 0),
     "dinov2": ("vit_small_patch14_dinov2", {"img_size": 28, "depth": 2}, 28, 0),
     "efficientformer v2": (
@@ -27,13 +29,23 @@ SMALL: dict[str, tuple[str, dict[str, Any], int, int]] = {  # name, arguments, s
         64,
         0,
     ),
-    # all blocks but the last mix their tokens by pooling: no linear layer is before the first LayerScale of those
-    "efficientformer": ("efficientformer_l1", {"embed_dims": (12, 24, 56, 112)}, 224, 3 + 2 + 6 + 3),
+    # all blocks but the last mix their tokens by pooling: no linear layer is before the first
+    # LayerScale of those
+    "efficientformer": (
+        "efficientformer_l1",
+        {"embed_dims": (12, 24, 56, 112)},
+        224,
+        3 + 2 + 6 + 3,
+    ),
 }
 
 
 def scaled(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if isinstance(module, LayerScale | LayerScale2d)]
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, LayerScale | LayerScale2d)
+    ]
 
 
 def randomize(model: nn.Module) -> nn.Module:
@@ -65,7 +77,9 @@ def test_unfold_gives_the_architecture_back() -> None:
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     model = randomize(timm.create_model(arch, **args)).double().eval()
     back = normswap.convert(
-        normswap.convert(model, "folded", input_size=x.shape[1:]).model, "unfold", input_size=x.shape[1:]
+        normswap.convert(model, "folded", input_size=x.shape[1:]).model,
+        "unfold",
+        input_size=x.shape[1:],
     ).model
     assert scaled(back) == scaled(model)
     assert back.state_dict().keys() == model.state_dict().keys()
@@ -77,7 +91,9 @@ class Branch(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.norm, self.linear, self.scale = nn.LayerNorm(4), nn.Linear(4, 4), LayerScale(4, 0.5, what == "in place")
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.scale = LayerScale(4, 0.5, what == "in place")
         self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,11 +114,15 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("", None), ("in place", None), ("twice", "is read elsewhere too"), ("read elsewhere", "is read elsewhere too"),
-        ("activation", "not a linear layer"), ("gamma read", "is read elsewhere in forward"),
+        ("", None),
+        ("in place", None),
+        ("twice", "is read elsewhere too"),
+        ("read elsewhere", "is read elsewhere too"),
+        ("activation", "not a linear layer"),
+        ("gamma read", "is read elsewhere in forward"),
         ("linear twice", "is read elsewhere too"),
     ],
-)  # fmt: skip
+)
 def test_what_is_in_the_way(what: str, why: str | None) -> None:
     torch.manual_seed(0)
     model = randomize(Branch(what)).double().eval()
@@ -111,7 +131,9 @@ def test_what_is_in_the_way(what: str, why: str | None) -> None:
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     assert bool(scaled(result)) == (why is not None)
-    assert why is None or any(note.startswith("scale stays") and why in note for note in builder.notes)
+    assert why is None or any(
+        note.startswith("scale stays") and why in note for note in builder.notes
+    )
 
 
 @pytest.mark.parametrize("how", ["hooked", "patched"])
@@ -130,7 +152,8 @@ class Own(nn.Module):
 
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor], channels: int = 6) -> None:
         super().__init__()
-        self.lambda1, self.use = nn.Parameter(0.1 * torch.ones(channels)), use  # equal, as they are at first
+        self.lambda1 = nn.Parameter(0.1 * torch.ones(channels))
+        self.use = use  # equal, as they are at first
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(x, self.lambda1)
@@ -139,14 +162,20 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("module", "dim"),
     [
-        (LayerScale(6), -1), (LayerScale2d(6), 1), (Own(lambda x, g: x * g), -1),
-        (Own(lambda x, g: x * g.view(1, -1, 1, 1)), 1), (Own(lambda x, g: x.mul_(g)), -1),
-        (Own(lambda x, g: x * g.mean()), None), (Own(lambda x, g: x * g + g), None),
+        (LayerScale(6), -1),
+        (LayerScale2d(6), 1),
+        (Own(lambda x, g: x * g), -1),
+        (Own(lambda x, g: x * g.view(1, -1, 1, 1)), 1),
+        (Own(lambda x, g: x.mul_(g)), -1),
+        (Own(lambda x, g: x * g.mean()), None),
+        (Own(lambda x, g: x * g + g), None),
         (Own(lambda x, g: x * g.abs()), None),
-        (Own(lambda x, g: x * g, channels=1), None), (nn.PReLU(6), None), (nn.RMSNorm(6), None),
+        (Own(lambda x, g: x * g, channels=1), None),
+        (nn.PReLU(6), None),
+        (nn.RMSNorm(6), None),
         (nn.LayerNorm(6, bias=False), None),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_one(module: nn.Module, dim: int | None, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
@@ -154,7 +183,9 @@ def test_what_is_one(module: nn.Module, dim: int | None, gradients: bool) -> Non
 
 
 def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
-    """Its LayerScales are its own, and its position embeddings are stretched for images of another size."""
+    """Its LayerScales are its own, and its position embeddings are stretched for images of another
+    size.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Dinov2Config(
@@ -167,14 +198,23 @@ def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
                 value.uniform_(-0.3, 0.7)
     images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in ((28, 28), (42, 56))]
     results = {
-        to: normswap.convert(model, to, inputs={"pixel_values": images[0]}).model for to in ("folded", "rmsnorm")
+        to: normswap.convert(model, to, inputs={"pixel_values": images[0]}).model
+        for to in ("folded", "rmsnorm")
     }
     with Widening(), torch.no_grad():
-        for x, allowed in zip(images, (TOLERANCE, 1e-9), strict=True):  # they are stretched in float32
+        for x, allowed in zip(
+            images, (TOLERANCE, 1e-9), strict=True
+        ):  # they are stretched in float32
             expected = model(pixel_values=x).logits
             for result in results.values():
                 assert distance(expected, result(pixel_values=x).logits) <= allowed
-                assert not [name for name, _ in result.named_parameters() if name.endswith("lambda1")]
-    learnt = [m for m in results["folded"].modules() if isinstance(m, nn.LayerNorm) and m.elementwise_affine]
+                assert not [
+                    name for name, _ in result.named_parameters() if name.endswith("lambda1")
+                ]
+    learnt = [
+        m
+        for m in results["folded"].modules()
+        if isinstance(m, nn.LayerNorm) and m.elementwise_affine
+    ]
     assert len(learnt) == 1  # the last one, whose output are the features
     assert not [m for m in results["rmsnorm"].modules() if isinstance(m, nn.LayerNorm)]

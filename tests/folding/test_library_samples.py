@@ -1,4 +1,6 @@
-"""A fast sample of the walks over timm and other libraries (tests/lab/coverage), and their own checkers."""
+"""A fast sample of the walks over timm and other libraries (tests/lab/coverage), and their own
+checkers.
+"""
 
 import sys
 from pathlib import Path
@@ -56,19 +58,30 @@ def test_fold(arch: str) -> None:
     assert row["fuse"]["status"] != "wrong"
 
 
-@pytest.mark.parametrize("arch", ["test_resnet", "regnety_002", pytest.param("cpubone_nano", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arch", ["test_resnet", "regnety_002", pytest.param("cpubone_nano", marks=pytest.mark.slow)]
+)
 def test_the_checker_notices_one_percent_of_one_channel(arch: str) -> None:
     row = mutants.check(arch)
     assert (row["detected"], row["missed"]) == (mutants.TRIALS, [])
 
 
 OTHERS = (
-    "torchvision:shufflenet_v2_x0_5", "torchvision:regnet_y_400mf",
-    "torchvision:lraspp_mobilenet_v3_large", "torchvision:ssdlite320_mobilenet_v3_large",
-    "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn", "smp:Unet:mobilenet_v2", "smp:FPN:resnet18",
-    "transformers:ResNet", "transformers:RegNet", "transformers:MobileNetV2",
-    "transformers:MobileViTV2", "transformers:DPT", "monai:UNet 3-D", "monai:VNet",
-)  # fmt: skip
+    "torchvision:shufflenet_v2_x0_5",
+    "torchvision:regnet_y_400mf",
+    "torchvision:lraspp_mobilenet_v3_large",
+    "torchvision:ssdlite320_mobilenet_v3_large",
+    "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn",
+    "smp:Unet:mobilenet_v2",
+    "smp:FPN:resnet18",
+    "transformers:ResNet",
+    "transformers:RegNet",
+    "transformers:MobileNetV2",
+    "transformers:MobileViTV2",
+    "transformers:DPT",
+    "monai:UNet 3-D",
+    "monai:VNet",
+)
 LIBRARIES = {"smp": "segmentation_models_pytorch"}
 
 
@@ -90,10 +103,15 @@ def test_other_libraries_fold(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    ["transformers:MobileNetV2", pytest.param("torchvision:ssdlite320_mobilenet_v3_large", marks=pytest.mark.slow)],
+    [
+        "transformers:MobileNetV2",
+        pytest.param("torchvision:ssdlite320_mobilenet_v3_large", marks=pytest.mark.slow),
+    ],
 )
 def test_in_one_line(name: str) -> None:
-    """As a user calls it: lists of images in and detections out, keywords in and a Hugging Face output out."""
+    """As a user calls it: lists of images in and detections out, keywords in and a Hugging Face
+    output out.
+    """
     need(name)
     torch.manual_seed(0)
     model, given = libraries.build(name)
@@ -128,7 +146,9 @@ def test_a_scalar_behind_a_branch_that_looks_at_values() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, C, 7, 7, dtype=torch.float64)
     branch = net(_looks_at_values, conv=conv, bn=bn)
-    model = lived_in(net(lambda m, x: ((y := m.conv(x)) + m.branch(y)).relu(), conv=conv, branch=branch)(), x)
+    model = lived_in(
+        net(lambda m, x: ((y := m.conv(x)) + m.branch(y)).relu(), conv=conv, branch=branch)(), x
+    )
     done = normswap.convert(model, "skipinit", inputs=x)
     assert batchnorms(done.model) == []
     assert str(done.outcomes["branch.bn"]) == "folds into branch.conv"

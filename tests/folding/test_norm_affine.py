@@ -1,4 +1,6 @@
-"""`--to folded` on LayerNorm networks: gamma and beta go into the linear layers that read the norm, or stay."""
+"""`--to folded` on LayerNorm networks: gamma and beta go into the linear layers that read the norm,
+or stay.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +32,9 @@ from normswap.surgery import applying
 from normswap.surgery.conversion import plan_step
 
 TOLERANCE = 1e-12
-NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {  # along which dimension, and what
+NORMS: dict[
+    str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]
+] = {  # along which dimension, and what
     "torch's": (lambda: nn.LayerNorm(6), -1, F.layer_norm),
     "timm's": (lambda: LayerNorm(6), -1, F.layer_norm),
     "timm's of maps": (lambda: LayerNorm2d(6), 1, F.layer_norm),
@@ -38,11 +42,12 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {
     "timm's RMSNorm": (lambda: RmsNorm(6, eps=1e-5), -1, F.rms_norm),
     "timm's RMSNorm of maps": (lambda: RmsNorm2d(6, eps=1e-5), 1, F.rms_norm),
 }
-# Norms that keep gamma and beta, from timm's source: the last norm of a vision transformer, whose output is what
-# `forward_features` returns (CLIP's and distilled ones too); Swin's and CLIP's norm before the first block, which the
-# residual stream reads; ConvNeXt's stem norm likewise, and the norm of its head. Without a final norm (`global_pool`
-# "avg") it is `fc_norm`. Swin v2 ends its branches in norms, which the stream reads: all but the patch mergings', whose
-# output is the next stage's stream too. Queries and keys are read by the attention.
+# Norms that keep gamma and beta, from timm's source: the last norm of a vision transformer, whose
+# output is what `forward_features` returns (CLIP's and distilled ones too); Swin's and CLIP's norm
+# before the first block, which the residual stream reads; ConvNeXt's stem norm likewise, and the
+# norm of its head. Without a final norm (`global_pool` "avg") it is `fc_norm`. Swin v2 ends its
+# branches in norms, which the stream reads: all but the patch mergings', whose output is the next
+# stage's stream too. Queries and keys are read by the attention.
 STAY = {
     "vit": ["norm"],
     "vit without qkv bias": ["norm"],
@@ -51,7 +56,10 @@ STAY = {
     "deit": ["norm"],
     "deit, distilled": ["norm"],
     "deit3, LayerScale": ["norm"],
-    "vit, norm of queries and keys": [f"blocks.{i}.attn.{name}_norm" for i in (0, 1) for name in "qk"] + ["norm"],
+    "vit, norm of queries and keys": [
+        f"blocks.{i}.attn.{name}_norm" for i in (0, 1) for name in "qk"
+    ]
+    + ["norm"],
     "swin": ["patch_embed.norm", "norm"],
     "clip": ["norm_pre", "norm"],
     "convnext": ["stem.1", "head.norm"],
@@ -61,7 +69,9 @@ STAY = {
 
 def with_affine(model: nn.Module) -> list[str]:
     return [
-        p for p, m in model.named_modules() if isinstance(m, nn.LayerNorm) and next(m.parameters(), None) is not None
+        p
+        for p, m in model.named_modules()
+        if isinstance(m, nn.LayerNorm) and next(m.parameters(), None) is not None
     ]
 
 
@@ -77,7 +87,9 @@ def test_exact(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     result: Any = folded(model)[0]
     assert with_affine(result) == STAY[name]
-    kinds = [Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()]  # test_layer_scale.py
+    kinds = [
+        Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()
+    ]  # test_layer_scale.py
     assert [type(m) for m in result.modules()] == kinds
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
@@ -111,7 +123,10 @@ def test_convert_and_restore() -> None:
     model, _ = small("convnext")
     done = normswap.convert(model.float(), "folded", input_size=(3, 64, 64))
     assert done.report.passed
-    assert str(done.outcomes["stages.0.blocks.0.norm"]) == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
+    assert (
+        str(done.outcomes["stages.0.blocks.0.norm"])
+        == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
+    )
     back = normswap.convert(done.model, "unfold", input_size=(3, 64, 64))
     assert with_affine(back.model) == with_affine(model)
 
@@ -122,12 +137,22 @@ class Net(nn.Module):
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.body = body
-        self.patch, self.one, self.two = nn.Conv2d(3, 6, 4, 4), nn.LayerNorm(6), nn.LayerNorm(6)
-        self.inner, self.outer, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
-        self.map, self.valid, self.same = LayerNorm2d(6), nn.Conv2d(6, 6, 2), nn.Conv2d(6, 6, 3, padding=1)
-        self.depthwise, self.tokens = nn.Conv2d(6, 6, 2, groups=6), nn.Linear(4, 4)
-        self.act, self.single, self.plane = LayerNormAct2d(6), LayerNormFp32(6), nn.LayerNorm([4, 6])
-        self.few, self.row = nn.Conv2d(2, 3, 1), nn.Conv1d(6, 3, 1)
+        self.patch = nn.Conv2d(3, 6, 4, 4)
+        self.one = nn.LayerNorm(6)
+        self.two = nn.LayerNorm(6)
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 3)
+        self.map = LayerNorm2d(6)
+        self.valid = nn.Conv2d(6, 6, 2)
+        self.same = nn.Conv2d(6, 6, 3, padding=1)
+        self.depthwise = nn.Conv2d(6, 6, 2, groups=6)
+        self.tokens = nn.Linear(4, 4)
+        self.act = LayerNormAct2d(6)
+        self.single = LayerNormFp32(6)
+        self.plane = nn.LayerNorm([4, 6])
+        self.few = nn.Conv2d(2, 3, 1)
+        self.row = nn.Conv1d(6, 3, 1)
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,46 +167,95 @@ MOVES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
     "a linear layer": (lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)), ["inner"]),
     "without a bias": (lambda m, x: m.head(m.outer(m.one(seq(x))).relu().mean(1)), ["outer"]),
     "two of them": (
-        lambda m, x: m.head((m.inner(y := m.one(seq(x))) * m.outer(y)).mean(1)), ["inner", "outer"]),
+        lambda m, x: m.head((m.inner(y := m.one(seq(x))) * m.outer(y)).mean(1)),
+        ["inner", "outer"],
+    ),
     "rolled, cut, reshaped, averaged": (
-        lambda m, x: m.head(m.inner(m.one(seq(x)).roll(1, 1)[:, 1:].view(-1, 3, 1, 6).mean(1)).relu()[:, 0]),
-        ["inner"]),
+        lambda m, x: m.head(
+            m.inner(m.one(seq(x)).roll(1, 1)[:, 1:].view(-1, 3, 1, 6).mean(1)).relu()[:, 0]
+        ),
+        ["inner"],
+    ),
     "one norm twice": (
-        lambda m, x: m.head((m.inner(m.one(seq(x))) + m.outer(m.one(2 * seq(x)))).mean(1)), ["inner", "outer"]),
+        lambda m, x: m.head((m.inner(m.one(seq(x))) + m.outer(m.one(2 * seq(x)))).mean(1)),
+        ["inner", "outer"],
+    ),
     "a convolution": (lambda m, x: m.head(m.valid(m.map(x)).relu().mean((2, 3))), ["valid"]),
-    "a depthwise convolution": (lambda m, x: m.head(m.depthwise(m.map(x)).relu().mean((2, 3))), ["depthwise"]),
+    "a depthwise convolution": (
+        lambda m, x: m.head(m.depthwise(m.map(x)).relu().mean((2, 3))),
+        ["depthwise"],
+    ),
     "a linear layer on a map": (
-        lambda m, x: m.head(m.inner(m.map(x).permute(0, 2, 3, 1)).relu().mean((1, 2))), ["inner"]),
-}  # fmt: skip
+        lambda m, x: m.head(m.inner(m.map(x).permute(0, 2, 3, 1)).relu().mean((1, 2))),
+        ["inner"],
+    ),
+}
 STAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "an activation": (lambda m, x: m.head(m.inner(m.one(seq(x)).relu()).mean(1)), "relu reads it"),
-    "a sum": (lambda m, x: m.head((m.inner(y := m.one(seq(x))).relu() + y).mean(1)), "reads it, not a linear layer"),
+    "a sum": (
+        lambda m, x: m.head((m.inner(y := m.one(seq(x))).relu() + y).mean(1)),
+        "reads it, not a linear layer",
+    ),
     "padding": (lambda m, x: m.head(m.same(m.map(x)).relu().mean((2, 3))), "same pads its input"),
     "padding before a linear layer": (
-        lambda m, x: m.head(m.inner(F.pad(m.one(seq(x)), (0, 0, 1, 0))).relu().mean(1)), "padded before inner"),
+        lambda m, x: m.head(m.inner(F.pad(m.one(seq(x)), (0, 0, 1, 0))).relu().mean(1)),
+        "padded before inner",
+    ),
     "padding at some sizes": (
-        lambda m, x: m.head(m.inner(F.pad(y := m.one(seq(x)), (0, 0, 0, y.shape[1] % 4))).relu().mean(1)), "padded"),
+        lambda m, x: m.head(
+            m.inner(F.pad(y := m.one(seq(x)), (0, 0, 0, y.shape[1] % 4))).relu().mean(1)
+        ),
+        "padded",
+    ),
     "something else is joined on": (
-        lambda m, x: m.head(m.inner(torch.cat([m.one(y := seq(x)), y], 1)).relu().mean(1)), "cat reads it"),
+        lambda m, x: m.head(m.inner(torch.cat([m.one(y := seq(x)), y], 1)).relu().mean(1)),
+        "cat reads it",
+    ),
     "called elsewhere": (
-        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(y)).mean(1)), "inner is called elsewhere too"),
+        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(y)).mean(1)),
+        "inner is called elsewhere too",
+    ),
     "two norms, one layer": (
-        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(m.two(y))).mean(1)), "inner is called elsewhere"),
+        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(m.two(y))).mean(1)),
+        "inner is called elsewhere",
+    ),
     "over the tokens": (
-        lambda m, x: m.head(m.tokens(m.one(seq(x)).transpose(1, 2)).relu().mean(2)), "the inputs of tokens are not"),
+        lambda m, x: m.head(m.tokens(m.one(seq(x)).transpose(1, 2)).relu().mean(2)),
+        "the inputs of tokens are not",
+    ),
     "tokens as channels": (
-        lambda m, x: m.head(m.row(m.one(seq(x))[:, :1].expand(-1, 6, -1)).mean(1)), "the inputs of row are not its"),
+        lambda m, x: m.head(m.row(m.one(seq(x))[:, :1].expand(-1, 6, -1)).mean(1)),
+        "the inputs of row are not its",
+    ),
     "samples as channels": (
-        lambda m, x: m.head(m.few(m.one(seq(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)), "of few are not its"),
-    "the classifier": (lambda m, x: m.head(m.one(seq(x)).mean(1)), "the features that head reads would change"),
-    "it is returned": (lambda m, x: (m.head(m.inner(y := m.one(seq(x))).relu().mean(1)), y), "the model returns it"),
+        lambda m, x: m.head(m.few(m.one(seq(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)),
+        "of few are not its",
+    ),
+    "the classifier": (
+        lambda m, x: m.head(m.one(seq(x)).mean(1)),
+        "the features that head reads would change",
+    ),
+    "it is returned": (
+        lambda m, x: (m.head(m.inner(y := m.one(seq(x))).relu().mean(1)), y),
+        "the model returns it",
+    ),
     "its weight is read": (
-        lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)) * m.one.weight.sum(), r"one.weight is read"),
-    "an activation of its own": (lambda m, x: m.head(m.valid(m.act(x)).mean((2, 3))), "forward of its own"),
-    "float32": (lambda m, x: m.head(m.inner(m.single(seq(x))).relu().mean(1)), "computes in float32"),
+        lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)) * m.one.weight.sum(),
+        r"one.weight is read",
+    ),
+    "an activation of its own": (
+        lambda m, x: m.head(m.valid(m.act(x)).mean((2, 3))),
+        "forward of its own",
+    ),
+    "float32": (
+        lambda m, x: m.head(m.inner(m.single(seq(x))).relu().mean(1)),
+        "computes in float32",
+    ),
     "tokens and channels": (
-        lambda m, x: m.head(m.inner(m.plane(seq(x))).relu().mean(1)), "normalizes more than the channels"),
-}  # fmt: skip
+        lambda m, x: m.head(m.inner(m.plane(seq(x))).relu().mean(1)),
+        "normalizes more than the channels",
+    ),
+}
 
 
 def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
@@ -194,7 +268,9 @@ def test_moves_to(name: str) -> None:
     body, readers = MOVES[name]
     model, x = net(body)
     result, verdicts = folded(model)
-    assert list(map(str, verdicts.values())) == [f"its scale and shift move to {', '.join(readers)}"]
+    assert list(map(str, verdicts.values())) == [
+        f"its scale and shift move to {', '.join(readers)}"
+    ]
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
 
@@ -221,12 +297,17 @@ def test_a_wrong_take_is_noticed() -> None:
     """Shift without scale is not the same."""
     model, x = net(MOVES["a linear layer"][0])
     planned, _ = step(model, "folded")
-    edits = tuple(replace(e, takes=(Absorption(AbsorbMode.BEFORE_SHIFT),)) if e.reads else e for e in planned.edits)
+    edits = tuple(
+        replace(e, takes=(Absorption(AbsorbMode.BEFORE_SHIFT),)) if e.reads else e
+        for e in planned.edits
+    )
     assert distance(run(model, x), run(applying.apply_step(model, Step("", {}, edits)), x)) > 1e-3
 
 
 class Sideways(nn.LayerNorm):
-    """Over the second dimension, by a forward of its own, as torchvision's and transformers' ConvNeXt."""
+    """Over the second dimension, by a forward of its own, as torchvision's and transformers'
+    ConvNeXt.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -238,15 +319,21 @@ class Louder(nn.LayerNorm):
 
 
 @pytest.mark.parametrize(("kind", "dim"), [(Sideways, 1), (Louder, None)])
-def test_a_forward_that_nobody_has_read_is_measured(kind: type[nn.LayerNorm], dim: int | None) -> None:
+def test_a_forward_that_nobody_has_read_is_measured(
+    kind: type[nn.LayerNorm], dim: int | None
+) -> None:
     assert channel_norm.channel_dim(kind(6)) == dim
-    assert channel_norm.channel_dim(kind(4096)) == dim  # on few places: a square of 4,096 would take 400 GB
+    assert (
+        channel_norm.channel_dim(kind(4096)) == dim
+    )  # on few places: a square of 4,096 would take 400 GB
 
 
 def test_a_measured_norm_folds() -> None:
     torch.manual_seed(0)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), Sideways(6), nn.Conv2d(6, 4, 2, 2), *head).double().eval()
+    model = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), Sideways(6), nn.Conv2d(6, 4, 2, 2), *head).double().eval()
+    )
     for parameter in model[1].parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
@@ -259,7 +346,8 @@ def test_a_measured_norm_folds() -> None:
 @pytest.mark.parametrize("name", NORMS)
 def test_the_dimension_is_that_along_which_it_normalizes(name: str) -> None:
     make, dim, function = NORMS[name]
-    norm, x = make().double(), torch.randn(2, 6, 6, 6, dtype=torch.float64)
+    norm = make().double()
+    x = torch.randn(2, 6, 6, 6, dtype=torch.float64)
     assert channel_norm.channel_dim(norm) == dim
     expected = function(x.movedim(dim, -1), (6,), eps=norm.eps).movedim(-1, dim)
     assert distance(expected, norm(x).detach()) < 1e-12

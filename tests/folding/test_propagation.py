@@ -1,4 +1,6 @@
-"""Norms behind reshapes, average pools and concatenations: folded where the channels are surely the layer's outputs."""
+"""Norms behind reshapes, average pools and concatenations: folded where the channels are surely the
+layer's outputs.
+"""
 
 import re
 from collections.abc import Callable
@@ -41,56 +43,118 @@ def linear() -> nn.Module:
 FOLDS: dict[str, tuple[Body, dict[str, Any], str]] = {
     "LeViT's": (
         lambda m, x: m.bn(m.fc(tokens(x)).flatten(0, 1)).reshape(x.shape[0], -1, C) * 1.0,
-        {"fc": linear, "bn": bn1()}, "fc"),
+        {"fc": linear, "bn": bn1()},
+        "fc",
+    ),
     "LeViT's, its shape asked for": (
-        lambda m, x: m.bn((y := m.fc(tokens(x))).flatten(0, 1)).reshape_as(y), {"fc": linear, "bn": bn1()}, "fc"),
-    "channels first": (lambda m, x: m.bn(m.fc(tokens(x)).transpose(1, 2)), {"fc": linear, "bn": bn1()}, "fc"),
+        lambda m, x: m.bn((y := m.fc(tokens(x))).flatten(0, 1)).reshape_as(y),
+        {"fc": linear, "bn": bn1()},
+        "fc",
+    ),
+    "channels first": (
+        lambda m, x: m.bn(m.fc(tokens(x)).transpose(1, 2)),
+        {"fc": linear, "bn": bn1()},
+        "fc",
+    ),
     "a linear layer on maps": (
-        lambda m, x: m.bn(m.fc(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)), {"fc": linear, "bn": bn2()}, "fc"),
+        lambda m, x: m.bn(m.fc(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
+        {"fc": linear, "bn": bn2()},
+        "fc",
+    ),
     "an average pool": (
-        lambda m, x: m.bn(m.pool(m.conv(x))), {"conv": conv, "pool": lambda: nn.AvgPool2d(2), "bn": bn2()}, "conv"),
+        lambda m, x: m.bn(m.pool(m.conv(x))),
+        {"conv": conv, "pool": lambda: nn.AvgPool2d(2), "bn": bn2()},
+        "conv",
+    ),
     "the average": (lambda m, x: m.bn(m.conv(x).mean((2, 3))), {"conv": conv, "bn": bn1()}, "conv"),
-    "flattened maps": (lambda m, x: m.bn(m.conv(x).flatten(2)), {"conv": conv, "bn": bn1()}, "conv"),
+    "flattened maps": (
+        lambda m, x: m.bn(m.conv(x).flatten(2)),
+        {"conv": conv, "bn": bn1()},
+        "conv",
+    ),
     "two convolutions joined": (
         lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], 1)),
-        {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)}, "a, b"),
+        {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)},
+        "a, b",
+    ),
     "joined in a dimension that is named": (
         lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], dim=1)),
-        {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)}, "a, b"),
+        {"a": conv, "b": lambda: conv(1, 3), "bn": bn2(C + 3)},
+        "a, b",
+    ),
     "three, by keyword": (
         lambda m, x: m.bn(torch.cat(tensors=(m.a(x), m.b(x[:, :2]), m.c(x)), dim=1)),
-        {"a": conv, "b": lambda: nn.Conv2d(2, 2, 1, groups=2), "c": lambda: conv(5, 3), "bn": bn2(C + 5)}, "a, b, c"),
-}  # fmt: skip
+        {
+            "a": conv,
+            "b": lambda: nn.Conv2d(2, 2, 1, groups=2),
+            "c": lambda: conv(5, 3),
+            "bn": bn2(C + 5),
+        },
+        "a, b, c",
+    ),
+}
 STAYS: dict[str, tuple[Body, dict[str, Any], str]] = {
     "tokens are its channels": (
-        lambda m, x: m.bn(m.fc(tokens(x[:, :, :2, :2]))), {"fc": linear, "bn": bn1()}, "may not be its channels"),
+        lambda m, x: m.bn(m.fc(tokens(x[:, :, :2, :2]))),
+        {"fc": linear, "bn": bn1()},
+        "may not be its channels",
+    ),
     "rows are its channels": (
-        lambda m, x: m.bn(m.fc(x.permute(0, 2, 3, 1)[:, :4])), {"fc": linear, "bn": bn2(4)}, "may not be its channels"),
+        lambda m, x: m.bn(m.fc(x.permute(0, 2, 3, 1)[:, :4])),
+        {"fc": linear, "bn": bn2(4)},
+        "may not be its channels",
+    ),
     "a pool that pads": (
-        lambda m, x: m.bn(m.pool(m.conv(x))), {"conv": conv, "pool": lambda: nn.AvgPool2d(3, 2, 1), "bn": bn2()},
-        "may not be its channels"),
+        lambda m, x: m.bn(m.pool(m.conv(x))),
+        {"conv": conv, "pool": lambda: nn.AvgPool2d(3, 2, 1), "bn": bn2()},
+        "may not be its channels",
+    ),
     "zeros are padded": (
-        lambda m, x: m.bn(F.pad(m.conv(x), (1, 1))), {"conv": conv, "bn": bn2()}, "zeros are padded"),
+        lambda m, x: m.bn(F.pad(m.conv(x), (1, 1))),
+        {"conv": conv, "bn": bn2()},
+        "zeros are padded",
+    ),
     "a maximum": (
-        lambda m, x: m.bn(m.pool(m.conv(x))), {"conv": conv, "pool": lambda: nn.MaxPool2d(2), "bn": bn2()}, "pool"),
+        lambda m, x: m.bn(m.pool(m.conv(x))),
+        {"conv": conv, "pool": lambda: nn.MaxPool2d(2), "bn": bn2()},
+        "pool",
+    ),
     "channels are shuffled": (
-        lambda m, x: m.bn(m.conv(x).unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)), {"conv": conv, "bn": bn2()},
-        "may not be its channels"),
+        lambda m, x: m.bn(m.conv(x).unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)),
+        {"conv": conv, "bn": bn2()},
+        "may not be its channels",
+    ),
     "joined with the input": (
-        lambda m, x: m.bn(torch.cat([m.a(x), x], 1)), {"a": conv, "bn": bn2(2 * C)}, "not of convolutions"),
+        lambda m, x: m.bn(torch.cat([m.a(x), x], 1)),
+        {"a": conv, "bn": bn2(2 * C)},
+        "not of convolutions",
+    ),
     "joined with itself": (
-        lambda m, x: m.bn(torch.cat([y := m.a(x), y], 1)), {"a": conv, "bn": bn2(2 * C)}, "follows cat"),
+        lambda m, x: m.bn(torch.cat([y := m.a(x), y], 1)),
+        {"a": conv, "bn": bn2(2 * C)},
+        "follows cat",
+    ),
     "called for both parts": (
-        lambda m, x: m.bn(torch.cat([m.a(x), m.a(2 * x)], 1)), {"a": conv, "bn": bn2(2 * C)}, "several parts"),
+        lambda m, x: m.bn(torch.cat([m.a(x), m.a(2 * x)], 1)),
+        {"a": conv, "bn": bn2(2 * C)},
+        "several parts",
+    ),
     "joined below each other": (
-        lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], 2)), {"a": conv, "b": conv, "bn": bn2()}, "follows cat"),
+        lambda m, x: m.bn(torch.cat([m.a(x), m.b(x)], 2)),
+        {"a": conv, "b": conv, "bn": bn2()},
+        "follows cat",
+    ),
     "a part is read elsewhere": (
         lambda m, x: m.bn(torch.cat([y := m.a(x), m.b(x)], 1))[:, :C] + y,
-        {"a": conv, "b": conv, "bn": bn2(2 * C)}, "another consumer"),
+        {"a": conv, "b": conv, "bn": bn2(2 * C)},
+        "another consumer",
+    ),
     "the whole is read elsewhere": (
         lambda m, x: m.bn(y := torch.cat([m.a(x), m.b(x)], 1)) + y,
-        {"a": conv, "b": conv, "bn": bn2(2 * C)}, "another consumer"),
-}  # fmt: skip
+        {"a": conv, "b": conv, "bn": bn2(2 * C)},
+        "another consumer",
+    ),
+}
 
 
 def made(body: Body, parts: dict[str, Any]) -> tuple[nn.Module, Tensor]:
@@ -106,7 +170,9 @@ def test_folds(name: str) -> None:
     body, parts, into = FOLDS[name]
     model, x = made(body, parts)
     planned, builder = step(model, "folded")
-    assert {path: str(said) for path, said in builder.outcomes.items()} == {"bn": f"folds into {into}"}
+    assert {path: str(said) for path, said in builder.outcomes.items()} == {
+        "bn": f"folds into {into}"
+    }
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
@@ -117,7 +183,9 @@ def test_stays(name: str) -> None:
     body, parts, why = STAYS[name]
     model, x = made(body, parts)
     planned, builder = step(model, "folded")
-    assert re.search(f"^keeps scale and shift: .*{why}", str(builder.outcomes["bn"])), builder.outcomes["bn"]
+    assert re.search(f"^keeps scale and shift: .*{why}", str(builder.outcomes["bn"])), (
+        builder.outcomes["bn"]
+    )
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) < 1e-13
 
 
@@ -125,7 +193,8 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
     model, x = made(*FOLDS["two convolutions joined"][:2])
     planned, _ = step(model, "folded")
     wrong = tuple(
-        replace(e, takes=(Absorption(AbsorbMode.AFTER, (C - 1, C + 2)),)) if e.path == "b" else e for e in planned.edits
+        replace(e, takes=(Absorption(AbsorbMode.AFTER, (C - 1, C + 2)),)) if e.path == "b" else e
+        for e in planned.edits
     )
     harmed = applying.apply_step(model, Step("", {}, wrong))
     assert distance(run(model, x), run(harmed, x)) > 1e-3
@@ -143,7 +212,8 @@ def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Pa
     """Saved, loaded, trained a little, unfolded: the same function again, with BatchNorms."""
     torch.manual_seed(0)
     seen = torch.randn(8, 3, size, size, dtype=torch.float64)
-    model, x = lived_in(timm.create_model(arch, num_classes=4, **args), seen), seen[:2]
+    model = lived_in(timm.create_model(arch, num_classes=4, **args), seen)
+    x = seen[:2]
     done = normswap.convert(model, "folded", inputs=x)
     normswap.save(done, tmp_path / "folded")
     again = normswap.load(tmp_path / "folded")

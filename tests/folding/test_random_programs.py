@@ -1,4 +1,6 @@
-"""Random programs: whatever a small CNN shares, forks, adds or overwrites, folding keeps its function."""
+"""Random programs: whatever a small CNN shares, forks, adds or overwrites, folding keeps its
+function.
+"""
 
 import functools
 import operator
@@ -49,20 +51,27 @@ Instruction = tuple[str, Any, int, int]
 
 
 class Program(nn.Module):
-    """Runs instructions (kind, which, a, b) on a list of values; a and b count back from the newest value."""
+    """Runs instructions (kind, which, a, b) on a list of values; a and b count back from the newest
+    value.
+    """
 
     def __init__(self, code: list[Instruction], outputs: int) -> None:
         super().__init__()
-        self.code, self.outputs = code, outputs
+        self.code = code
+        self.outputs = outputs
         self.convs = nn.ModuleList(make() for make in CONVS)
         self.norms = nn.ModuleList(nn.BatchNorm2d(C) for _ in range(NORMS))
-        self.act, self.pool = nn.ReLU(inplace=True), nn.AvgPool2d(3, 1, 1)
-        self.identity, self.drop, self.scale = nn.Identity(), nn.Dropout(0.5), Scale(0.7)
+        self.act = nn.ReLU(inplace=True)
+        self.pool = nn.AvgPool2d(3, 1, 1)
+        self.identity = nn.Identity()
+        self.drop = nn.Dropout(0.5)
+        self.scale = Scale(0.7)
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
         for kind, which, a, b in self.code:
-            one, two = values[-1 - a % len(values)], values[-1 - b % len(values)]
+            one = values[-1 - a % len(values)]
+            two = values[-1 - b % len(values)]
             if kind == "conv":
                 new = self.convs[which](one)
             elif kind == "norm":
@@ -84,9 +93,13 @@ def instructions() -> st.SearchStrategy[Instruction]:
         return st.tuples(st.just(name), st.sampled_from(which), recent, recent)
 
     return st.one_of(
-        kind("conv", range(len(CONVS))), kind("norm", range(NORMS)), kind("norm", range(NORMS)),
-        kind("module", MODULES), kind("function", sorted(FUNCTIONS)), kind("sum", sorted(SUMS)),
-    )  # fmt: skip
+        kind("conv", range(len(CONVS))),
+        kind("norm", range(NORMS)),
+        kind("norm", range(NORMS)),
+        kind("module", MODULES),
+        kind("function", sorted(FUNCTIONS)),
+        kind("sum", sorted(SUMS)),
+    )
 
 
 programs = st.builds(Program, st.lists(instructions(), min_size=2, max_size=12), st.integers(1, 2))
@@ -108,7 +121,9 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert not builder.refusals
     result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
-    assert batchnorms(result) == [path for path, why in builder.outcomes.items() if why == NEVER_CALLED]
+    assert batchnorms(result) == [
+        path for path, why in builder.outcomes.items() if why == NEVER_CALLED
+    ]
 
 
 NAMED_TWICE: list[Instruction] = [
@@ -119,7 +134,9 @@ NAMED_TWICE: list[Instruction] = [
 
 @pytest.mark.parametrize("layer", ["act", "identity", "drop"])
 def test_a_layer_between_two_names_is_refused(layer: str) -> None:
-    """It passes on the memory it reads; a scalar there would part what is written from what is read."""
+    """It passes on the memory it reads; a scalar there would part what is written from what is
+    read.
+    """
     torch.manual_seed(0)
     model, _ = prepared(Program([("conv", 0, 0, 0), ("module", layer, 0, 0), *NAMED_TWICE], 1), 0)
     _, builder = step(model, "skipinit")
@@ -131,16 +148,25 @@ def test_a_layer_between_two_names_is_refused(layer: str) -> None:
 
 @pytest.mark.parametrize(("named", "refused"), [(3, True), (2, False)], ids=["before", "after"])
 def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> None:
-    """Where a later layer reads its result under the name from before, a scalar behind it would not reach that."""
+    """Where a later layer reads its result under the name from before, a scalar behind it would not
+    reach that.
+    """
     code: list[Instruction] = [
-        ("norm", 0, 0, 0), ("conv", 1, 0, 0), ("module", "act", 0, 0), ("conv", 0, 2, 0), ("norm", 0, 3, 0),
+        ("norm", 0, 0, 0),
+        ("conv", 1, 0, 0),
+        ("module", "act", 0, 0),
+        ("conv", 0, 2, 0),
+        ("norm", 0, 3, 0),
         ("sum", "+", 0, named),
-    ]  # fmt: skip
+    ]
     model, x = prepared(Program(code, 1), 0)
     planned, builder = step(model, "skipinit")
     assert bool(builder.refusals) == refused
     if not refused:
-        assert distance(run(model, x.clone()), run(applying.apply_step(model, planned), x.clone())) <= 1e-10
+        assert (
+            distance(run(model, x.clone()), run(applying.apply_step(model, planned), x.clone()))
+            <= 1e-10
+        )
 
 
 @settings(max_examples=100)

@@ -20,9 +20,17 @@ STEPS: dict[str, tuple[Step, bool]] = {
     "nothing": (lambda y: y, True),
     "tokens": (lambda y: y.flatten(2).transpose(1, 2), True),
     "channels last": (lambda y: y.permute(0, 2, 3, 1), True),
-    "windows": (lambda y: y.unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2), True),
+    "windows": (
+        lambda y: (
+            y.unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2)
+        ),
+        True,
+    ),
     "heads": (lambda y: y.flatten(2).transpose(1, 2).unflatten(2, (2, 3)), True),
-    "heads, a dimension each": (lambda y: y.flatten(2).transpose(1, 2).unflatten(2, (2, 3)).permute(2, 0, 1, 3), False),
+    "heads, a dimension each": (
+        lambda y: y.flatten(2).transpose(1, 2).unflatten(2, (2, 3)).permute(2, 0, 1, 3),
+        False,
+    ),
     "a row of all": (lambda y: y.flatten(1), True),
     "rolled": (lambda y: y.roll(1, 2), True),
     "rolled over the channels": (lambda y: y.roll(1, 1), False),

@@ -22,8 +22,12 @@ def test_drop_path_is_seen_in_any_mode(arch: str) -> None:
     for training in (True, False):
         seen = inspect(model.train(training))
         assert [block.drop_path for block in seen.blocks] == [
-            None, *(f"{block.path}.drop_path" for block in seen.blocks[1:])]  # fmt: skip
-        assert [block.tail for block in seen.blocks[1:]] == [f"{block.path}.drop_path" for block in seen.blocks[1:]]
+            None,
+            *(f"{block.path}.drop_path" for block in seen.blocks[1:]),
+        ]
+        assert [block.tail for block in seen.blocks[1:]] == [
+            f"{block.path}.drop_path" for block in seen.blocks[1:]
+        ]
 
 
 def down(x: Tensor) -> Tensor:
@@ -37,44 +41,88 @@ def up(x: Tensor) -> Tensor:
 SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]] = {
     "in the root": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), ONE, [("", "identity", "bn")]),
     "two in one module": (
-        lambda m, x: m.bn2(m.conv2(y := F.relu(m.bn(m.conv(x)) + x))) + y, {**ONE, "conv2": conv, "bn2": bn},
+        lambda m, x: m.bn2(m.conv2(y := F.relu(m.bn(m.conv(x)) + x))) + y,
+        {**ONE, "conv2": conv, "bn2": bn},
         [("", "identity", "bn"), ("+2", "identity", "bn2")],
     ),
-    "pooled skip": (lambda m, x: m.bn(m.conv(x)) + F.max_pool2d(x, 3, 1, 1), ONE, [("", "other", "bn")]),
+    "pooled skip": (
+        lambda m, x: m.bn(m.conv(x)) + F.max_pool2d(x, 3, 1, 1),
+        ONE,
+        [("", "other", "bn")],
+    ),
     "projected skip": (
         lambda m, x: m.bn2(m.conv2(F.relu(m.bn(m.conv(x))))) + m.down(x),
-        {**ONE, "conv2": conv, "bn2": bn, "down": conv}, [("", "projection", "bn2")],
+        {**ONE, "conv2": conv, "bn2": bn, "down": conv},
+        [("", "projection", "bn2")],
     ),
-    "branch ends in a function": (lambda m, x: 2 * m.bn(m.conv(x)) + x, ONE, [("", "identity", None)]),
-    "branch used elsewhere": (lambda m, x: (y := m.bn(m.conv(x))) + x + F.silu(y), ONE, [("", "identity", None)]),
+    "branch ends in a function": (
+        lambda m, x: 2 * m.bn(m.conv(x)) + x,
+        ONE,
+        [("", "identity", None)],
+    ),
+    "branch used elsewhere": (
+        lambda m, x: (y := m.bn(m.conv(x))) + x + F.silu(y),
+        ONE,
+        [("", "identity", None)],
+    ),
     "parallel branches": (
-        lambda m, x: m.bn(m.conv(x)) + m.bn2(m.conv2(x)), {**ONE, "conv2": conv, "bn2": bn}, []),
-    "a pyramid's level": (lambda m, x: m.conv2(x) + up(m.bn(m.conv(down(x)))), {**ONE, "conv2": conv}, []),
+        lambda m, x: m.bn(m.conv(x)) + m.bn2(m.conv2(x)),
+        {**ONE, "conv2": conv, "bn2": bn},
+        [],
+    ),
+    "a pyramid's level": (
+        lambda m, x: m.conv2(x) + up(m.bn(m.conv(down(x)))),
+        {**ONE, "conv2": conv},
+        [],
+    ),
     "a level, then scaled": (
-        lambda m, x: m.conv2(x) + 2 * up(m.bn(m.conv(m.conv(down(x))))), {**ONE, "conv2": conv}, []),
+        lambda m, x: m.conv2(x) + 2 * up(m.bn(m.conv(m.conv(down(x))))),
+        {**ONE, "conv2": conv},
+        [],
+    ),
     "two levels": (
         lambda m, x: m.conv2(x) + up(m.conv2(y := down(x)) + up(m.bn(m.conv(m.conv(down(y)))))),
-        {**ONE, "conv2": conv}, []),
+        {**ONE, "conv2": conv},
+        [],
+    ),
     "enlarged, beside an identity": (
-        lambda m, x: x + up(m.bn(m.conv(down(x)))), ONE, [("", "identity", None)]),
+        lambda m, x: x + up(m.bn(m.conv(down(x)))),
+        ONE,
+        [("", "identity", None)],
+    ),
     "made smaller": (
-        lambda m, x: m.conv2(down(x)) + down(m.bn(m.conv(m.conv(x)))), {**ONE, "conv2": conv},
-        [("", "projection", None)]),
+        lambda m, x: m.conv2(down(x)) + down(m.bn(m.conv(m.conv(x)))),
+        {**ONE, "conv2": conv},
+        [("", "projection", None)],
+    ),
     "a gate of what was enlarged": (
         lambda m, x: m.conv2(y := up(m.conv2(down(x)))) + y * m.bn(m.conv(m.conv(y))).sigmoid(),
-        {**ONE, "conv2": conv}, [("", "projection", None)]),
+        {**ONE, "conv2": conv},
+        [("", "projection", None)],
+    ),
     "a gate of one part in four": (
         lambda m, x: m.conv2(x) + (y := x.chunk(4, 1))[0] * m.bn(m.conv(m.conv(torch.cat(y, 1)))),
-        {**ONE, "conv2": conv}, [("", "projection", None)]),
+        {**ONE, "conv2": conv},
+        [("", "projection", None)],
+    ),
     "enlarged before its convolution": (
-        lambda m, x: x + m.bn(m.conv(up(down(x)))), ONE, [("", "identity", "bn")]),
+        lambda m, x: x + m.bn(m.conv(up(down(x)))),
+        ONE,
+        [("", "identity", "bn")],
+    ),
     "a number per channel, spread out": (
-        lambda m, x: x + m.bn(m.conv(x.mean((2, 3), keepdim=True))), ONE, [("", "identity", "bn")]),
+        lambda m, x: x + m.bn(m.conv(x.mean((2, 3), keepdim=True))),
+        ONE,
+        [("", "identity", "bn")],
+    ),
     "bias": (lambda m, x: m.bn(m.conv(x)) + 1, ONE, []),
     "no sum": (lambda m, x: m.bn(m.conv(x)), ONE, []),
     "called in a loop": (
-        lambda m, x: [x := x + m.bn(m.conv(x)) for _ in range(2)][-1], ONE, [("", "identity", None)] * 2),
-}  # fmt: skip
+        lambda m, x: [x := x + m.bn(m.conv(x)) for _ in range(2)][-1],
+        ONE,
+        [("", "identity", None)] * 2,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -82,7 +130,9 @@ def test_shapes_of_blocks(name: str) -> None:
     body, parts, expected = SHAPES[name]
     found = inspect(net(body, **parts)()).blocks
     if name == "called in a loop":
-        assert [(block.skip, block.tail) for block in found] == [(skip, tail) for _, skip, tail in expected]
+        assert [(block.skip, block.tail) for block in found] == [
+            (skip, tail) for _, skip, tail in expected
+        ]
     else:
         assert [(block.path, block.skip, block.tail) for block in found] == expected
 
@@ -110,7 +160,10 @@ def test_what_carries_the_signal(name: str) -> None:
 def test_a_branch_that_ends_in_a_sum_has_no_last_norm() -> None:
     body = lambda m, x: x + ((y := m.bn(m.conv(x))) + m.conv2(y))  # noqa: E731
     blocks = inspect(net(body, **ONE, conv2=conv)()).blocks
-    assert [(block.path, block.norms, block.last) for block in blocks] == [("", (), None), ("+2", ("bn",), None)]
+    assert [(block.path, block.norms, block.last) for block in blocks] == [
+        ("", (), None),
+        ("+2", ("bn",), None),
+    ]
 
 
 def nested(path: str) -> nn.Module:
@@ -123,10 +176,19 @@ def nested(path: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("path", "stage"),
-    [("layer1.0", "layer1"), ("s1.b1", "s1"), ("stages.0.blocks.1", "stages.0"), ("trunk.blocks.2", "trunk"),
-     ("blocks.3", "blocks"), ("trunk", "trunk"), ("b1", "b1"), ("layer1.beta", "layer1.beta"), ("a.blocks", "a.blocks"),
-     ("", "")],
-)  # fmt: skip
+    [
+        ("layer1.0", "layer1"),
+        ("s1.b1", "s1"),
+        ("stages.0.blocks.1", "stages.0"),
+        ("trunk.blocks.2", "trunk"),
+        ("blocks.3", "blocks"),
+        ("trunk", "trunk"),
+        ("b1", "b1"),
+        ("layer1.beta", "layer1.beta"),
+        ("a.blocks", "a.blocks"),
+        ("", ""),
+    ],
+)
 def test_stages_by_the_paths_of_blocks(path: str, stage: str) -> None:
     (block,) = inspect(nested(path)).blocks
     assert (block.path, block.stage) == (path, stage)
@@ -139,15 +201,20 @@ def test_a_shared_norm_counts_once_and_an_unused_one_last() -> None:
 
 @pytest.mark.parametrize("folder", ["normswap", "torch", "elsewhere"])
 def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
-    """The line is the model's own wherever it lies: a clone of this repository is called normswap, too."""
+    """The line is the model's own wherever it lies: a clone of this repository is called normswap,
+    too.
+    """
     file = tmp_path / folder / "mine.py"
     file.parent.mkdir()
     file.write_text(
-        "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return x.view(7, 7)\n"
+        "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return"
+        " x.view(7, 7)\n"
     )
     mine: dict[str, Any] = {}
     exec(compile(file.read_text(), file, "exec"), mine)
-    with pytest.raises(TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: ") as caught:
+    with pytest.raises(
+        TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: "
+    ) as caught:
         inspect(nn.Sequential(conv(), mine["Mine"](4, 4, 1)))
     assert f"{file}:4, `return x.view(7, 7)`" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -169,7 +236,8 @@ class Dirty(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.kept = conv(), torch.zeros(1)
+        self.conv = conv()
+        self.kept = torch.zeros(1)
         self.cache: dict[str, Any] = {}
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -180,7 +248,10 @@ class Dirty(nn.Module):
 def state(model: nn.Module) -> str:
     seen = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        seen.update(f"{name} {tensor.requires_grad} {id(tensor)}".encode() + tensor.detach().numpy().tobytes())
+        seen.update(
+            f"{name} {tensor.requires_grad} {id(tensor)}".encode()
+            + tensor.detach().numpy().tobytes()
+        )
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         hooks = [len(hook) for key, hook in vars(module).items() if key.endswith("_hooks")]
@@ -189,7 +260,9 @@ def state(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("make", [lambda: timm.create_model("seresnet18", drop_rate=0.1), Dirty], ids=["timm", "dirty"])
+@pytest.mark.parametrize(
+    "make", [lambda: timm.create_model("seresnet18", drop_rate=0.1), Dirty], ids=["timm", "dirty"]
+)
 def test_looking_changes_nothing(make: Any, training: bool) -> None:
     model = make().train(training)
     before = state(model)
@@ -204,7 +277,8 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop_rate, self.fc = 0.1, nn.Linear(4, 2)
+        self.drop_rate = 0.1
+        self.fc = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(F.dropout(x.mean((2, 3)), self.drop_rate, self.training))

@@ -1,4 +1,6 @@
-"""What a record must not hide: branches, views, values that leave, calls by the back door; always exact, or refused."""
+"""What a record must not hide: branches, views, values that leave, calls by the back door; always
+exact, or refused.
+"""
 
 import re
 import threading
@@ -100,7 +102,9 @@ def _in_lists(m: Any, x: Tensor) -> Any:
 
 def _buffers(m: Any, x: Tensor) -> Tensor:
     norm = m.bn
-    return F.batch_norm(m.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps)
+    return F.batch_norm(
+        m.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps
+    )
 
 
 def _unpacked(m: Any, x: Tensor) -> Tensor:
@@ -118,10 +122,18 @@ class Pair(NamedTuple):
 
 CASES = [
     Case("branch on the size", net(_by_size, **ONE), {"bn": KEPT}),
-    Case("branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}),
-    Case("branch on the size, told by where a function is called", net(
-        _by_size_in_parts, one=net(lambda m, x: F.avg_pool2d(m.conv(x), 2), conv=conv),
-        two=net(lambda m, x: F.avg_pool2d(m.bn(x), 2), bn=bn)), {"two.bn": KEPT}),
+    Case(
+        "branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}
+    ),
+    Case(
+        "branch on the size, told by where a function is called",
+        net(
+            _by_size_in_parts,
+            one=net(lambda m, x: F.avg_pool2d(m.conv(x), 2), conv=conv),
+            two=net(lambda m, x: F.avg_pool2d(m.bn(x), 2), bn=bn),
+        ),
+        {"two.bn": KEPT},
+    ),
     Case("branch on a value", net(_by_value, **TWO), {"bn": BACK, "bn2": BACK}),
     Case("view written after", net(_view_written_after, **ONE), {"bn": KEPT}),
     Case("view written before", net(_view_written_before, **ONE), {"bn": KEPT}),
@@ -134,12 +146,23 @@ CASES = [
     Case("lists and dictionaries", net(_in_lists, **ONE), {"bn": BACK}),
     Case("a loop over samples", net(_unpacked, **ONE), {"bn": BACK}),
     Case("buffers used directly", net(_buffers, **ONE), {"bn": REFUSED + "does not call"}),
-    Case("norm's forward", net(lambda m, x: m.bn.forward(m.conv(x)), **ONE), {"bn": REFUSED + "does not call"}),
+    Case(
+        "norm's forward",
+        net(lambda m, x: m.bn.forward(m.conv(x)), **ONE),
+        {"bn": REFUSED + "does not call"},
+    ),
     Case("conv's forward", net(lambda m, x: m.bn(m.conv.forward(x)), **ONE), {"bn": KEPT}),
-    Case("norm's forward, and called", net(lambda m, x: m.bn(m.conv(x)) + m.bn.forward(x), **ONE),
-         {"bn": REFUSED + "read in forward"}),
-    Case("a record of tensors", net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE), {"bn": BACK}),
-]  # fmt: skip
+    Case(
+        "norm's forward, and called",
+        net(lambda m, x: m.bn(m.conv(x)) + m.bn.forward(x), **ONE),
+        {"bn": REFUSED + "read in forward"},
+    ),
+    Case(
+        "a record of tensors",
+        net(lambda m, x: torch.cat(Pair(m.bn(m.conv(x)), x), 1), **ONE),
+        {"bn": BACK},
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -147,15 +170,25 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     planned, builder = step(model, "folded")
     for path, pattern in case.expect.items():
-        said = builder.refusals.pop(path) if pattern.startswith(REFUSED) else str(builder.outcomes[path])
+        said = (
+            builder.refusals.pop(path)
+            if pattern.startswith(REFUSED)
+            else str(builder.outcomes[path])
+        )
         assert re.search(pattern.removeprefix(REFUSED), said), said
     assert builder.refusals == {}
     result = applying.apply_step(model, planned)
-    for value in (x, torch.randn(2, C, 9, 9, dtype=torch.float64), torch.randn(1, C, 6, 8, dtype=torch.float64)):
+    for value in (
+        x,
+        torch.randn(2, C, 9, 9, dtype=torch.float64),
+        torch.randn(1, C, 6, 8, dtype=torch.float64),
+    ):
         assert distance(outputs(model, value), outputs(result, value)) <= EXACT
 
 
-@pytest.mark.parametrize("passing", [nn.Identity(), nn.Dropout(0.5).eval()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "passing", [nn.Identity(), nn.Dropout(0.5).eval()], ids=lambda m: type(m).__name__
+)
 def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
     """It returns the tensor that it was given: who reads that elsewhere reads what made it."""
     model = net(lambda m, x: m.passing(y := m.conv(x)) + m.bn(y), **ONE, passing=passing)().eval()
@@ -167,7 +200,9 @@ def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
 
 def test_what_a_record_does_not_show_is_said() -> None:
     model, _ = build(next(case for case in CASES if case.name == "buffers used directly"))
-    assert inspection.inspect(model).refusals == (("", "forward calls batch_norm itself, not a module"),)
+    assert inspection.inspect(model).refusals == (
+        ("", "forward calls batch_norm itself, not a module"),
+    )
     model, _ = build(CASES[0])
     assert any("takes another way" in remark for remark in inspection.inspect(model).traced.remarks)
 
@@ -176,8 +211,13 @@ def test_rearranging_by_name() -> None:
     einops = pytest.importorskip("einops")
 
     def body(m: Any, x: Tensor) -> Tensor:
-        return m.bn(einops.rearrange(einops.rearrange(m.conv(x), "n c h w -> n (h w) c"), "n (h w) c -> n c h w",
-                                     h=x.shape[2]))  # fmt: skip
+        return m.bn(
+            einops.rearrange(
+                einops.rearrange(m.conv(x), "n c h w -> n (h w) c"),
+                "n (h w) c -> n c h w",
+                h=x.shape[2],
+            )
+        )
 
     model, x = build(Case("einops", net(body, **ONE), {}))
     planned, builder = step(model, "folded")
@@ -190,8 +230,10 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = conv(), bn()
-        self.lock, self.library = threading.Lock(), torch
+        self.conv = conv()
+        self.bn = bn()
+        self.lock = threading.Lock()
+        self.library = torch
         self.modules: Any = [self.conv]
         self.kept = {"weight": self.conv.weight * 2, "lock": self.lock}
 
@@ -216,7 +258,9 @@ def test_what_cannot_be_copied_is_converted_and_keeps_no_trace() -> None:
 
 def test_a_levit_that_has_been_used() -> None:
     torch.manual_seed(0)
-    model = lived_in(timm.create_model("levit_128s"), torch.randn(4, 3, 224, 224, dtype=torch.float64))
+    model = lived_in(
+        timm.create_model("levit_128s"), torch.randn(4, 3, 224, 224, dtype=torch.float64)
+    )
     model(torch.randn(1, 3, 224, 224, dtype=torch.float64)).sum().backward()
     caches = [m.attention_bias_cache for m in model.modules() if hasattr(m, "attention_bias_cache")]
     assert any(caches)
@@ -261,9 +305,12 @@ def test_a_forward_that_makes_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "cast", [Tensor.float, Tensor.half, lambda x: x.to(torch.bfloat16), lambda x: x.type(torch.half)]
+    "cast",
+    [Tensor.float, Tensor.half, lambda x: x.to(torch.bfloat16), lambda x: x.type(torch.half)],
 )
-def test_what_is_cast_to_less_is_neither_rounded_nor_shared(cast: Callable[[Tensor], Tensor]) -> None:
+def test_what_is_cast_to_less_is_neither_rounded_nor_shared(
+    cast: Callable[[Tensor], Tensor],
+) -> None:
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     with Widening():
         y = cast(x)
@@ -295,7 +342,13 @@ def _of_a_table(m: Any, x: Tensor) -> Tensor:
 def test_of_what_forward_makes_by_itself_only_what_is_read_is_recorded() -> None:
     traced = inspection.inspect(net(_of_a_table, **ONE)(), torch.randn(2, C, 8, 8)).traced
     assert [node.op for node in traced.nodes] == [
-        "placeholder", "call_module", "call_module", "get_attr", "call_function", "output"]  # fmt: skip
+        "placeholder",
+        "call_module",
+        "call_module",
+        "get_attr",
+        "call_function",
+        "output",
+    ]
     assert [float(value) for value in traced.constants.values()] == [2.0]
 
 
@@ -325,13 +378,21 @@ class Frozen(nn.Module):
 
     def __init__(self, twist: Callable[[Tensor], Tensor] = lambda y: y, eps: float = 1e-5) -> None:
         super().__init__()
-        for name, value in (("weight", 1.5), ("bias", 0.3), ("running_mean", 0.2), ("running_var", 2.0)):
+        for name, value in (
+            ("weight", 1.5),
+            ("bias", 0.3),
+            ("running_mean", 0.2),
+            ("running_var", 2.0),
+        ):
             self.register_buffer(name, value + 0.1 * torch.randn(C))
-        self.twist, self.own = twist, eps
+        self.twist = twist
+        self.own = eps
 
     def forward(self, x: Any) -> Tensor:
-        weight, bias, mean, var = (getattr(self, name).reshape(1, -1, 1, 1)
-                                   for name in ("weight", "bias", "running_mean", "running_var"))  # fmt: skip
+        weight, bias, mean, var = (
+            getattr(self, name).reshape(1, -1, 1, 1)
+            for name in ("weight", "bias", "running_mean", "running_var")
+        )
         scale = weight * (var + self.own).rsqrt()
         return self.twist(x * scale + (bias - mean * scale))
 
@@ -350,11 +411,17 @@ def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -
     torch.manual_seed(0)
     model = nn.Sequential(conv(), Frozen(eps=1e-3), nn.ReLU(), conv()).double()
     options = {"relative_eps": 0} if to == "groupnorm" else {}
-    done = normswap.convert(model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64), **options)
+    done = normswap.convert(
+        model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64), **options
+    )
     assert done.report.passed
     assert not any(isinstance(module, Frozen) for module in done.model.modules())
     if to != "affine":
-        assert 1e-3 in {getattr(module, name, None) for module in done.model.modules() for name in ("eps", "norm_eps")}
+        assert 1e-3 in {
+            getattr(module, name, None)
+            for module in done.model.modules()
+            for name in ("eps", "norm_eps")
+        }
 
 
 def test_a_tensor_of_another_length_is_no_norms() -> None:
@@ -370,7 +437,10 @@ def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
     norm = Frozen(twist)
     assert affine.is_batchnorm(norm)
     assert known_norms.measured_eps(norm) is None
-    assert "not that of a BatchNorm" in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
+    assert (
+        "not that of a BatchNorm"
+        in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
+    )
 
 
 class Recurrent(nn.Module):
@@ -378,7 +448,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 4, num_layers=2, batch_first=True), nn.Linear(4, 5)
+        self.lstm = nn.LSTM(6, 4, num_layers=2, batch_first=True)
+        self.head = nn.Linear(4, 5)
         self.bn = nn.BatchNorm1d(5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -393,7 +464,10 @@ def test_results_in_results_are_fetched_step_by_step() -> None:
     x = torch.randn(3, 7, 6, dtype=torch.float64)
     traced = recording.record(model, x)
     graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, {}) or next(n for n in reversed(graph.nodes) if n.op != "output"))
+    graph.output(
+        graph.graph_copy(traced.graph, {})
+        or next(n for n in reversed(graph.nodes) if n.op != "output")
+    )
     assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
     done = normswap.convert(model, "folded", inputs=x)
     assert not batchnorms(done.model)
@@ -409,7 +483,10 @@ class OfTwo(nn.Module):
 
 def test_inputs_are_recorded_under_the_names_of_their_arguments() -> None:
     x = torch.randn(2, 3, 4, 4)
-    for given, names in (({"image1": x, "image2": x}, ["image1", "image2"]), ((x, x), ["x0", "x1"])):
+    for given, names in (
+        ({"image1": x, "image2": x}, ["image1", "image2"]),
+        ((x, x), ["x0", "x1"]),
+    ):
         seen = inspection.inspect(OfTwo(), given)
         assert [node.target for node in seen.traced.nodes if node.op == "placeholder"] == names
 
@@ -458,5 +535,6 @@ def told(graph: fx.Graph) -> list[tuple[str, Any, str, str]]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_as_the_symbolic_trace(name: str) -> None:
     module = Operation(OPERATIONS[name])
-    x, y = torch.randn(2, 2, 3, 3), torch.randn(2, 2, 3, 3)
+    x = torch.randn(2, 2, 3, 3)
+    y = torch.randn(2, 2, 3, 3)
     assert told(recording.record(module, (x, y)).graph) == told(fx.symbolic_trace(module).graph)

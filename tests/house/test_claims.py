@@ -26,7 +26,10 @@ def table(name: str) -> Iterator[Row]:
         if not line.startswith("|"):
             head = []
             continue
-        cells = [cell.strip().replace("`", "").replace("*", "") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells = [
+            cell.strip().replace("`", "").replace("*", "")
+            for cell in re.split(r"(?<!\\)\|", line)[1:-1]
+        ]
         if set(line) <= set("|- "):
             continue
         if not head:
@@ -55,7 +58,9 @@ def folded_elsewhere() -> str:
     """Exact networks, of those with BatchNorm that are not too large to try."""
     rows = [row for row in table("wild.md") if "library" in row]
     left_out = ("not built", "too large", "no BatchNorm")
-    with_norms = sum(number(row["walked"]) - sum(number(row[name]) for name in left_out) for row in rows)
+    with_norms = sum(
+        number(row["walked"]) - sum(number(row[name]) for name in left_out) for row in rows
+    )
     assert sum(number(row["exact"]) for row in rows) == with_norms
     return f"[all {with_norms:.0f}]"
 
@@ -76,14 +81,18 @@ def int8() -> str:
 
 
 CLAIMS: dict[str, Callable[[], str]] = {
-    "timm networks": folded_timm, "networks of torchvision": folded_elsewhere, "CIFAR-10 test images": same_answers,
+    "timm networks": folded_timm,
+    "networks of torchvision": folded_elsewhere,
+    "CIFAR-10 test images": same_answers,
     "int8 in ONNX Runtime": int8,
-}  # fmt: skip
+}
 
 
 def test_readme_has_the_figures_of_the_tables() -> None:
     rows = [line.split("|") for line in README.splitlines() if re.match(r"\| [^|]* \| \[", line)]
-    shown = {next(claim for claim in CLAIMS if row[1].strip().startswith(claim)): row[2] for row in rows}
+    shown = {
+        next(claim for claim in CLAIMS if row[1].strip().startswith(claim)): row[2] for row in rows
+    }
     assert set(shown) == set(CLAIMS)
     assert {claim: figure.partition("(")[0].strip() for claim, figure in shown.items()} == {
         claim: figure() for claim, figure in CLAIMS.items()
@@ -99,8 +108,14 @@ def test_the_picture_of_readme_is_of_the_table_of_today() -> None:
 
 TABLES = (
     "after_training.md",
-    "imagenet.md", "kinds.md", "convert.md", "int8.md", "int8_without_vnni.md", "operators.md", "robot_policy.md",
-)  # fmt: skip
+    "imagenet.md",
+    "kinds.md",
+    "convert.md",
+    "int8.md",
+    "int8_without_vnni.md",
+    "operators.md",
+    "robot_policy.md",
+)
 
 
 def test_tables_say_what_they_were_made_with() -> None:

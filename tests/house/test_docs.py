@@ -1,4 +1,6 @@
-"""Every code block of docs/ runs, in the order of its page, and prints what the page shows; tables are the scripts'."""
+"""Every code block of docs/ runs, in the order of its page, and prints what the page shows; tables
+are the scripts'.
+"""
 
 import functools
 import inspect
@@ -44,7 +46,9 @@ def shell(line: str) -> int:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether that is printed, but for white space and what `...` stands for (doctest's wants spaces about it)."""
+    """Whether that is printed, but for white space and what `...` stands for (doctest's wants
+    spaces about it).
+    """
     parts = (re.escape(" ".join(part.split())) for part in shown.split("..."))
     return re.fullmatch(".*".join(parts), " ".join(printed.split())) is not None
 
@@ -55,7 +59,9 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
     printed = ""
     for block in story:
         if block.language == "text":
-            assert alike(block.text, printed), f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
+            assert alike(block.text, printed), (
+                f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
+            )
             continue
         said.readouterr()
         if block.file:
@@ -96,8 +102,11 @@ def test_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the libraries that pages show
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.slow for block in blocks(page))],
-                         ids=lambda page: page.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.slow for block in blocks(page))],
+    ids=lambda page: page.stem,
+)
 @pytest.mark.usefixtures("desk")
 def test_all_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     demand(page)
@@ -136,21 +145,40 @@ def test_tables_are_those_of_the_scripts(page: Path) -> None:
 
 OTHER_TOOLS = {
     *("--dist", "--strict"),  # pytest's and MkDocs'
-    *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"),  # torchrun's
+    *(
+        "--nnodes",
+        "--nproc-per-node",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--max-restarts",
+    ),  # torchrun's
     *("--onnx", "--strongly", "--no"),  # trtexec's, with --stronglyTyped and --noTF32
-    *("--multi-gpu", "--num-machines", "--machine-rank", "--num-processes"),  # those of `accelerate launch`
+    *(
+        "--multi-gpu",
+        "--num-machines",
+        "--machine-rank",
+        "--num-processes",
+    ),  # those of `accelerate launch`
     *("--main-process-ip", "--main-process-port"),
 }
 
 
 @functools.cache
 def options() -> set[str]:
-    return {name for command in SUMMARIES for parameter in load(command).params for name in parameter.opts}
+    return {
+        name
+        for command in SUMMARIES
+        for parameter in load(command).params
+        for name in parameter.opts
+    }
 
 
 @pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_options_exist(page: Path) -> None:
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - options() - OTHER_TOOLS == set()
+    assert (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - options() - OTHER_TOOLS
+        == set()
+    )
 
 
 @pages
@@ -168,7 +196,9 @@ def test_the_index_has_it(page: Path) -> None:
         ("```python\nprint(1)\n```\n```text\n2\n```", "but it printed"),
     ],
 )
-def test_a_wrong_page_is_seen(text: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_page_is_seen(
+    text: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{text}\n")
     with pytest.raises(AssertionError, match=why):
@@ -177,7 +207,10 @@ def test_a_wrong_page_is_seen(text: str, why: str, tmp_path: Path, capfd: pytest
 
 def test_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python file=a.py\n```\n")
+    page.write_text(
+        "```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python"
+        " file=a.py\n```\n"
+    )
     seen = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
     assert seen == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
     with pytest.raises(pytest.skip.Exception, match="could not import 'no_such_package'"):
@@ -193,13 +226,19 @@ def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
         for head in re.findall(r"^## (.*)", (ROOT / "docs/results.md").read_text(), re.M)
     }
     assert set(anchors) <= heads
-    without = [text.splitlines()[0] for text in sections if "(results.md#" not in text and "not measured" not in text]
+    without = [
+        text.splitlines()[0]
+        for text in sections
+        if "(results.md#" not in text and "not measured" not in text
+    ]
     assert without == []
 
 
 def test_every_public_name_has_an_example() -> None:
     """They are run as the blocks of their page."""
-    code = "\n".join(block.text for block in blocks(ROOT / "docs" / "api.md") if block.language == "python")
+    code = "\n".join(
+        block.text for block in blocks(ROOT / "docs" / "api.md") if block.language == "python"
+    )
     names = {name for name in normswap.__all__ if not name.startswith("_")}
     assert sorted(name for name in names if not re.search(rf"normswap\.{name}\b", code)) == []
     functions = [value for name in names if inspect.isfunction(value := getattr(normswap, name))]
@@ -208,9 +247,15 @@ def test_every_public_name_has_an_example() -> None:
 
 
 def test_what_the_site_makes_of_docstrings_has_one_name_a_line():
-    """mkdocstrings takes `first, second:` for the name of one argument, and a strict build stops there."""
-    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """mkdocstrings takes `first, second:` for the name of one argument, and a strict build stops
+    there.
+    """
+    paths = re.findall(
+        r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(paths) > 20
     several = re.compile(r"^ +[a-z]\w*(?:, [a-z]\w*)+: .*$", re.MULTILINE)
     docstrings = {path: pkgutil.resolve_name(path).__doc__ or "" for path in paths}
-    assert {path: several.findall(text) for path, text in docstrings.items() if several.search(text)} == {}
+    assert {
+        path: several.findall(text) for path, text in docstrings.items() if several.search(text)
+    } == {}

@@ -1,4 +1,6 @@
-"""The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes the way they say."""
+"""The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes
+the way they say.
+"""
 
 import json
 import re
@@ -13,9 +15,25 @@ from support.room_order import FLOOR
 from normswap import schemes
 
 HERE = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", *(f"docs/{page.name}" for page in PAGES))
-PLACES = ("", "normswap", "tests", "normswap/cli/commands", "normswap/exporting", "normswap/layers", "normswap/models",
-          "normswap/schemes/purposes", "normswap/training", "tests/lab/benchmarks", "docs")  # fmt: skip
+DOCUMENTS = (
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    *(f"docs/{page.name}" for page in PAGES),
+)
+PLACES = (
+    "",
+    "normswap",
+    "tests",
+    "normswap/cli/commands",
+    "normswap/exporting",
+    "normswap/layers",
+    "normswap/models",
+    "normswap/schemes/purposes",
+    "normswap/training",
+    "tests/lab/benchmarks",
+    "docs",
+)
 # A name to choose, or of what is written.
 FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")
 
@@ -43,14 +61,16 @@ code = app.main(sys.argv[1:])
 sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
-# Networks that run call what was hung on them: by way of models and layers, whatever their room. So do hooks that are
-# registered one after the other, from the caller's generator.
+# Networks that run call what was hung on them: by way of models and layers, whatever their room. So
+# do hooks that are registered one after the other, from the caller's generator.
 RUNNING = {"models/calling.py", "models/modes.py", "layers/scalars.py"}
 
 
 def flow() -> list[tuple[str, str]]:
     """(caller, file) of every line of the list in ARCHITECTURE.md."""
-    (block,) = re.findall(r"^```flow\n(.*?)^```", (HERE / "ARCHITECTURE.md").read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r"^```flow\n(.*?)^```", (HERE / "ARCHITECTURE.md").read_text(), re.M | re.S
+    )
     found: list[tuple[str, str]] = []
     above: list[str] = []
     for line in block.splitlines():
@@ -80,16 +100,25 @@ def test_files_that_are_named_exist() -> None:
     missing = []
     for document in DOCUMENTS:
         text = (HERE / document).read_text()
-        named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(r"\]\(([^)#:]+)[)#]", text)
-        missing += [(document, name) for name in named
-                    if not FREE.search(name) and not any((HERE / at / name).exists() for at in PLACES)]  # fmt: skip
+        named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(
+            r"\]\(([^)#:]+)[)#]", text
+        )
+        missing += [
+            (document, name)
+            for name in named
+            if not FREE.search(name) and not any((HERE / at / name).exists() for at in PLACES)
+        ]
     assert missing == []
 
 
 def test_rooms_and_schemes_are_all_there() -> None:
     text, algebra = ((HERE / name).read_text() for name in ("ARCHITECTURE.md", "docs/algebra.md"))
     assert [one for one in FLOOR if f"| `{one}" not in text and f", `{one}" not in text] == []
-    rows = [line.split("|")[1] for line in algebra.split("### Insert")[1].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1]
+        for line in algebra.split("### Insert")[1].splitlines()
+        if line.startswith("| `")
+    ]
     assert [one for one in schemes.names() if not any(f"`{one}`" in row for row in rows)] == []
 
 
@@ -99,13 +128,28 @@ def test_the_list_only_goes_down() -> None:
 
 @pytest.mark.slow
 def test_the_list_is_the_way(tmp_path: Path) -> None:
-    words = ["convert", "resnet50", "--to", "skipinit", "--weights", "random", "-o", str(tmp_path / "r50")]
-    ran = subprocess.run([sys.executable, "-c", FOLLOWED, *words], capture_output=True, text=True, check=True)
+    words = [
+        "convert",
+        "resnet50",
+        "--to",
+        "skipinit",
+        "--weights",
+        "random",
+        "-o",
+        str(tmp_path / "r50"),
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-c", FOLLOWED, *words], capture_output=True, text=True, check=True
+    )
     said = json.loads(ran.stderr.splitlines()[-1])
     assert said["code"] == 0
     calls = {(one, other) for one, other in said["calls"]}
     listed = list(dict.fromkeys(file for _, file in flow()))
     assert listed == [file for file in said["first"] if file in listed]
     assert [(one, other) for one, other in flow() if one and other not in reached(one, calls)] == []
-    up = [(one, other) for one, other in calls if one and one not in RUNNING and room(other) > room(one)]
+    up = [
+        (one, other)
+        for one, other in calls
+        if one and one not in RUNNING and room(other) > room(one)
+    ]
     assert up == []

@@ -1,6 +1,7 @@
 """The house rules: rooms stand on each other in one order, and nobody reaches into another file.
 
-Every import counts, also those inside functions: they start a command faster, they do not make a rule void.
+Every import counts, also those inside functions: they start a command faster, they do not make a
+rule void.
 """
 
 import ast
@@ -18,7 +19,8 @@ import normswap
 ROOT = Path(normswap.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TERMINAL = {"typer", "rich", "click"}
-# From the ground up. Each room may import those before it; those of one line know nothing of each other.
+# From the ground up. Each room may import those before it; those of one line know nothing of each
+# other.
 FACE = {"", "__main__"}  # the public names, and the door
 Edges = dict[str, set[str]]
 
@@ -40,11 +42,17 @@ def imports(text: str) -> Iterator[str]:
 
 
 def edges_of(texts: dict[str, str]) -> Edges:
-    """Who imports whom among the files with these names; a folder's own `__init__` only if its names are asked for."""
+    """Who imports whom among the files with these names; a folder's own `__init__` only if its
+    names are asked for.
+    """
     edges: Edges = {}
     for name, text in texts.items():
-        found = {one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")} & texts.keys()
-        edges[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
+        found = {
+            one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")
+        } & texts.keys()
+        edges[name] = {
+            one for one in found if not any(other.startswith(f"{one}.") for other in found)
+        }
     return edges
 
 
@@ -73,7 +81,8 @@ def climbs(edges: Edges) -> list[str]:
     found = []
     for name, targets in edges.items():
         for target in sorted(targets - FACE) if name not in FACE else ():
-            mine, theirs = name.split(".")[0], target.split(".")[0]
+            mine = name.split(".")[0]
+            theirs = target.split(".")[0]
             if mine != theirs and FLOOR[theirs] >= FLOOR[mine]:
                 found.append(f"{name} -> {target}")
     return found
@@ -105,7 +114,11 @@ def public_functions() -> set[str]:
 
 
 def test_the_order_names_every_room() -> None:
-    there = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    there = {
+        path.stem
+        for path in ROOT.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
     assert there - {"__init__", "__main__"} == FLOOR.keys()
 
 
@@ -122,7 +135,10 @@ def test_nobody_uses_what_is_private_to_another_file() -> None:
 
 
 def test_the_terminal_stays_in_its_room() -> None:
-    uses = {name_of(file): {name.split(".")[0] for name in imports(file.read_text())} & TERMINAL for file in FILES}
+    uses = {
+        name_of(file): {name.split(".")[0] for name in imports(file.read_text())} & TERMINAL
+        for file in FILES
+    }
     assert [name for name, roots in uses.items() if roots and name.split(".")[0] != "cli"] == []
 
 
@@ -133,15 +149,23 @@ def test_files_say_what_they_are() -> None:
 
 def test_nothing_has_the_name_of_a_public_function() -> None:
     assert [
-        path for path in ROOT.rglob("*") if path.stem in public_functions() and "__pycache__" not in str(path)
+        path
+        for path in ROOT.rglob("*")
+        if path.stem in public_functions() and "__pycache__" not in str(path)
     ] == []
 
 
 def crowded(text: str) -> list[str]:
     """Functions with more than eight parameters, `self` and `**options` counted."""
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    counts = {node.name: len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
-              + bool(node.args.vararg) + bool(node.args.kwarg) for node in functions}  # fmt: skip
+    counts = {
+        node.name: (
+            len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            + bool(node.args.vararg)
+            + bool(node.args.kwarg)
+        )
+        for node in functions
+    }
     return [name for name, count in counts.items() if count > 8]
 
 
@@ -150,7 +174,9 @@ def test_functions_take_at_most_eight_parameters() -> None:
 
 
 def test_folders_are_named_when_packed() -> None:
-    packed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
     folders = {".".join(("normswap", *file.parent.relative_to(ROOT).parts)) for file in FILES}
     assert set(packed) == folders | {"normswap.recipes"}
 
@@ -168,7 +194,9 @@ for command in ("--help", "schemes", "schemes dyt --json"):
 
 
 def test_light_modules_and_commands_do_not_import_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -178,7 +206,11 @@ def test_public_names_are_there() -> None:
     for name in names:
         assert getattr(normswap, name) is not None
     tree = ast.parse((ROOT / "__init__.py").read_text())
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "normswap" in str(node.module)]
+    imported = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and "normswap" in str(node.module)
+    ]
     assert set(names) == {alias.asname or "open" for node in imported for alias in node.names}
     with pytest.raises(AttributeError, match="nonsense"):
         _ = normswap.nonsense
@@ -199,18 +231,28 @@ def test_the_checkers_notice() -> None:
     assert edges["graph.tracing"] == {"layers.scale"}  # also inside a function
     assert circles(edges) == ["layers.scale", "graph.tracing"]
     assert climbs(edges) == ["layers.scale -> graph.tracing", "training.engine -> reporting.page"]
-    assert climbs({"cli.app": {"errors"}, "errors": {"plan"}, "": {"cli.app"}}) == ["errors -> plan"]
-    assert reaches_in("from normswap.graph import tracing\nfrom normswap.plan import _step\ntracing._where(1)") == [
-        "_step", "tracing._where"]  # fmt: skip
-    assert reaches_in("import torch\ntorch._C\nself._x\nfrom normswap.plan import Plan\nPlan._body") == []
+    assert climbs({"cli.app": {"errors"}, "errors": {"plan"}, "": {"cli.app"}}) == [
+        "errors -> plan"
+    ]
+    assert reaches_in(
+        "from normswap.graph import tracing\nfrom normswap.plan import _step\ntracing._where(1)"
+    ) == ["_step", "tracing._where"]
+    assert (
+        reaches_in("import torch\ntorch._C\nself._x\nfrom normswap.plan import Plan\nPlan._body")
+        == []
+    )
     assert "convert" in public_functions()
-    assert crowded("def f(a, b, c, d, e, f, g, h): ...\ndef g(self, a, b, c, d, *e, f, g, **h): ...") == ["g"]
+    assert crowded(
+        "def f(a, b, c, d, e, f, g, h): ...\ndef g(self, a, b, c, d, *e, f, g, **h): ..."
+    ) == ["g"]
 
 
 pytest_plugins = ["pytester"]
 
 
-@pytest.mark.parametrize(("reason", "outcome"), [("chromium is not installed", "skipped"), ("no time today", "failed")])
+@pytest.mark.parametrize(
+    ("reason", "outcome"), [("chromium is not installed", "skipped"), ("no time today", "failed")]
+)
 def test_only_known_skips_pass(reason: str, outcome: str, pytester: pytest.Pytester) -> None:
     pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makepyfile(f"import pytest\n\ndef test_one():\n    pytest.skip({reason!r})\n")

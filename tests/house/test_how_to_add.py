@@ -1,4 +1,6 @@
-"""ARCHITECTURE's "How to add" is true: what it lists for a scheme, an option, a command and a format is enough."""
+"""ARCHITECTURE's "How to add" is true: what it lists for a scheme, an option, a command and a
+format is enough.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parents[2]
-Change = str | tuple[str, str]  # a new file's text; or a text that is there once, and what stands there then
+Change = (
+    str | tuple[str, str]
+)  # a new file's text; or a text that is there once, and what stands there then
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Something added as the row of ARCHITECTURE's table says that begins with `row`: the changes by file, where NAME
-    in the row is `name`; a program that uses what was added; and the default tests of the rooms that it concerns.
+    """Something added as the row of ARCHITECTURE's table says that begins with `row`: the changes
+    by file, where NAME in the row is `name`; a program that uses what was added; and the default
+    tests of the rooms that it concerns.
     """
 
     row: str
@@ -73,64 +78,103 @@ __all__ = ["metadata", "nodes", "open", "write"]
 TABLE = "TARGETS: dict[str, Scheme] = {\n"
 ADDITIONS = (
     Addition(
-        "scheme of existing layers", "example",
+        "scheme of existing layers",
+        "example",
         {
             "normswap/schemes/example.py": PLAN,
             "normswap/schemes/catalogue.py": (
-                TABLE, TABLE + '    "example": Scheme(Function("schemes.example.plan"), summary="An example."),\n'),
-            "docs/algebra.md": ("| target | algebra | exact |\n|---|---|---|\n",
-                "| target | algebra | exact |\n|---|---|---|\n| `example` | an example | yes |\n"),
+                TABLE,
+                TABLE + '    "example": Scheme(Function("schemes.example.plan"), summary="An'
+                ' example."),\n',
+            ),
+            "docs/algebra.md": (
+                "| target | algebra | exact |\n|---|---|---|\n",
+                "| target | algebra | exact |\n|---|---|---|\n| `example` | an example | yes |\n",
+            ),
             "README.md": ("| `affine` |", "| `example` | an example | kept |\n| `affine` |"),
-            "tests/support/scheme_rows.py": ('    Row("affine"),\n', '    Row("affine"),\n    Row("example"),\n'),
-            "tests/analysis/test_weight_decay.py": ("CONVERTED = [\n",
-                "CONVERTED = [\n    (\"resnet18\", \"example\", {}, TABLE[\"resnet18\"]),\n"),
+            "tests/support/scheme_rows.py": (
+                '    Row("affine"),\n',
+                '    Row("affine"),\n    Row("example"),\n',
+            ),
+            "tests/analysis/test_weight_decay.py": (
+                "CONVERTED = [\n",
+                'CONVERTED = [\n    ("resnet18", "example", {}, TABLE["resnet18"]),\n',
+            ),
         },
         "done = normswap.convert(net(), 'example', input_size=(3, 32, 32))\n"
         "assert done.report.exact and done.report.passed\n"
         "assert any(type(m).__name__ == 'ChannelAffine' for m in done.model.modules())\n"
         "assert 'example' in schemes.names()",
-        "tests/house tests/schemes/test_options.py tests/schemes/test_schemes.py tests/analysis tests/cli",
+        "tests/house tests/schemes/test_options.py tests/schemes/test_schemes.py tests/analysis"
+        " tests/cli",
     ),
     Addition(
-        "option of a scheme", "affine",
+        "option of a scheme",
+        "affine",
         {
-            "normswap/schemes/catalogue.py": ('        Function("schemes.norm_insertion.plan_affine"),\n',
-                '        Function("schemes.norm_insertion.plan_affine"),\n'
-                '        options=(Option("even", int, 0, "an example", "N"),),\n'),
+            "normswap/schemes/catalogue.py": (
+                '        Function("schemes.norm_insertion.plan_affine"),\n',
+                (
+                    '        Function("schemes.norm_insertion.plan_affine"),\n'
+                    '        options=(Option("even", int, 0, "an example", "N"),),\n'
+                ),
+            ),
             "normswap/schemes/norm_insertion.py": (
-                "def plan_affine(anatomy: Anatomy)", "def plan_affine(anatomy: Anatomy, *, even: int)"),
-            "normswap/surgery/conversion.py": ("    dropout: float\n", "    dropout: float\n    even: int\n"),
-            "docs/schemes.md": ("<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n",
-                "<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n"
-                "| `--even` | `affine` | `0` | an example |\n"),
+                "def plan_affine(anatomy: Anatomy)",
+                "def plan_affine(anatomy: Anatomy, *, even: int)",
+            ),
+            "normswap/surgery/conversion.py": (
+                "    dropout: float\n",
+                "    dropout: float\n    even: int\n",
+            ),
+            "docs/schemes.md": (
+                "<!-- options -->\n\n| option | of | default | what it does |\n|---|---|---|---|\n",
+                (
+                    "<!-- options -->\n\n| option | of | default | what it does"
+                    " |\n|---|---|---|---|\n| `--even` | `affine` | `0` | an example |\n"
+                ),
+            ),
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=2)\n"
         "assert done.plan.steps[-1].options == {'even': 2}",
         "tests/house tests/schemes/test_options.py tests/cli",
     ),
     Addition(
-        "command", "hello", {
+        "command",
+        "hello",
+        {
             "normswap/cli/commands/hello_command.py": COMMAND,
-            "normswap/cli/commands/__init__.py": ("SUMMARIES = {\n", 'SUMMARIES = {\n    "hello": "Say hello.",\n'),
+            "normswap/cli/commands/__init__.py": (
+                "SUMMARIES = {\n",
+                'SUMMARIES = {\n    "hello": "Say hello.",\n',
+            ),
         },
         "from normswap.cli.app import main\nassert main(['hello']) == 0",
         "tests/house tests/cli",
     ),
     Addition(
-        "export format", "example",
+        "export format",
+        "example",
         {
             "normswap/exporting/example_file.py": FORMAT,
             "normswap/exporting/formats.py": (
                 "    for form in (\n",
-                '    for form in (\n        Format("example", ".example", "Example", "Example"),\n'),
-            "normswap/models/kinds.py": ('EXPORTED = {".onnx"', 'EXPORTED = {".example": "example", ".onnx"'),
-            "tests/support/runtime_process.py": ("_BLOCKED = {\n", '_BLOCKED = {\n    "example": [],\n'),
+                '    for form in (\n        Format("example", ".example", "Example", "Example"),\n',
+            ),
+            "normswap/models/kinds.py": (
+                'EXPORTED = {".onnx"',
+                'EXPORTED = {".example": "example", ".onnx"',
+            ),
+            "tests/support/runtime_process.py": (
+                "_BLOCKED = {\n",
+                '_BLOCKED = {\n    "example": [],\n',
+            ),
         },
         "from pathlib import Path\nfrom normswap.exporting import formats\n"
         "assert formats.choose(Path('x.example'), None).name == 'example'",
         "tests/house tests/cli tests/exporting/test_exported_file.py",
     ),
-)  # fmt: skip
+)
 PROGRAM = """
 import timm, torch, normswap
 from normswap import schemes
@@ -142,9 +186,18 @@ def net():
 
 def listed(row: str, name: str) -> set[str]:
     """The files that a row of the table names, from the repository's root."""
-    lines = [line for line in (HERE / "ARCHITECTURE.md").read_text().splitlines() if line.startswith(f"| {row} |")]
-    files = re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|md))`", lines[0].split("|")[2].replace("NAME", name))
-    return {file if file.startswith(("tests/", "docs/")) or "/" not in file else f"normswap/{file}" for file in files}
+    lines = [
+        line
+        for line in (HERE / "ARCHITECTURE.md").read_text().splitlines()
+        if line.startswith(f"| {row} |")
+    ]
+    files = re.findall(
+        r"`((?:[\w-]+/)*\w+\.(?:py|md))`", lines[0].split("|")[2].replace("NAME", name)
+    )
+    return {
+        file if file.startswith(("tests/", "docs/")) or "/" not in file else f"normswap/{file}"
+        for file in files
+    }
 
 
 def apply(change: Change, file: Path) -> None:
@@ -173,11 +226,17 @@ def test_nothing_else_has_to_be_touched(addition: Addition, tmp_path: Path) -> N
     assert changed.returncode == 0, changed.stdout[-3000:]
 
 
-def run_in_a_copy(addition: Addition, tmp_path: Path, *program: str) -> subprocess.CompletedProcess[str]:
+def run_in_a_copy(
+    addition: Addition, tmp_path: Path, *program: str
+) -> subprocess.CompletedProcess[str]:
     copy = tmp_path / "normswap"
-    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "runs"))
+    shutil.copytree(
+        HERE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "runs")
+    )
     for file, change in addition.changes.items():
         apply(change, copy / file)
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, *program]
-    return subprocess.run(command, cwd=copy, env=environment, check=False, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=copy, env=environment, check=False, capture_output=True, text=True
+    )

@@ -1,4 +1,6 @@
-"""What the README shows runs: its Python block, and its shell commands, on a network without weights."""
+"""What the README shows runs: its Python block, and its shell commands, on a network without
+weights.
+"""
 
 import shlex
 from pathlib import Path
@@ -21,7 +23,12 @@ def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("normswap ")]
+    lines = [
+        line
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if line.startswith("normswap ")
+    ]
     ran = 0
     for line in lines:
         words = shlex.split(line, comments=True)
@@ -47,7 +54,9 @@ def test_the_first_screen_prints_what_it_shows(
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
     printed = iter(capfd.readouterr().out.splitlines())
     shown = blocks("text")[0].splitlines()
-    assert [line for line in shown if line not in printed] == []  # in this order: each is looked for behind the last
+    assert [
+        line for line in shown if line not in printed
+    ] == []  # in this order: each is looked for behind the last
 
 
 def test_setup_commands() -> None:
@@ -57,7 +66,9 @@ def test_setup_commands() -> None:
 
 @pytest.mark.parametrize("name", schemes.names())
 def test_every_scheme_is_in_the_table(name: str) -> None:
-    rows = [line.split("|")[1] for line in README.read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1] for line in README.read_text().splitlines() if line.startswith("| `")
+    ]
     assert any(f"`{name}`" in first for first in rows)
 
 

@@ -1,4 +1,6 @@
-"""Labelled images: every container gives the same batches, every bad one a clear line; and the evaluation itself."""
+"""Labelled images: every container gives the same batches, every bad one a clear line; and the
+evaluation itself.
+"""
 
 import sys
 import tarfile
@@ -18,7 +20,12 @@ from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
 CLASSES = ["ant", "bee", "cow"]
-CONFIG: dict[str, Any] = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
+CONFIG: dict[str, Any] = {
+    "input_size": [3, 16, 16],
+    "mean": [0.5] * 3,
+    "std": [0.25] * 3,
+    "interpolation": "bilinear",
+}
 CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 3}
 
 
@@ -30,7 +37,9 @@ def images(tmp_path: Path) -> Path:
         folder = tmp_path / "images" / label
         folder.mkdir(parents=True)
         for i in range(4):
-            Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+            Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(
+                folder / f"{i}.png"
+            )
     return tmp_path / "images"
 
 
@@ -43,7 +52,9 @@ def pack(folder: Path, name: str) -> Path:
 
 def batches(model: Any, source: Path | str, **options: Any) -> tuple[Tensor, list[int]]:
     parts = list(make_loader(model, str(source), **{"batch_size": 5, "workers": 0, **options}))
-    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts]).tolist()
+    return torch.cat([images for images, _ in parts]), torch.cat(
+        [labels for _, labels in parts]
+    ).tolist()
 
 
 def test_a_tar_equals_the_folder(images: Path) -> None:
@@ -63,14 +74,17 @@ def test_an_image_that_cannot_be_read_is_named_among_some(images: Path) -> None:
     with pytest.raises(SourceError, match=r"bee/2.png cannot be read"):
         next(iter(loader.only([0, 6])))
     (images / "bee" / "3.png").write_bytes(b"GIF")
-    with pytest.raises(SourceError, match=r"bee/2.png cannot be read: .*, \S*bee/3.png cannot be read: "):
+    with pytest.raises(
+        SourceError, match=r"bee/2.png cannot be read: .*, \S*bee/3.png cannot be read: "
+    ):
         list(make_loader(CONFIG, str(images), workers=0, batch_size=1))
 
 
 def test_workers(images: Path) -> None:
     loader = make_loader(CONFIG, str(pack(images, "w.tar")), batch_size=5, workers=2)
     assert (len(loader), loader.count) == (3, 12)
-    here, there = batches(CONFIG, images), list(loader)
+    here = batches(CONFIG, images)
+    there = list(loader)
     assert torch.equal(torch.cat([pixels for pixels, _ in there]), here[0])
     assert [len(labels) for _, labels in there] == [5, 5, 2]
 
@@ -80,7 +94,9 @@ def test_a_package_that_is_missing_is_one_line_of_ours(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    with pytest.raises(SourceError, match=r"hfds/a/b needs a package that is not installed: .*datasets"):
+    with pytest.raises(
+        SourceError, match=r"hfds/a/b needs a package that is not installed: .*datasets"
+    ):
         make_loader(CONFIG, "hfds/a/b", workers=0)
     assert capfd.readouterr() == ("", "")
 
@@ -108,7 +124,9 @@ def test_samples(images: Path) -> None:
         ({"0": "cow", "1": "bee", "2": "ant"}, 3, [2, 1, 0]),
     ],
 )
-def test_labels_follow_the_network(images: Path, names: Any, classes: int, labels: list[int]) -> None:
+def test_labels_follow_the_network(
+    images: Path, names: Any, classes: int, labels: list[int]
+) -> None:
     found = batches({**CONFIG, "label_names": names, "num_classes": classes}, images)[1]
     assert found == [label for label in labels for _ in range(4)]
 
@@ -161,9 +179,15 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (lambda f: f / "none", ["none does not exist", "hfds"]),
     "misspelt family": (lambda _: "hdfs/cifar10", ["hdfs/cifar10 does not exist", "hfds"]),
     "no images": (_without_images, ["not a dataset of images", "class folders"]),
-    "empty tar": (lambda f: pack(_without_images(f), "e.tar"), ["e.tar is not a dataset of images"]),
+    "empty tar": (
+        lambda f: pack(_without_images(f), "e.tar"),
+        ["e.tar is not a dataset of images"],
+    ),
     "garbage tar": (lambda f: _garbage(f.parent / "g.tar"), ["g.tar is not a dataset of images"]),
-    "packed tar": (lambda f: _garbage(f.parent / "g.tar.xz"), ["g.tar.xz is not a dataset of images"]),
+    "packed tar": (
+        lambda f: _garbage(f.parent / "g.tar.xz"),
+        ["g.tar.xz is not a dataset of images"],
+    ),
     "a file": (lambda f: f / "ant" / "1.png", ["not a dataset of images"]),
     "empty image": (lambda f: _spoilt(f, 0), ["bee/2.png cannot be read"]),
     "cut image": (lambda f: _spoilt(f, 400), ["bee/2.png cannot be read"]),
@@ -171,12 +195,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "one class": (lambda f: f / "ant", ["has no class folders"]),
     "no class folders": (_flat, ["has no class folders"]),
     "no torch data": (lambda f: f"torch/cifar10:{f}", ["is not a dataset of images"]),
-    "no such torch data": (lambda f: f"torch/cifar11:{f}", ["is not a dataset of images", "cifar11"]),
+    "no such torch data": (
+        lambda f: f"torch/cifar11:{f}",
+        ["is not a dataset of images", "cifar11"],
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "workers"), [*((case, 0) for case in BAD), *((case, 1) for case in BAD if "image" in case)]
+    ("case", "workers"),
+    [*((case, 0) for case in BAD), *((case, 1) for case in BAD if "image" in case)],
 )
 def test_bad_data(images: Path, case: str, workers: int) -> None:
     make, said = BAD[case]
@@ -195,7 +223,9 @@ def test_bad_data(images: Path, case: str, workers: int) -> None:
         ({}, {"workers": -1}, OptionError),
     ],
 )
-def test_bad_options(images: Path, config: dict[str, Any], options: dict[str, Any], kind: type[NormswapError]) -> None:
+def test_bad_options(
+    images: Path, config: dict[str, Any], options: dict[str, Any], kind: type[NormswapError]
+) -> None:
     with pytest.raises(kind):
         make_loader({**CONFIG, **config}, str(images), **options)
 
@@ -209,9 +239,17 @@ def test_torch_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return Image.new("L", (20, 20), 60 * index), index % 3
 
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(datasets, "create_dataset", lambda name, **kwargs: seen.update(name=name, **kwargs) or Fake())
+    monkeypatch.setattr(
+        datasets,
+        "create_dataset",
+        lambda name, **kwargs: seen.update(name=name, **kwargs) or Fake(),
+    )
     pixels, labels = batches(CONFIG, f"torch/mnist:{tmp_path}")
-    assert (seen["name"], seen["root"], seen["split"]) == ("torch/mnist", str(tmp_path), "validation")
+    assert (seen["name"], seen["root"], seen["split"]) == (
+        "torch/mnist",
+        str(tmp_path),
+        "validation",
+    )
     assert (pixels.shape, labels) == ((4, 3, 16, 16), [0, 1, 2, 0])
 
 

@@ -1,4 +1,6 @@
-"""Labels become outputs: by name, WordNet id or number; what partly matches is refused, what is chosen is said."""
+"""Labels become outputs: by name, WordNet id or number; what partly matches is refused, what is
+chosen is said.
+"""
 
 from pathlib import Path
 
@@ -29,9 +31,24 @@ def numbered(*names: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("labels", "outputs", "expected", "note"),
     [
-        (("cat", "dog"), Outputs(10, CIFAR), [3, 5], "labels by name: 2 of the network's 10 classes"),
-        (("Great_White-Shark", "hen"), Outputs(3, ("hen", "x", "great white shark")), [2, 0], "labels by name: 2 of"),
-        ((WORDNET[7], WORDNET[2]), Outputs(1000), [7, 2], "labels by WordNet id: 2 of the network's 1000 classes"),
+        (
+            ("cat", "dog"),
+            Outputs(10, CIFAR),
+            [3, 5],
+            "labels by name: 2 of the network's 10 classes",
+        ),
+        (
+            ("Great_White-Shark", "hen"),
+            Outputs(3, ("hen", "x", "great white shark")),
+            [2, 0],
+            "labels by name: 2 of",
+        ),
+        (
+            (WORDNET[7], WORDNET[2]),
+            Outputs(1000),
+            [7, 2],
+            "labels by WordNet id: 2 of the network's 1000 classes",
+        ),
         ((WORDNET[7],), Outputs(1000, tuple(f"LABEL_{i}" for i in range(1000))), [7], "WordNet id"),
         (tuple(sorted(WORDNET, reverse=True)), Outputs(1000), list(range(999, -1, -1)), ""),
         (("4", "7"), Outputs(10, CIFAR), [4, 7], "labels by number: 2 of the network's 10"),
@@ -40,7 +57,9 @@ def numbered(*names: str) -> dict[str, int]:
         (("",), Outputs(1), [0], ""),
     ],
 )
-def test_outputs_of_labels(labels: tuple[str, ...], outputs: Outputs, expected: list[int], note: str) -> None:
+def test_outputs_of_labels(
+    labels: tuple[str, ...], outputs: Outputs, expected: list[int], note: str
+) -> None:
     output_of, said = label_map(numbered(*labels), outputs, "photos")
     assert [output_of[number] for number in range(len(labels))] == expected
     assert note in said
@@ -50,12 +69,20 @@ def test_outputs_of_labels(labels: tuple[str, ...], outputs: Outputs, expected: 
 @pytest.mark.parametrize(
     ("labels", "outputs", "words"),
     [
-        (("bird", "plane"), Outputs(2, CIFAR[:3]), ["1 of 2 labels are no classes", "(plane)", "airplane", "CSV"]),
+        (
+            ("bird", "plane"),
+            Outputs(2, CIFAR[:3]),
+            ["1 of 2 labels are no classes", "(plane)", "airplane", "CSV"],
+        ),
         (("", *CIFAR), Outputs(10, CIFAR), ["1 of 11 labels"]),
         ((WORDNET[0], "n00000001"), Outputs(1000), ["1 of 2 labels are no classes", "n00000001"]),
         ((WORDNET[0], "tench"), Outputs(1000), ["tench"]),
         (("a", "b"), Outputs(3), ["photos has 2 classes (a, b)", "the network has 3"]),
-        (("car", "plane"), Outputs(2, CIFAR[:2]), ["photos has 2 classes (car, plane)", "airplane, automobile"]),
+        (
+            ("car", "plane"),
+            Outputs(2, CIFAR[:2]),
+            ["photos has 2 classes (car, plane)", "airplane, automobile"],
+        ),
         (("1", "2", "3"), Outputs(3), ["a label 3", "outputs are 0 to 2"]),
         (("crane", "hen"), Outputs(3, ("crane", "crane", "hen")), ["1 of 2 labels", "(crane)"]),
         (("5", "6"), Outputs(2), ["a label 6", "outputs are 0 to 1"]),
@@ -76,7 +103,12 @@ def test_a_network_that_says_nothing_is_asked_by_running_it() -> None:
     assert image_record(bare[:1])["num_classes"] is None
 
 
-CONFIG = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear"}
+CONFIG = {
+    "input_size": [3, 8, 8],
+    "mean": [0.5] * 3,
+    "std": [0.25] * 3,
+    "interpolation": "bilinear",
+}
 CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "num_classes": 10, "label_names": list(CIFAR)}
 
 
@@ -90,7 +122,9 @@ def labels_of(data: Path, **options: object) -> list[int]:
     return torch.cat([labels for _, labels in loader]).tolist()
 
 
-@pytest.mark.parametrize(("labels", "encoding"), [(("horse", "bird"), "utf-8"), (("7", "2"), "utf-8-sig")])
+@pytest.mark.parametrize(
+    ("labels", "encoding"), [(("horse", "bird"), "utf-8"), (("7", "2"), "utf-8-sig")]
+)
 def test_csv(tmp_path: Path, labels: tuple[str, str], encoding: str) -> None:
     for i in range(2):
         photograph(tmp_path / "flat" / f"{i}.png")
@@ -128,7 +162,9 @@ def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
     assert loader.count == 2  # not all parts together
     assert loader.notes[0] == f"images of {tmp_path / 'val'}"
     counts = {"training": 3, "val": 2, "valid": 2, "test": 1}
-    assert {split: make_loader(CONFIG, str(tmp_path), workers=0, split=split).count for split in counts} == counts
+    assert {
+        split: make_loader(CONFIG, str(tmp_path), workers=0, split=split).count for split in counts
+    } == counts
     assert "images of" not in str(make_loader(CONFIG, str(tmp_path / "test"), workers=0).notes)
     with pytest.raises(SourceError, match="no part holdout"):
         make_loader(CONFIG, str(tmp_path), split="holdout")
@@ -137,7 +173,9 @@ def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
 def test_the_class_of_trains_is_no_part(tmp_path: Path) -> None:
     for name in ("bus", "train"):
         photograph(tmp_path / name / "0.png")
-    loader = make_loader({**CONFIG, "num_classes": 2, "label_names": []}, str(tmp_path), workers=0, split="train")
+    loader = make_loader(
+        {**CONFIG, "num_classes": 2, "label_names": []}, str(tmp_path), workers=0, split="train"
+    )
     assert loader.count == 2
 
 
@@ -149,7 +187,9 @@ def test_labels_are_not_asked_for_where_nothing_needs_them(tmp_path: Path) -> No
         labels_of(tmp_path)
 
 
-def test_commands_say_how_labels_were_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_how_labels_were_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name in ("cat", "dog"):
         photograph(tmp_path / "val" / name / "0.png")
     assert main(["evaluate", MODEL, "--data", str(tmp_path), "--workers", "0"]) == 0
@@ -176,11 +216,26 @@ def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[s
     """Labels are not needed, nor as many classes as the network has."""
     for i in range(8):
         photograph(tmp_path / "photos" / f"{i}.png", 30 * i)
-    out, fit = str(tmp_path / "out"), ("--to", "groupnorm", "--only", "layer4", "--calibrate", str(tmp_path / "photos"))
-    assert run_json(capfd, "convert", MODEL, *fit, "-o", out)["steps"][0]["report"]["kept"]["count"] == 2
+    out = str(tmp_path / "out")
+    fit = ("--to", "groupnorm", "--only", "layer4", "--calibrate", str(tmp_path / "photos"))
+    assert (
+        run_json(capfd, "convert", MODEL, *fit, "-o", out)["steps"][0]["report"]["kept"]["count"]
+        == 2
+    )
     for i in range(32):
         photograph(tmp_path / "classes" / "x" / f"{i}.png", 7 * i)
-    run_json(capfd, "recalibrate", MODEL, "--data", str(tmp_path / "classes"), "-o", out, "--force", "--workers", "0")
+    run_json(
+        capfd,
+        "recalibrate",
+        MODEL,
+        "--data",
+        str(tmp_path / "classes"),
+        "-o",
+        out,
+        "--force",
+        "--workers",
+        "0",
+    )
 
 
 @pytest.mark.slow
@@ -192,13 +247,17 @@ def test_an_encoder_is_compared_by_its_features(
     for i in range(6):
         file = tmp_path / "photos" / ("cat", "dog")[i % 2] / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(i).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(file)
+        Image.fromarray(
+            np.random.default_rng(i).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+        ).save(file)
     data = ("--data", "photos", "--workers", "0")
     assert main(["convert", MODEL, "--num-classes", "0", "--to", "groupnorm", "-o", "encoder"]) == 0
-    result, source = normswap.load("encoder"), open_model(MODEL, num_classes=0)
+    result = normswap.load("encoder")
+    source = open_model(MODEL, num_classes=0)
     images = next(iter(make_loader(source, "photos", workers=0, labelled=False)))[0]
     with torch.no_grad():
-        features, others = source(images), result(images)
+        features = source(images)
+        others = result(images)
     off = float((features - others).norm() / features.norm())
     capfd.readouterr()
     known = run_json(capfd, "verify", "encoder", *data)["data"]
@@ -241,9 +300,12 @@ def test_evaluate(classes: int, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(40, classes, generator=draw, dtype=dtype)
     labels = torch.randint(classes, (40,), generator=draw)
-    model, calls = Table(logits).train(), list[tuple[int, int]]()
+    model = Table(logits).train()
+    calls = list[tuple[int, int]]()
     model.frozen.eval()
-    found = evaluate(model, pairs(labels, 15), progress=lambda done, total: calls.append((done, total)))
+    found = evaluate(
+        model, pairs(labels, 15), progress=lambda done, total: calls.append((done, total))
+    )
     rank = (logits > logits.gather(1, labels[:, None])).sum(1)
     assert found.top1 == pytest.approx(100 * (rank == 0).float().mean().item())
     assert found.top5 == pytest.approx(100 * (rank < 5).float().mean().item())

@@ -1,4 +1,6 @@
-"""Under autocast a converted network stays in half precision: a float32 number times a bf16 map gives a float32 map."""
+"""Under autocast a converted network stays in half precision: a float32 number times a bf16 map
+gives a float32 map.
+"""
 
 from typing import Any
 
@@ -11,7 +13,10 @@ from torch import nn
 import normswap
 from normswap.schemes.catalogue import TARGETS
 
-KEEPING: dict[str, dict[str, Any]] = {"nf": {"mean": "keep"}, "centered-weightnorm": {"mean": "keep"}}
+KEEPING: dict[str, dict[str, Any]] = {
+    "nf": {"mean": "keep"},
+    "centered-weightnorm": {"mean": "keep"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,9 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("scheme", sorted(set(TARGETS) - {"rmsnorm", "batchnorm"}))
 @pytest.mark.one_in(2)
 def test_no_layer_makes_float32_of_bf16(network: nn.Module, scheme: str) -> None:
-    model = normswap.convert(network, scheme, input_size=(3, 64, 64), **KEEPING.get(scheme, {})).model
+    model = normswap.convert(
+        network, scheme, input_size=(3, 64, 64), **KEEPING.get(scheme, {})
+    ).model
     widened = []
 
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

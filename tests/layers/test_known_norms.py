@@ -1,4 +1,6 @@
-"""A norm that somebody registered is converted as a BatchNorm is; every norm of the table is listed and has a role."""
+"""A norm that somebody registered is converted as a BatchNorm is; every norm of the table is listed
+and has a role.
+"""
 
 import pytest
 import timm
@@ -24,7 +26,8 @@ class Whitener(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.rand(channels) + 0.5), nn.Parameter(torch.randn(channels))
+        self.weight = nn.Parameter(torch.rand(channels) + 0.5)
+        self.bias = nn.Parameter(torch.randn(channels))
         self.register_buffer("centre", torch.randn(channels))
         self.register_buffer("spread", torch.rand(channels) + 0.5)
 
@@ -40,8 +43,10 @@ class Whitener(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), Whitener(8)
-        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), Whitener(8)
+        self.conv1 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn1 = Whitener(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn2 = Whitener(8)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())) + x).relu()
@@ -50,7 +55,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3), Whitener(8)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = Whitener(8)
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(8, 4)
 
@@ -65,7 +71,9 @@ X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 def source(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A network of such norms, registered, on the statistics that it sees."""
     monkeypatch.setattr(known_norms, "_REGISTERED", {})
-    normswap.register_norm(Whitener, affine=Whitener.map, statistics=lambda norm: (norm.centre, norm.spread.square()))
+    normswap.register_norm(
+        Whitener, affine=Whitener.map, statistics=lambda norm: (norm.centre, norm.spread.square())
+    )
     torch.manual_seed(0)
     model = Net().eval()
 
@@ -80,7 +88,9 @@ def source(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
         model(X)
     for handle in handles:
         handle.remove()
-    provenance.attach(model, Provenance(Arch("test_known_norms:Net", {}, "factory"), "test_known_norms:Net"))
+    provenance.attach(
+        model, Provenance(Arch("test_known_norms:Net", {}, "factory"), "test_known_norms:Net")
+    )
     return model
 
 
@@ -91,9 +101,12 @@ def same(one: nn.Module, other: nn.Module) -> float:
 
 def test_groupnorm_has_the_matched_moments(source: nn.Module) -> None:
     done = normswap.convert(source, "instancenorm", inputs=X)
-    new, old = done.model.norm, source.norm
+    new = done.model.norm
+    old = source.norm
     assert type(new) is nn.GroupNorm
-    assert torch.allclose(new.weight, old.weight, atol=1e-4)  # a channel to a group: gamma and beta come out
+    assert torch.allclose(
+        new.weight, old.weight, atol=1e-4
+    )  # a channel to a group: gamma and beta come out
     assert torch.allclose(new.bias, old.bias, atol=1e-4)
     assert not any(isinstance(module, Whitener) for module in done.model.modules())
     assert normswap.convert(source, "groupnorm", inputs=X).report.worst.relative_l2 < 0.8
@@ -104,7 +117,9 @@ def test_skipinit_takes_alpha_from_the_statistics(source: nn.Module) -> None:
     done = normswap.convert(source, "skipinit", inputs=X)
     assert same(source, done.model) < 1e-5
     for old, new in zip(source.blocks, done.model.blocks, strict=True):
-        assert new.bn2.alpha.item() == pytest.approx(old.bn2.weight.square().mean().sqrt().item(), rel=1e-5)
+        assert new.bn2.alpha.item() == pytest.approx(
+            old.bn2.weight.square().mean().sqrt().item(), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("to", ["batchnorm", "tune", "frozen-bn"])
@@ -139,7 +154,9 @@ def test_a_lost_norm_is_remembered_with_its_output(source: nn.Module) -> None:
     bare = normswap.convert(source, "folded", inputs=X).model
     done = normswap.convert(bare, "batchnorm", inputs=X).model
     assert same(source, done) < 1e-5
-    assert torch.allclose(done.norm.running_mean, source.norm.bias, atol=1e-5)  # in its place is the norm's output
+    assert torch.allclose(
+        done.norm.running_mean, source.norm.bias, atol=1e-5
+    )  # in its place is the norm's output
     assert torch.allclose(done.norm.running_var.sqrt(), source.norm.weight.abs(), atol=1e-4)
 
 
@@ -160,7 +177,10 @@ def test_what_has_no_beta_cannot_take_up_what_was_learned(source: nn.Module) -> 
         affine.set_shift(norm, torch.ones(3))
     odd = Whitener(3)
     normswap.register_norm(Whitener, affine=lambda norm: (norm.weight, norm.bias * 2))
-    with pytest.raises(RefusedError, match="beta of a Whitener does not set its map alone"), torch.no_grad():
+    with (
+        pytest.raises(RefusedError, match="beta of a Whitener does not set its map alone"),
+        torch.no_grad(),
+    ):
         affine.set_shift(odd, torch.ones(3))
 
 
@@ -176,7 +196,9 @@ class Pair(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 6), norm, nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.norm = norm
+        self.second = nn.Linear(6, 6)
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,7 +208,8 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("kind", [RmsNorm, SimpleNorm])
 def test_timms_norms_of_tokens_are_listed_folded_and_have_a_role(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = Pair(kind(6)).eval(), torch.randn(2, 5, 6)
+    model = Pair(kind(6)).eval()
+    x = torch.randn(2, 5, 6)
     nn.init.uniform_(model.norm.weight, 0.5, 2)
     assert [(norm.path, norm.kind, norm.channels) for norm in normswap.inspect(model, x).norms] == [
         ("norm", kind.__name__, 6)
@@ -199,14 +222,19 @@ def test_timms_norms_of_tokens_are_listed_folded_and_have_a_role(kind: type[nn.M
 
 
 def test_what_computes_in_float32_stays_and_says_so() -> None:
-    model, x = Pair(RmsNormFp32(6)).eval(), torch.randn(2, 5, 6)
+    model = Pair(RmsNormFp32(6)).eval()
+    x = torch.randn(2, 5, 6)
     with pytest.raises(RefusedError, match="nothing to convert"):
         normswap.convert(model, "folded", inputs=x)
 
 
 def test_rmsnorm_of_maps_is_estimated_from_images() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), RmsNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5)).eval()
-    done = normswap.convert(model, "folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)])
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), RmsNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 5)
+    ).eval()
+    done = normswap.convert(
+        model, "folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)]
+    )
     assert not any(affine.is_norm(module) for module in done.model.modules())
 
 
@@ -218,8 +246,10 @@ def test_the_table_says_what_carries_an_activation() -> None:
 
 def test_dynamic_tanhs_alpha_is_not_called_skipinits() -> None:
     torch.manual_seed(0)
-    model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)),
-                     torch.randn(4, 3, 8, 8, dtype=torch.float64))  # fmt: skip
+    model = lived_in(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)),
+        torch.randn(4, 3, 8, 8, dtype=torch.float64),
+    )
     done = normswap.convert(model, "dyt", input_size=(3, 8, 8)).model
     (alpha,) = (one for one in roles(done) if one.path.endswith("alpha"))
     assert not alpha.decay
@@ -229,7 +259,9 @@ def test_dynamic_tanhs_alpha_is_not_called_skipinits() -> None:
 def test_instancenorm_on_one_pixel() -> None:
     """A 32-pixel input leaves the last stage of a ResNet one pixel: said, with what to do."""
     model = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=5).eval()
-    with pytest.raises(RefusedError, match=r"does not run on \(3, 32, 32\).*arger inputs.*one element"):
+    with pytest.raises(
+        RefusedError, match=r"does not run on \(3, 32, 32\).*arger inputs.*one element"
+    ):
         normswap.convert(model, "instancenorm", input_size=(3, 32, 32))
     normswap.convert(model, "instancenorm", input_size=(3, 32, 32), skip="layer4")
 
@@ -252,7 +284,8 @@ def test_an_average_sample_sees_the_batchnorm(groups: int, eps: float | None) ->
 
 def test_ghost_batches_are_batches_of_their_own() -> None:
     torch.manual_seed(0)
-    x, plain = torch.randn(6, 3, 4, 4), nn.BatchNorm2d(3).train()
+    x = torch.randn(6, 3, 4, 4)
+    plain = nn.BatchNorm2d(3).train()
     with torch.no_grad():
         ghost = SiteNorm.replacing(nn.BatchNorm2d(3), like=x, ghost=2).train()
     assert torch.allclose(ghost(x), torch.cat([plain(part) for part in x.split(2)]), atol=1e-5)

@@ -1,4 +1,6 @@
-"""Convolutions with a forward of their own: those that pad by themselves are convolutions, all others are refused."""
+"""Convolutions with a forward of their own: those that pad by themselves are convolutions, all
+others are refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +29,19 @@ class Ahead(nn.Conv2d):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        stride, kernel = self.stride[0], self.kernel_size[0]
-        less, more = (kernel - stride) // 2, (kernel - stride + 1) // 2
-        self.padding_of_mine = nn.ZeroPad2d((less, more, less, more)) if kernel > 1 else nn.Identity()
+        stride = self.stride[0]
+        kernel = self.kernel_size[0]
+        less = (kernel - stride) // 2
+        more = (kernel - stride + 1) // 2
+        self.padding_of_mine = (
+            nn.ZeroPad2d((less, more, less, more)) if kernel > 1 else nn.Identity()
+        )
 
     def forward(self, x):
         x = self.padding_of_mine(x)
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
 
 
 class BySize(nn.Conv2d):
@@ -99,7 +107,9 @@ def test_even_padding_is_what_torch_pads_the_same_with():
     assert not own_forwards.pads(Ahead(3, 6, 1))
 
 
-@pytest.mark.parametrize(("kind", "kernel", "stride"), [(Ahead, 3, 2), (BySize, 3, 2), (Same, 5, 1)])
+@pytest.mark.parametrize(
+    ("kind", "kernel", "stride"), [(Ahead, 3, 2), (BySize, 3, 2), (Same, 5, 1)]
+)
 @pytest.mark.parametrize("size", [9, 12])
 def test_patches_are_read_as_the_layer_pads_them(kind, kernel, stride, size):
     conv = kind(4, 6, kernel, stride=stride, groups=2).double()
@@ -117,16 +127,21 @@ def network(kind, seed=0):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.norm1 = kind(8, 16, 1, bias=False), nn.BatchNorm2d(16)
-            self.two, self.norm2 = kind(16, 16, 3, groups=16, bias=False), nn.BatchNorm2d(16)
-            self.three, self.norm3 = kind(16, 8, 1, bias=False), nn.BatchNorm2d(8)
+            self.one = kind(8, 16, 1, bias=False)
+            self.norm1 = nn.BatchNorm2d(16)
+            self.two = kind(16, 16, 3, groups=16, bias=False)
+            self.norm2 = nn.BatchNorm2d(16)
+            self.three = kind(16, 8, 1, bias=False)
+            self.norm3 = nn.BatchNorm2d(8)
 
         def forward(self, x):
             y = F.relu6(self.norm2(self.two(F.relu6(self.norm1(self.one(x))))))
             return x + self.norm3(self.three(y))
 
     stem = [kind(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU6()]
-    model = nn.Sequential(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    model = nn.Sequential(
+        *stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    )
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             for tensor in (module.weight, module.running_var):
@@ -137,7 +152,9 @@ def network(kind, seed=0):
 
 
 @pytest.mark.parametrize("kind", [Ahead, BySize])
-@pytest.mark.parametrize(("scheme", "options"), [("folded", {}), ("tune", {}), ("fixup", {}), ("nf", {"mean": "keep"})])
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("folded", {}), ("tune", {}), ("fixup", {}), ("nf", {"mean": "keep"})]
+)
 def test_networks_of_them_convert_and_keep_their_function(kind, scheme, options):
     model = network(kind)
     result = normswap.convert(model, scheme, input_size=(3, 32, 32), **options)
@@ -152,27 +169,37 @@ def test_networks_of_them_convert_and_keep_their_function(kind, scheme, options)
 
 @pytest.mark.parametrize("kind", [Ahead, BySize])
 def test_they_are_fitted_to_images(kind):
-    model, images = network(kind), torch.randn(64, 3, 32, 32)
+    model = network(kind)
+    images = torch.randn(64, 3, 32, 32)
     plain = normswap.convert(model, "groupnorm", input_size=(3, 32, 32)).model
     fitted = normswap.convert(model, "groupnorm", input_size=(3, 32, 32), calibrate=[images]).model
-    changed = [not torch.equal(a.weight, b.weight) for a, b in zip(plain.modules(), fitted.modules(), strict=True)
-               if isinstance(a, nn.Conv2d)]  # fmt: skip
+    changed = [
+        not torch.equal(a.weight, b.weight)
+        for a, b in zip(plain.modules(), fitted.modules(), strict=True)
+        if isinstance(a, nn.Conv2d)
+    ]
     assert all(changed)
 
 
 class Part(nn.Module):
-    """A convolution, its norm, and an activation that others have, too, as Ultralytics' networks have it."""
+    """A convolution, its norm, and an activation that others have, too, as Ultralytics' networks
+    have it.
+    """
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
-        self.conv, self.norm, self.act = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), act
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.norm = nn.BatchNorm2d(3)
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(self.conv(x)))
 
 
 def test_another_layer_of_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"two layers are called Vacant: one is in normswap.layers.placeholders"):
+    with pytest.raises(
+        PlanError, match=r"two layers are called Vacant: one is in normswap.layers.placeholders"
+    ):
         type("Vacant", (PlannedLayer,), {})
     assert planned_layers()["Vacant"] is Vacant
 
@@ -181,7 +208,9 @@ def test_a_network_that_shares_an_activation_is_exported(tmp_path: Path) -> None
     """torch.export records such a network through subclasses that have the names of the layers."""
     act = nn.SiLU()
     model = nn.Sequential(Part(act), Part(act), nn.Flatten()).eval()
-    done = normswap.export(model, tmp_path / "net.pt2", input_size=(3, 8, 8), images=torch.randn(2, 3, 8, 8))
+    done = normswap.export(
+        model, tmp_path / "net.pt2", input_size=(3, 8, 8), images=torch.randn(2, 3, 8, 8)
+    )
     assert done.figures.passed
     assert planned_layers()["Vacant"] is Vacant
 
@@ -192,7 +221,10 @@ class Ours(standardized.Other, nn.Conv2d):
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "1-D": (ScaledStdConv1d, {}),
-    "1-D grouped, strided, same": (ScaledStdConv1d, {"groups": 2, "padding": "same", "dilation": 2}),
+    "1-D grouped, strided, same": (
+        ScaledStdConv1d,
+        {"groups": 2, "padding": "same", "dilation": 2},
+    ),
     "3-D": (ScaledStdConv3d, {"stride": 2, "padding": 1}),
     "3-D without bias": (ScaledStdConv3d, {"bias": False}),
 }
@@ -220,7 +252,9 @@ def test_the_formula_filter_by_filter(name: str, mean: bool) -> None:
 
 def test_in_two_dimensions_it_is_timms() -> None:
     torch.manual_seed(0)
-    ours, theirs = (kind(4, 6, 3, padding=1, groups=2, eps=1e-3) for kind in (Ours, ScaledStdConv2d))
+    ours, theirs = (
+        kind(4, 6, 3, padding=1, groups=2, eps=1e-3) for kind in (Ours, ScaledStdConv2d)
+    )
     nn.init.normal_(ours.gain)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 4, 9, 9)
@@ -230,7 +264,8 @@ def test_in_two_dimensions_it_is_timms() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_weight_is_computed_up_to_its_filters_means(mean: bool) -> None:
     torch.manual_seed(0)
-    conv, weight = ScaledStdConv3d(2, 3, 3, mean=mean).double(), torch.randn(3, 2, 3, 3, 3, dtype=torch.float64)
+    conv = ScaledStdConv3d(2, 3, 3, mean=mean).double()
+    weight = torch.randn(3, 2, 3, 3, 3, dtype=torch.float64)
     standardized.set_effective(conv, weight)
     wanted = weight if mean else torch.stack([w - w.mean() for w in weight])
     assert distance(wanted, reparametrized.effective(conv).detach()) < 1e-13
@@ -244,7 +279,9 @@ def trained(kind: str) -> tuple[nn.Module, Tensor]:
     return lived_in(zoo_networks.KINDS[kind](), x), x
 
 
-@pytest.mark.parametrize(("kind", "conv"), [("one_d", ScaledStdConv1d), ("three_d", ScaledStdConv3d)])
+@pytest.mark.parametrize(
+    ("kind", "conv"), [("one_d", ScaledStdConv1d), ("three_d", ScaledStdConv3d)]
+)
 @pytest.mark.parametrize("to", sampled(["nf", "centered-weightnorm"], every=2))
 def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: Path) -> None:
     """Exact with the means kept, by way of the disk, and back to plain layers; fitted without them."""
@@ -258,9 +295,19 @@ def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: 
     plain = normswap.convert(again, "folded", inputs=x).model
     assert not any(isinstance(m, STANDARDIZED) for m in plain.modules())
     assert distance(run(model, x), run(plain, x)) < 1e-10
-    fitted = normswap.convert(model, to, inputs=x, calibrate=[x[i : i + 2] for i in (0, 2, 4, 6)] * 4)
-    left = [m for m in fitted.model.modules() if isinstance(m, STANDARDIZED) and not reparametrized.keeps_mean(m)]
+    fitted = normswap.convert(
+        model, to, inputs=x, calibrate=[x[i : i + 2] for i in (0, 2, 4, 6)] * 4
+    )
+    left = [
+        m
+        for m in fitted.model.modules()
+        if isinstance(m, STANDARDIZED) and not reparametrized.keeps_mean(m)
+    ]
     assert left
     for m in left:
         assert reparametrized.effective(m).flatten(1).sum(1).abs().max() < 1e-10
-    assert normswap.load(normswap.save(fitted, tmp_path / "fitted"), skeleton=trained(kind)[0])(x).isfinite().all()
+    assert (
+        normswap.load(normswap.save(fitted, tmp_path / "fitted"), skeleton=trained(kind)[0])(x)
+        .isfinite()
+        .all()
+    )

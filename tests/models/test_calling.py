@@ -1,4 +1,6 @@
-"""Whatever form a network takes its inputs in, the same work gives the same numbers as on plain tensors."""
+"""Whatever form a network takes its inputs in, the same work gives the same numbers as on plain
+tensors.
+"""
 
 import copy
 import functools
@@ -50,7 +52,9 @@ def same(one: nn.Module, two: nn.Module) -> None:
 
 @functools.cache
 def plain(to: str, mirrored: int, **options: Any) -> Conversion:
-    """The fit on plain tensors, which every form is compared with, by `sequential_fit.MIRRORED` and options."""
+    """The fit on plain tensors, which every form is compared with, by `sequential_fit.MIRRORED` and
+    options.
+    """
     data = batches()
     return normswap.convert(trunk(), to, inputs=data[0][:2], calibrate=data, **options)
 
@@ -64,20 +68,26 @@ def test_a_fit_is_that_of_plain_tensors(
     form: str, to: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrap, given = FORMS[form]
-    if form == "two arguments":  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
+    if (
+        form == "two arguments"
+    ):  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
         monkeypatch.setattr(sequential_fit, "MIRRORED", 0)
         options = {**options, "relative_eps": 0} if to == "groupnorm" else options
     data = batches()
     wanted = plain(to, sequential_fit.MIRRORED, **options)
     calibrate = [given(x) for x in data]
-    done = normswap.convert(wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options)
+    done = normswap.convert(
+        wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options
+    )
     same(wanted.model, done.model)
     assert done.report.kept is not None
     assert wanted.report.kept is not None
     assert done.report.kept.count == wanted.report.kept.count == 8
     if form in ("keywords", "a record"):
         # A name says which of several outputs; of one tensor there is none.
-        plain_kept, named_kept = (replace(each.report.kept, answer="", axis=None) for each in (wanted, done))
+        plain_kept, named_kept = (
+            replace(each.report.kept, answer="", axis=None) for each in (wanted, done)
+        )
         assert named_kept == plain_kept
 
 
@@ -86,7 +96,9 @@ def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
     wanted = normswap.convert(resnet(), "groupnorm", inputs=data[0], calibrate=data, relative_eps=0)
     calibrate = [{"pixel_values": x, "labels": LABELS} for x in data]
     inputs = {"pixel_values": data[0]}
-    done = normswap.convert(resnet(), "groupnorm", inputs=inputs, calibrate=calibrate, relative_eps=0)
+    done = normswap.convert(
+        resnet(), "groupnorm", inputs=inputs, calibrate=calibrate, relative_eps=0
+    )
     for name, tensor in wanted.model.state_dict().items():
         assert torch.equal(tensor, done.model.state_dict()[name]), name
 
@@ -94,8 +106,12 @@ def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
 LABELS = torch.zeros(8, dtype=torch.long)
 BESIDE: dict[str, Callable[[Any], Any]] = {
     "without labels": lambda batch: batch,
-    "labels in a tuple": lambda batch: (*batch, LABELS) if isinstance(batch, tuple) else (batch, LABELS),
-    "labels in a list": lambda batch: [*batch, LABELS] if isinstance(batch, tuple) else [batch, LABELS],
+    "labels in a tuple": lambda batch: (
+        (*batch, LABELS) if isinstance(batch, tuple) else (batch, LABELS)
+    ),
+    "labels in a list": lambda batch: (
+        [*batch, LABELS] if isinstance(batch, tuple) else [batch, LABELS]
+    ),
 }
 
 
@@ -130,7 +146,10 @@ def test_images_reach_a_network_without_a_word_about_its_inputs(form: str) -> No
     """As those of a folder do on the command line: by name, or as a list, as its forward says."""
     data = [(x, LABELS) for x in batches()]
     fitted, recalibrated = of_plain_images()
-    same(fitted, normswap.convert(IMAGES[form](trunk()), "groupnorm", input_size=SIZE, calibrate=data).model)
+    same(
+        fitted,
+        normswap.convert(IMAGES[form](trunk()), "groupnorm", input_size=SIZE, calibrate=data).model,
+    )
     same(recalibrated, recalibrate(IMAGES[form](trunk()), data, input_size=SIZE).model)
 
 
@@ -138,33 +157,53 @@ def test_a_tuple_of_as_many_tensors_as_arguments_is_one_batch() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.norm = nn.BatchNorm2d(4)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.norm(self.conv(x)).mean((2, 3)) + y
 
     batch = torch.randn(40, 3, 9, 9), torch.randn(40, 4)
     network = Two().eval()
-    one, listed = (normswap.convert(network, "groupnorm", inputs=batch, calibrate=data) for data in (batch, [batch]))
-    assert all(value.equal(listed.model.state_dict()[name]) for name, value in one.model.state_dict().items())
+    one, listed = (
+        normswap.convert(network, "groupnorm", inputs=batch, calibrate=data)
+        for data in (batch, [batch])
+    )
+    assert all(
+        value.equal(listed.model.state_dict()[name])
+        for name, value in one.model.state_dict().items()
+    )
 
 
 def test_a_detector_is_fitted() -> None:
-    """How much of a fit is kept, its boxes decide, and not the trunk's answers; the fit is the same."""
+    """How much of a fit is kept, its boxes decide, and not the trunk's answers; the fit is the
+    same.
+    """
     data = [scaled(x) for x in batches()]
     assert len({len(found["scores"]) for found in Boxes(trunk())(list(data[0]))}) > 1
-    calibrate = [(tuple(x), tuple({"boxes": torch.zeros(0, 4)} for _ in x)) for x in data]  # as its loader collates
+    calibrate = [
+        (tuple(x), tuple({"boxes": torch.zeros(0, 4)} for _ in x)) for x in data
+    ]  # as its loader collates
     with pytest.MonkeyPatch.context() as whole:
         whole.setattr(sequential_fit, "SHARES", (1.0,))
         wanted = normswap.convert(trunk(), "groupnorm", inputs=data[0][:2], calibrate=data)
-        fitted = normswap.convert(Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate)
+        fitted = normswap.convert(
+            Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate
+        )
     same(wanted.model, fitted.model)
-    done = normswap.convert(Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate)
+    done = normswap.convert(
+        Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate
+    )
     assert done.report.passed
-    assert done.report.worst.relative_l2 == 1, "another number of boxes is all wrong, not infinitely"
+    assert done.report.worst.relative_l2 == 1, (
+        "another number of boxes is all wrong, not infinitely"
+    )
     assert done.report.kept is not None
     assert math.isfinite(done.report.kept.relative_l2)
-    assert normswap.convert(Boxes(trunk()), "folded", inputs=(list(data[0]),)).report.worst.relative_l2 < 1e-5
+    assert (
+        normswap.convert(Boxes(trunk()), "folded", inputs=(list(data[0]),)).report.worst.relative_l2
+        < 1e-5
+    )
 
 
 def test_lists_of_images_of_any_size() -> None:
@@ -182,9 +221,19 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     (Keyword, {"pixel_values": X}, [{"pixel_values": "a"}], "batch 0 is no batch of images"),
     (Unpacked, (X[:, :2], X[:, 2:]), [X], "takes more than images: it takes 2 tensors"),
     (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2],)], "do not fit the network: .*grey"),
-    (Unpacked, (X[:, :2], X[:, 2:]), [(X[:, :2], X[:, 2:]), (X[:, :2], X[:, 1:])], "batch 1 has images of size"),
-    (Listed, (list(X),), [list(X), list(X[:5])], "take another way through the network: .*how many"),
-]  # fmt: skip
+    (
+        Unpacked,
+        (X[:, :2], X[:, 2:]),
+        [(X[:, :2], X[:, 2:]), (X[:, :2], X[:, 1:])],
+        "batch 1 has images of size",
+    ),
+    (
+        Listed,
+        (list(X),),
+        [list(X), list(X[:5])],
+        "take another way through the network: .*how many",
+    ),
+]
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)))
@@ -198,8 +247,14 @@ def test_a_single_batch_is_a_list_of_one() -> None:
     for form, (wrap, given) in FORMS.items():
         if form == "a list":  # a tuple of one is a list of batches, as ever
             continue
-        one, two = (recalibrate(wrap(trunk()), data, inputs=given(X)).model for data in ([given(X)], given(X)))
-        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+        one, two = (
+            recalibrate(wrap(trunk()), data, inputs=given(X)).model
+            for data in ([given(X)], given(X))
+        )
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+        )
 
 
 def test_how_a_network_is_called() -> None:
@@ -224,7 +279,9 @@ def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
     wrap, given = FORMS[form]
     wanted = signal_propagation(Network(trunk(), batches()))
     found = signal_propagation(Network(wrap(trunk()), [given(x) for x in batches()]))
-    assert [(p.depth, p.variance) for p in found] == [(p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted]
+    assert [(p.depth, p.variance) for p in found] == [
+        (p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted
+    ]
     for one, other in zip(found, wanted, strict=True):
         for what in ("mean_sq", "branch_variance", "added_variance"):
             assert getattr(one, what) == pytest.approx(getattr(other, what), rel=1e-5)
@@ -278,9 +335,16 @@ def test_accuracy_of_two_arguments_and_what_has_none() -> None:
             evaluate(model, data)
 
 
-def test_a_report_of_what_takes_two_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a factory of the user's; it is saved, opened again, verified and unfolded; the report refuses it."""
-    code = "import input_forms\n\n\ndef make():\n    return input_forms.Unpacked(input_forms.Trunk())\n"
+def test_a_report_of_what_takes_two_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a factory of the user's; it is saved, opened again, verified and unfolded; the report
+    refuses it.
+    """
+    code = (
+        "import input_forms\n\n\ndef make():\n    return"
+        " input_forms.Unpacked(input_forms.Trunk())\n"
+    )
     (tmp_path / "two.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     safetensors.torch.save_file(Unpacked(trunk()).state_dict(), tmp_path / "two.safetensors")

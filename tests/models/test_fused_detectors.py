@@ -1,4 +1,6 @@
-"""Detectors that Ultralytics fused, by the files of the page: unfused, trained by its own trainer, fused again."""
+"""Detectors that Ultralytics fused, by the files of the page: unfused, trained by its own trainer,
+fused again.
+"""
 
 import copy
 import csv
@@ -22,10 +24,15 @@ from normswap.layers import affine
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # its own
-    pytest.mark.skipif(importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"
+    ),
 ]
-SIDE, COUNT = 128, 16
-TRAINING = f"epochs=4, imgsz={SIDE}, batch=8, device='cpu', workers=0, plots=False, val=False, project="
+SIDE = 128
+COUNT = 16
+TRAINING = (
+    f"epochs=4, imgsz={SIDE}, batch=8, device='cpu', workers=0, plots=False, val=False, project="
+)
 
 
 def write_images() -> None:
@@ -40,7 +47,9 @@ def write_images() -> None:
         Image.fromarray(pixels).save(f"images/{number}.png")
         middle = f"{(left + 24) / SIDE:.4f} {(top + 24) / SIDE:.4f} {48 / SIDE:.4f} {48 / SIDE:.4f}"
         Path(f"labels/{number}.txt").write_text(f"0 {middle}\n")
-    Path("data.yaml").write_text(f"path: {Path.cwd()}\ntrain: images\nval: images\nnames: {{0: square}}\n")
+    Path("data.yaml").write_text(
+        f"path: {Path.cwd()}\ntrain: images\nval: images\nnames: {{0: square}}\n"
+    )
 
 
 @torch.no_grad()
@@ -49,13 +58,17 @@ def boxes(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
-def test_a_fused_detector_is_trained_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_detector_is_trained_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ultralytics import YOLO
     from ultralytics.nn.tasks import DetectionModel
 
     monkeypatch.chdir(tmp_path)
     write_images()
-    page = {block.file: block.text for block in blocks(ROOT / "docs" / "your_loop.md") if block.file}
+    page = {
+        block.file: block.text for block in blocks(ROOT / "docs" / "your_loop.md") if block.file
+    }
     torch.manual_seed(0)
     detector = YOLO(f"{name}.yaml")
     detector.model = DetectionModel(f"{name}.yaml", nc=3, verbose=False)
@@ -74,7 +87,8 @@ def test_a_fused_detector_is_trained_again(name: str, tmp_path: Path, monkeypatc
     wanted = boxes(theirs, x)
     words = shlex.split(page["unfuse.sh"].replace("yolo11n", name).replace("IMAGES", "images"))
     assert main([*words[1:], "--input-size", f"3,{SIDE},{SIDE}"]) == 0
-    before, train = page["train.py"].rsplit("\n", 2)[0], page["train.py"].strip().rsplit("\n", 1)[1]
+    before = page["train.py"].rsplit("\n", 2)[0]
+    train = page["train.py"].strip().rsplit("\n", 1)[1]
     names: dict[str, Any] = {}
     exec(before, names)
     assert (boxes(names["detector"].model, x) - wanted).abs()[:, :4].max() < 0.05  # pixels
@@ -85,7 +99,8 @@ def test_a_fused_detector_is_trained_again(name: str, tmp_path: Path, monkeypatc
     assert losses[-1] < losses[0]
     (last,) = Path("runs").rglob("last.pt")
     trained = YOLO(last).model.float()
-    wanted, theirs = boxes(trained, x), boxes(copy.deepcopy(trained).fuse(), x)
+    wanted = boxes(trained, x)
+    theirs = boxes(copy.deepcopy(trained).fuse(), x)
     folded = boxes(normswap.convert(trained, "folded", inputs=x).model, x)
     for found in (folded, theirs):
         assert (found - wanted).abs()[:, :4].max() < 0.05

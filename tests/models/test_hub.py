@@ -21,14 +21,20 @@ from normswap.storage import checkpoint
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A hub with timm's resnet18 (random values), a small network of someone's, and a repository without weights."""
+    """A hub with timm's resnet18 (random values), a small network of someone's, and a repository
+    without weights.
+    """
     root = tmp_path_factory.mktemp("hub")
     full = timm.create_model("resnet18").state_dict()
     write_folder(root / "full", full, num_classes=1000, model_args={})
     write_folder(root / "small", small().state_dict())
     write_folder(root / "bare", {})
     (root / "bare" / "model.safetensors").unlink()
-    return {"timm/resnet18.a1_in1k": root / "full", "some/small": root / "small", "some/bare": root / "bare"}
+    return {
+        "timm/resnet18.a1_in1k": root / "full",
+        "some/small": root / "small",
+        "some/bare": root / "bare",
+    }
 
 
 @pytest.fixture
@@ -40,13 +46,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("source", ["resnet18", "hf-hub:some/small", "hf_hub:some/small@main"])
-def test_hub(repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, source: str) -> None:
+def test_hub(
+    repos: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick: None,
+    source: str,
+) -> None:
     with hub_server(repos) as url:
         use_hub(monkeypatch, url, tmp_path)
         model = open_source(source)
     folder = repos["timm/resnet18.a1_in1k" if source == "resnet18" else "some/small"]
     assert origin(model).sha256 == origin(open_source(str(folder))).sha256
-    assert origin(model).source == {"resnet18": "resnet18.a1_in1k"}.get(source, source.replace("hf_hub", "hf-hub"))
+    assert origin(model).source == {"resnet18": "resnet18.a1_in1k"}.get(
+        source, source.replace("hf_hub", "hf-hub")
+    )
     again = open_source(source)  # the server is gone: from the cache
     assert origin(again) == origin(model)
 
@@ -83,7 +97,9 @@ def test_hub_fails(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}'])
+@pytest.mark.parametrize(
+    "config", [b"", b"not JSON", b'"normswap"', b"null", b"\xff\xfe{", b'{"normswap": 3}']
+)
 @pytest.mark.one_in(2)
 def test_a_config_that_nobody_can_read_is_said_in_a_line(
     config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
@@ -104,7 +120,10 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, s
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
     with pytest.raises(SourceError) as caught:
         open_source(source)
-    assert all(way in str(caught.value) for way in ('weights="random"', "local-dir:", "arch=", "HF_ENDPOINT"))
+    assert all(
+        way in str(caught.value)
+        for way in ('weights="random"', "local-dir:", "arch=", "HF_ENDPOINT")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +157,8 @@ def test_downloads_converts_and_verifies(
     assert record.source == "resnet18.a1_in1k"
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
-        a, b = source(x).double(), result(x).double()
+        a = source(x).double()
+        b = result(x).double()
     assert (a - b).norm() <= 1e-5 * a.norm()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in result.modules())
 

@@ -58,11 +58,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a user's module, images, and nothing of it imported yet."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "users_nets.py").write_text(FACTORY)
-    (tmp_path / "users_broken.py").write_text("import torch\nraise RuntimeError('no licence\\nat all')\n")
+    (tmp_path / "users_broken.py").write_text(
+        "import torch\nraise RuntimeError('no licence\\nat all')\n"
+    )
     for label in "abcd":
         (tmp_path / "images" / label).mkdir(parents=True)
         for i in range(2):
-            Image.effect_noise((48, 48), 60).convert("RGB").save(tmp_path / "images" / label / f"{i}.png")
+            Image.effect_noise((48, 48), 60).convert("RGB").save(
+                tmp_path / "images" / label / f"{i}.png"
+            )
     for name in ("users_nets", "users_broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
@@ -104,7 +108,13 @@ def hugging_face(place: Path, **config: Any) -> Path:
     transformers.utils.logging.disable_progress_bar()
     with quiet():  # it imports torchao, where there is one, and that logs to stderr
         made = transformers.ResNetForImageClassification
-    sizes = {"depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 8, "layer_type": "basic", "num_labels": 4}
+    sizes = {
+        "depths": [1, 1],
+        "hidden_sizes": [8, 16],
+        "embedding_size": 8,
+        "layer_type": "basic",
+        "num_labels": 4,
+    }
     torch.manual_seed(0)
     model = made(transformers.ResNetConfig(**{**sizes, **config}))
     for module in model.modules():
@@ -112,7 +122,11 @@ def hugging_face(place: Path, **config: Any) -> Path:
             nn.init.uniform_(module.running_mean, -0.2, 0.2)
             nn.init.uniform_(module.running_var, 0.5, 2)
     model.save_pretrained(place)
-    size = {"size": {"shortest_edge": 44}, "crop_size": {"height": 40, "width": 40}, "do_center_crop": True}
+    size = {
+        "size": {"shortest_edge": 44},
+        "crop_size": {"height": 40, "width": 40},
+        "do_center_crop": True,
+    }
     stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
     (place / "preprocessor_config.json").write_text(json.dumps(stated))
     return place
@@ -122,7 +136,12 @@ def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
     words = ("--arch-arg", "width=6", "--num-classes", 4, "--input-size", "3,48,48")
     run("convert", "users_nets:make", *words, "--to", "folded", "-o", "a")
     trusted = ("a", "--trust-factory")
-    for command in (("verify", "a"), ("report", "a"), ("inspect", "a"), ("convert", "a", "--to", "unfold", "-o", "b")):
+    for command in (
+        ("verify", "a"),
+        ("report", "a"),
+        ("inspect", "a"),
+        ("convert", "a", "--to", "unfold", "-o", "b"),
+    ):
         assert "--trust-factory" in fails(*command)
     with pytest.raises(SourceError, match="trust_factory=True"):
         normswap.load("a")
@@ -131,7 +150,19 @@ def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
     assert origin(model).arch == Arch("users_nets:make", {"width": 6, "num_classes": 4}, "factory")
     run("verify", *trusted)
     run("convert", *trusted, "--to", "unfold", "-o", "b")
-    run("convert", "b", "--trust-factory", "--to", "groupnorm", "--relative-eps", 0, "--calibrate", "images", "-o", "c")
+    run(
+        "convert",
+        "b",
+        "--trust-factory",
+        "--to",
+        "groupnorm",
+        "--relative-eps",
+        0,
+        "--calibrate",
+        "images",
+        "-o",
+        "c",
+    )
     run("export", *trusted, "-o", "a.pt2")
     run("report", *trusted, "-o", "a.html")
     run("evaluate", *trusted, "--data", "images")
@@ -148,7 +179,10 @@ def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> N
 
 def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
-    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, "w.pth")
+    torch.save(
+        {"epoch": 3, "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}},
+        "w.pth",
+    )
     words = ("--weights", "w.pth", "--num-classes", 4, "--input-size", "3,64,64")
     run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
     x = torch.randn(2, 3, 64, 64)
@@ -165,7 +199,14 @@ def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
     build = torchvision.models.get_model_builder("deeplabv3_mobilenet_v3_large")
     torch.save(build(weights=None, weights_backbone=None, aux_loss=True).state_dict(), "w.pth")
     run(
-        "convert", "torchvision:deeplabv3_mobilenet_v3_large@DEFAULT", "--weights", "w.pth", "--to", "folded", "-o", "a"
+        "convert",
+        "torchvision:deeplabv3_mobilenet_v3_large@DEFAULT",
+        "--weights",
+        "w.pth",
+        "--to",
+        "folded",
+        "-o",
+        "a",
     )
     run("verify", "a")
     run("export", "a", "-o", "a.onnx", "--input-size", "3,64,64")
@@ -173,7 +214,9 @@ def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
     assert "does not classify images" in fails("evaluate", "a", "--data", "images")
     run("convert", "users_nets:make", "--arch-arg", "twice=true", "--to", "folded", "-o", "b")
     assert "same answer" not in run("export", "b", "--trust-factory", "-o", "b.onnx")
-    assert "does not give one tensor" in fails("export", "b", "--trust-factory", "-o", "c.onnx", "--softmax")
+    assert "does not give one tensor" in fails(
+        "export", "b", "--trust-factory", "-o", "c.onnx", "--softmax"
+    )
 
 
 @pytest.mark.slow
@@ -214,19 +257,28 @@ def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     config = json.loads((place / "config.json").read_text())
     config["id2label"] = dict(sorted(config["id2label"].items()))
     (place / "config.json").write_text(json.dumps(config))
-    assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [*names.values()]  # type: ignore[union-attr]
+    assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [
+        *names.values()
+    ]  # type: ignore[union-attr]
 
 
-def test_weights_in_several_files_are_all_fetched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_several_files_are_all_fetched(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = hugging_face(here / "hf")
     zoo.open_source(f"hf:{whole}").save_pretrained(here / "parts", max_shard_size="20KB")
-    (here / "parts/preprocessor_config.json").write_bytes((whole / "preprocessor_config.json").read_bytes())
+    (here / "parts/preprocessor_config.json").write_bytes(
+        (whole / "preprocessor_config.json").read_bytes()
+    )
     assert len([*(here / "parts").glob("*.safetensors")]) > 1
     with hub_server({"own/net": here / "parts"}) as url:
         use_hub(monkeypatch, url, here / "cache")
         found = zoo.open_source("hf:own/net").state_dict()
     assert network_input.size(zoo.open_source("hf:own/net")) == (3, 40, 40)  # from the cache
-    assert all(torch.equal(found[name], value) for name, value in load_file(whole / "model.safetensors").items())
+    assert all(
+        torch.equal(found[name], value)
+        for name, value in load_file(whole / "model.safetensors").items()
+    )
 
 
 def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
@@ -237,7 +289,11 @@ def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run
     run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
     arch = origin(normswap.load("a", trust_factory=True)).arch
     assert arch is not None
-    assert (arch.name, arch.kwargs["classes"], arch.builder) == ("segmentation_models_pytorch:Unet", 3, "factory")
+    assert (arch.name, arch.kwargs["classes"], arch.builder) == (
+        "segmentation_models_pytorch:Unet",
+        3,
+        "factory",
+    )
 
 
 BAD = {
@@ -255,7 +311,9 @@ BAD = {
     "users_nets:make --weights wrong.safetensors": ["does not fit", "missing", "unexpected: other"],
     "users_nets:make --weights pickled.pth": ["never executes"],
     "torchvision:resnet18 --weights random --arch-arg depth=3": ["cannot be built with depth=3"],
-    "torchvision:resnet18 --weights random --arch-arg weights_backbone=x": ["not part of an architecture"],
+    "torchvision:resnet18 --weights random --arch-arg weights_backbone=x": [
+        "not part of an architecture"
+    ],
 }
 
 
@@ -270,38 +328,55 @@ def test_bad_names(here: Path, fails: Run, words: str) -> None:
 @pytest.mark.parametrize("change", ["keys", "shape", "nan", "type", "argument"])
 def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> None:
     place = hugging_face(here / "hf")
-    state, config = load_file(place / "model.safetensors"), json.loads((place / "config.json").read_text())
-    weight, extra, said = "classifier.1.weight", [], ["do not fit", "missing: classifier.1.weight", "unexpected: other"]
+    state = load_file(place / "model.safetensors")
+    config = json.loads((place / "config.json").read_text())
+    weight = "classifier.1.weight"
+    extra = []
+    said = ["do not fit", "missing: classifier.1.weight", "unexpected: other"]
     if change == "keys":
         state["other"] = state.pop(weight)
     elif change == "shape":
-        state[weight], said = torch.zeros(3, 16), ["of another shape: classifier.1.weight"]
+        state[weight] = torch.zeros(3, 16)
+        said = ["of another shape: classifier.1.weight"]
     elif change == "nan":
-        state[weight], said = torch.full((4, 16), math.nan), ["NaN or inf in classifier.1.weight"]
+        state[weight] = torch.full((4, 16), math.nan)
+        said = ["NaN or inf in classifier.1.weight"]
     elif change == "type":
         config |= {"model_type": "resnett", "auto_map": {"AutoModel": "evil.Net"}}
         said = ["no model_type 'resnett'", "resnet"]
     else:
-        extra, said = ["--arch-arg", "depthz=3"], ["ResNetConfig has no argument depthz", "depths"]
+        extra = ["--arch-arg", "depthz=3"]
+        said = ["ResNetConfig has no argument depthz", "depths"]
     save_file(state, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(config))
     line = fails("inspect", "hf:hf", *extra)
     assert all(word in line for word in said), line
 
 
-def test_no_weights_without_a_connection(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_without_a_connection(
+    here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def offline(*_: Any, **__: Any) -> Any:
         raise OSError("no route")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
     said = fails("inspect", "torchvision:resnet18")
-    assert all(word in said for word in ("no route", "--weights random", "--weights FILE", "resnet18-f37072fd.pth"))
+    assert all(
+        word in said
+        for word in ("no route", "--weights random", "--weights FILE", "resnet18-f37072fd.pth")
+    )
 
 
-def test_a_package_that_is_not_installed(here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed(
+    here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = kinds.importlib.util.find_spec
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    monkeypatch.setattr(
+        kinds.importlib.util,
+        "find_spec",
+        lambda name: None if name == "transformers" else found(name),
+    )
     assert "pip install transformers" in fails("inspect", "hf:a/b")
 
 
@@ -311,9 +386,12 @@ def test_an_unknown_builder(here: Path) -> None:
 
 
 def test_torchvision_builds_as_the_weights_want_it() -> None:
-    name, load = "fasterrcnn_mobilenet_v3_large_320_fpn", nn.Module.load_state_dict
-    kinds_of = [{type(m).__name__ for m in zoo.create(Arch(name, kwargs, "torchvision")).modules()}
-                for kwargs in ({}, {"weights": "COCO_V1"})]  # fmt: skip
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    load = nn.Module.load_state_dict
+    kinds_of = [
+        {type(m).__name__ for m in zoo.create(Arch(name, kwargs, "torchvision")).modules()}
+        for kwargs in ({}, {"weights": "COCO_V1"})
+    ]
     assert "FrozenBatchNorm2d" in kinds_of[1] - kinds_of[0]
     assert nn.Module.load_state_dict is load
     assert "_unfilled" not in torchvision.models.WeightsEnum.get_state_dict.__qualname__
@@ -333,7 +411,9 @@ def test_torchvision_with_another_head(here: Path, monkeypatch: pytest.MonkeyPat
     assert zoo.data_config(whole)["mean"] == [0.485, 0.456, 0.406]
 
 
-@pytest.mark.parametrize(("crop", "resize"), [(224, 256), (224, 232), (299, 342), (384, 384), (480, 480), (288, 320)])
+@pytest.mark.parametrize(
+    ("crop", "resize"), [(224, 256), (224, 232), (299, 342), (384, 384), (480, 480), (288, 320)]
+)
 def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
     assert math.floor(crop / hub.crop_share(crop, resize)) == resize
 
@@ -342,18 +422,33 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
     ("stated", "seen"),
     [
         ({}, {"input_size": [3, 32, 32]}),
-        ({"size": 64, "crop_pct": 0.5}, {"input_size": [3, 64, 64], "crop_pct": 0.5, "crop_mode": "center"}),
-        ({"size": {"height": 20, "width": 30}}, {"input_size": [3, 20, 30], "crop_pct": 1.0, "crop_mode": "squash"}),
-        ({"do_normalize": False, "resample": 3}, {"input_size": [3, 32, 32], "mean": [0.0] * 3, "std": [1.0] * 3,
-                                                  "interpolation": "bicubic"}),
+        (
+            {"size": 64, "crop_pct": 0.5},
+            {"input_size": [3, 64, 64], "crop_pct": 0.5, "crop_mode": "center"},
+        ),
+        (
+            {"size": {"height": 20, "width": 30}},
+            {"input_size": [3, 20, 30], "crop_pct": 1.0, "crop_mode": "squash"},
+        ),
+        (
+            {"do_normalize": False, "resample": 3},
+            {
+                "input_size": [3, 32, 32],
+                "mean": [0.0] * 3,
+                "std": [1.0] * 3,
+                "interpolation": "bicubic",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
     model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
     assert hub.of_image_processor(stated, model) == seen
 
 
-@pytest.mark.parametrize("output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"])
+@pytest.mark.parametrize(
+    "output", [{"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, [torch.zeros(2, 3)], None, "no"]
+)
 def test_no_answer(output: Any) -> None:
     with pytest.raises(OptionError, match="does not give one tensor"):
         network_input.answer(output)
@@ -365,4 +460,6 @@ def test_kinds_are_told_apart() -> None:
     assert {name: kinds.of(name).builder for name in names} == names
     for arch in (Arch("a"), Arch("a", builder="torchvision"), Arch("a:b", builder="factory")):
         assert kinds.of(kinds.named(arch)).builder == arch.builder
-    assert re.fullmatch(r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99})))
+    assert re.fullmatch(
+        r"a\(x = 1, y = \[.{60,70} \.\.\.\)", str(Arch("a", {"x": 1, "y": [1] * 99}))
+    )

@@ -1,4 +1,6 @@
-"""What a network takes: what it says, else its first layer; what its record says of images, or the user instead."""
+"""What a network takes: what it says, else its first layer; what its record says of images, or the
+user instead.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,10 @@ from normswap.models.stated_images import Preprocessing
 
 def test_channels_that_were_given_when_it_was_made() -> None:
     torch.manual_seed(0)
-    model = lived_in(timm.create_model("resnet18", in_chans=4, channels=(8, 16, 24, 32)), torch.randn(4, 4, 64, 64))
+    model = lived_in(
+        timm.create_model("resnet18", in_chans=4, channels=(8, 16, 24, 32)),
+        torch.randn(4, 4, 64, 64),
+    )
     assert network_input.size(model) == (4, 224, 224)
     done = normswap.convert(model, "folded")
     assert batchnorms(done.model) == []
@@ -62,7 +67,8 @@ def test_the_first_layer_tells(layer: nn.Module, expected: tuple[int, ...]) -> N
 
 def test_a_config_tells() -> None:
     class Config:
-        image_size, num_channels = 48, 2
+        image_size = 48
+        num_channels = 2
 
     model: Any = nn.Sequential(nn.Flatten(), nn.Linear(2 * 48 * 48, 3))
     model.config = Config()
@@ -74,12 +80,21 @@ class Both(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn, self.other, self.bn2 = conv(), bn(), conv(), bn()
+        self.conv = conv()
+        self.bn = bn()
+        self.other = conv()
+        self.bn2 = bn()
 
     def forward(self, x: Tensor, y: Tensor, *, gain: float = 1.0) -> dict[str, Any]:
-        a, b = self.bn(self.conv(x)), self.bn2(self.other(y))
+        a = self.bn(self.conv(x))
+        b = self.bn2(self.other(y))
         found = [{"boxes": row.flatten()[:4] * gain, "labels": torch.ones(1).long()} for row in a]
-        return {"sum": a + b, "parts": (a, [b, None]), "found": found, "none": torch.zeros(0, 4).to(a)}
+        return {
+            "sum": a + b,
+            "parts": (a, [b, None]),
+            "found": found,
+            "none": torch.zeros(0, 4).to(a),
+        }
 
 
 def both() -> nn.Module:
@@ -94,7 +109,9 @@ def both() -> nn.Module:
 
 
 def pair() -> tuple[Tensor, Tensor]:
-    return torch.randn(2, C, 8, 8, dtype=torch.float64), torch.randn(2, C, 8, 8, dtype=torch.float64)
+    return torch.randn(2, C, 8, 8, dtype=torch.float64), torch.randn(
+        2, C, 8, 8, dtype=torch.float64
+    )
 
 
 FORMS: dict[str, Any] = {
@@ -120,7 +137,8 @@ def test_every_form_of_input(form: str) -> None:
 
 @pytest.mark.parametrize("place", ["bn", "bn2"])
 def test_an_error_in_any_output_is_seen(place: str) -> None:
-    model, wrong = both(), both()
+    model = both()
+    wrong = both()
     wrong.get_submodule(place).get_parameter("bias").data += 1e-3
     report = normswap.verify(model, wrong, inputs=pair())
     assert not report.passed
@@ -142,7 +160,9 @@ def test_a_default_device_is_refused_in_a_line_that_says_what_to_do() -> None:
     model = lived_in(nn.Sequential(conv(), bn()), torch.randn(2, C, 8, 8))
     inputs = torch.randn(2, C, 8, 8).double()
     with torch.device("meta"):
-        with pytest.raises(SourceError, match=r"default device is meta.*with torch.device\('cpu'\)"):
+        with pytest.raises(
+            SourceError, match=r"default device is meta.*with torch.device\('cpu'\)"
+        ):
             normswap.convert(model, "folded", inputs=inputs)
         with torch.device("cpu"):
             assert normswap.convert(model, "folded", inputs=inputs).report.passed
@@ -157,7 +177,8 @@ def test_one_output_is_called_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("running_mean", float("nan")), ("running_var", float("inf")), ("running_var", -1.0)]
+    ("name", "value"),
+    [("running_mean", float("nan")), ("running_var", float("inf")), ("running_var", -1.0)],
 )
 def test_one_broken_number_is_enough(name: str, value: float) -> None:
     norm = nn.BatchNorm2d(3)
@@ -168,7 +189,14 @@ def test_one_broken_number_is_enough(name: str, value: float) -> None:
 
 def silent() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    ]
     return nn.Sequential(*layers).eval()
 
 
@@ -180,7 +208,9 @@ def test_stated_and_assumed() -> None:
     assert assumed(bare) == ("mean", "std", "crop_pct", "interpolation")
     assert "mean 0.485,0.456,0.406" in assumption(bare)
     assert "crop-pct 0.875, interpolation bicubic" in assumption(bare)
-    assert assumed(zoo.for_size(bare, (3, 40, 40))) == assumed(bare)  # a size says nothing of the rest
+    assert assumed(zoo.for_size(bare, (3, 40, 40))) == assumed(
+        bare
+    )  # a size says nothing of the rest
 
 
 def test_the_user_states() -> None:
@@ -222,24 +252,52 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 SIZE = ("--input-size", "3,16,16")
-STATED = ("--image-mean", "0.5", "--image-std", "0.25,0.25,0.25", "--crop-pct", "1", "--interpolation", "bilinear")
+STATED = (
+    "--image-mean",
+    "0.5",
+    "--image-std",
+    "0.25,0.25,0.25",
+    "--crop-pct",
+    "1",
+    "--interpolation",
+    "bilinear",
+)
 
 
 @pytest.mark.parametrize(
     "command",
-    [("evaluate", "--data", "photos", "--workers", "0"), ("export", "-o", "net.onnx", "--data", "photos")],
+    [
+        ("evaluate", "--data", "photos", "--workers", "0"),
+        ("export", "-o", "net.onnx", "--data", "photos"),
+    ],
     ids=lambda command: command[0],
 )
-def test_commands_say_what_they_assume(command: tuple[str, ...], name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_what_they_assume(
+    command: tuple[str, ...], name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main([command[0], name, *command[1:], *SIZE]) == 0
     said = capfd.readouterr().err
     assert "note: assumed, as the network does not say: mean 0.485,0.456,0.406" in said
     assert "--image-mean, --image-std, --crop-pct and --interpolation" in said
-    assert main([command[0], name, *command[1:], *SIZE, *STATED, *(["--force"] if "-o" in command else [])]) == 0
+    assert (
+        main(
+            [
+                command[0],
+                name,
+                *command[1:],
+                *SIZE,
+                *STATED,
+                *(["--force"] if "-o" in command else []),
+            ]
+        )
+        == 0
+    )
     assert "assumed" not in capfd.readouterr().err
 
 
-def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_stated_stays_with_the_network(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", name, "--to", "folded", "-o", "out", *SIZE, *STATED]) == 0
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
     said = json.loads(Path("out.onnx.preprocess.json").read_text())
@@ -247,20 +305,38 @@ def test_what_is_stated_stays_with_the_network(name: str, capfd: pytest.CaptureF
     assert said["resize"]["interpolation"] == "bilinear"
     assert said["assumed"] == []
     assert main(["export", name, *SIZE, "-o", "bare.onnx"]) == 0
-    assert json.loads(Path("bare.onnx.preprocess.json").read_text())["assumed"] == list(assumed(silent()))
+    assert json.loads(Path("bare.onnx.preprocess.json").read_text())["assumed"] == list(
+        assumed(silent())
+    )
     assert "assumed, as the network does not say" in capfd.readouterr().out
     assert (
-        main(["verify", "out", "--trust-factory", "--data", "photos", "--workers", "0", "--image-mean", "0.1,0.2"]) == 2
+        main(
+            [
+                "verify",
+                "out",
+                "--trust-factory",
+                "--data",
+                "photos",
+                "--workers",
+                "0",
+                "--image-mean",
+                "0.1,0.2",
+            ]
+        )
+        == 2
     )
     assert "mean has 2 numbers" in capfd.readouterr().err
 
 
 class ByName(nn.Module):
-    """Its first norm is called by the name of its argument, which a hook does not see; its second is not."""
+    """Its first norm is called by the name of its argument, which a hook does not see; its second
+    is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.first = nn.BatchNorm2d(3)
+        self.second = nn.BatchNorm2d(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(input=x))

@@ -1,4 +1,6 @@
-"""What costs nothing must change nothing: one record for all sizes, networks that are not drawn, memory, threads."""
+"""What costs nothing must change nothing: one record for all sizes, networks that are not drawn,
+memory, threads.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,8 @@ from normswap.models.zoo import _undrawn
 from normswap.surgery import applying
 from normswap.surgery.conversion import convert
 
-SMALL, LARGE = (2, C, 64, 96), (2, C, 160, 224)
+SMALL = (2, C, 64, 96)
+LARGE = (2, C, 160, 224)
 LIMIT = 150  # a width between those of the two sizes that are recorded, 224 and 128
 
 
@@ -67,7 +70,9 @@ def built(body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 
 
 @pytest.mark.parametrize("body", [asks, other_norm, without, apart, deeper])
-def test_a_forward_that_asks_for_a_size_is_recorded_at_two(body: Callable[[Any, Tensor], Tensor]) -> None:
+def test_a_forward_that_asks_for_a_size_is_recorded_at_two(
+    body: Callable[[Any, Tensor], Tensor],
+) -> None:
     traced = record(built(body))
     assert traced.size_dependent
     assert len(traced.recorded) == 2
@@ -81,15 +86,21 @@ def test_a_forward_that_does_not_is_recorded_at_one() -> None:
     assert len(traced.recorded) == 1
 
 
-@pytest.mark.parametrize(("given", "other"), [((192, 256), (96, 128)), ((128, 160), (96, 128)), ((20, 24), (52, 88))])
-def test_the_other_size_is_less_work_unless_the_first_is_small(given: tuple[int, int], other: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("given", "other"), [((192, 256), (96, 128)), ((128, 160), (96, 128)), ((20, 24), (52, 88))]
+)
+def test_the_other_size_is_less_work_unless_the_first_is_small(
+    given: tuple[int, int], other: tuple[int, int]
+) -> None:
     traced = record(built(asks).float(), torch.randn(1, C, *given))
     assert [tuple(map(int, size.split("x")[-2:])) for size in traced.recorded] == [given, other]
 
 
 @pytest.mark.parametrize("body", [stays, asks, other_norm, without, apart, deeper])
 @pytest.mark.parametrize("scheme", ["folded", "affine", "weightnorm"])
-def test_both_ways_of_a_forward_are_still_right(body: Callable[[Any, Tensor], Tensor], scheme: str) -> None:
+def test_both_ways_of_a_forward_are_still_right(
+    body: Callable[[Any, Tensor], Tensor], scheme: str
+) -> None:
     model = built(body)
     planned, builder = step(model, scheme)
     result = model if builder.refusals else applying.apply_step(model, planned)
@@ -134,30 +145,45 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    plain = {f"{path}!{name}": value for path, module in model.named_modules() for name, value in vars(module).items()
-             if isinstance(value, Tensor)}  # fmt: skip
+    plain = {
+        f"{path}!{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
     return {**dict(model.named_parameters()), **dict(model.named_buffers()), **plain}
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3),
-    "swin": lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=56, embed_dim=12, depths=(1, 1, 1, 1),
-                                      num_heads=(1, 1, 1, 1), num_classes=3),
+    "swin": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=56,
+        embed_dim=12,
+        depths=(1, 1, 1, 1),
+        num_heads=(1, 1, 1, 1),
+        num_classes=3,
+    ),
     "a random buffer": lambda: Noisy(False),
     "a random attribute": lambda: Noisy(True),
     "a hidden parameter": Hidden,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_networks_that_were_not_drawn_equal_others_once_they_are_loaded(name: str) -> None:
     build = seeded(MAKERS[name])
-    usual, found = build(), _undrawn(build, lambda model: model)
+    usual = build()
+    found = _undrawn(build, lambda model: model)
     torch.manual_seed(99)
-    state = {key: torch.randn_like(t) if t.is_floating_point() else t for key, t in usual.state_dict().items()}
+    state = {
+        key: torch.randn_like(t) if t.is_floating_point() else t
+        for key, t in usual.state_dict().items()
+    }
     usual.load_state_dict(state)
     found.load_state_dict(state)
-    ours, theirs = everything(found), everything(usual)
+    ours = everything(found)
+    theirs = everything(usual)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert torch.equal(ours[key], tensor), key
@@ -176,7 +202,8 @@ class Looks(nn.Module):
     def __init__(self, looks: bool) -> None:
         super().__init__()
         self.looks = looks
-        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 3, H, W) -> (N, 4)"""
@@ -187,7 +214,9 @@ class Looks(nn.Module):
 
 
 @pytest.mark.parametrize(("looks", "sizes"), [(False, [64]), (True, [64, 97])])
-def test_only_a_way_that_depends_on_nothing_is_compared_at_one_size(looks: bool, sizes: list[int]) -> None:
+def test_only_a_way_that_depends_on_nothing_is_compared_at_one_size(
+    looks: bool, sizes: list[int]
+) -> None:
     report = convert(Looks(looks).eval(), "folded").report
     assert [error.size[-1] for error in report.logits if error.precision == "float32"] == sizes
 
@@ -210,11 +239,16 @@ print((memory("VmHWM") - before) / whole)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_conversion_holds_little_more_than_its_result() -> None:
-    """In checkpoints beyond the source: one for the result, and what runs; float64 is there layer by layer only."""
+    """In checkpoints beyond the source: one for the result, and what runs; float64 is there layer
+    by layer only.
+    """
     command = [sys.executable, "-c", _CONVERTING]
     setting = {**os.environ, "OMP_NUM_THREADS": "1"}
     # What else the process happens to hold is added, so the least of three runs is nearest.
-    runs = (subprocess.run(command, capture_output=True, text=True, check=True, env=setting) for _ in range(3))
+    runs = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=setting)
+        for _ in range(3)
+    )
     least = min(float(done.stdout) for done in runs)
     assert 0.9 < least < 1.9, "1.5 when this was written; a result in float64 is two more"
 
@@ -226,7 +260,9 @@ class Narrowing(nn.Module):
 
 def test_layers_of_two_dtypes_keep_theirs() -> None:
     torch.manual_seed(0)
-    first, second = (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2))
+    first, second = (
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)
+    )
     model = nn.Sequential(first, Narrowing(), second.bfloat16()).eval()
     result = convert(model, "folded", input_size=(4, 9, 9)).model
     assert [p.dtype for p in result.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
@@ -249,9 +285,15 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("here")
-def test_commands_refuse_an_absent_device_before_they_begin(command: str, here: Path, capfd: Capture) -> None:
-    refused((*COMMANDS[command], "--device", ABSENT), (f"device {ABSENT} is not available here", "--device cpu"), here,
-            capfd)  # fmt: skip
+def test_commands_refuse_an_absent_device_before_they_begin(
+    command: str, here: Path, capfd: Capture
+) -> None:
+    refused(
+        (*COMMANDS[command], "--device", ABSENT),
+        (f"device {ABSENT} is not available here", "--device cpu"),
+        here,
+        capfd,
+    )
     refused((*COMMANDS[command], "--device", "tpu"), ("device 'tpu'",), here, capfd)
 
 

@@ -1,4 +1,6 @@
-"""Weight files: whatever wraps them, the tensors come out; nothing in them runs; bad ones say why in one line."""
+"""Weight files: whatever wraps them, the tensors come out; nothing in them runs; bad ones say why
+in one line.
+"""
 
 import argparse
 import hashlib
@@ -25,7 +27,11 @@ def state() -> State:
 
 WRAPPERS: dict[str, Callable[[State], Any]] = {
     "plain": lambda state: state,
-    "state_dict": lambda state: {"epoch": 3, "state_dict": state, "args": argparse.Namespace(lr=0.1)},
+    "state_dict": lambda state: {
+        "epoch": 3,
+        "state_dict": state,
+        "args": argparse.Namespace(lr=0.1),
+    },
     "model": lambda state: {"model": state, "optimizer": {"state": {}}},
     "ddp": lambda state: {"state_dict": {f"module.{key}": value for key, value in state.items()}},
     "both": lambda state: {f"module._orig_mod.{key}": value for key, value in state.items()},
@@ -33,13 +39,31 @@ WRAPPERS: dict[str, Callable[[State], Any]] = {
     "model_ema": lambda state: {"model": _noise(state), "model_ema": state},
     "ema": lambda state: {"model": _noise(state), "ema": {"decay": 0.9, "module": state}},
     "no ema": lambda state: {"state_dict": state, "state_dict_ema": None},
-    "averaged": lambda state: {"n_averaged": torch.tensor(3), **{f"module.{k}": v for k, v in state.items()}},
-    "a name of its own": lambda state: {"network": state, "optimizer": {"state": {0: {"step": 3}}}, "epoch": 3},
-    "lightning": lambda state: {"state_dict": {f"model.{key}": value for key, value in state.items()}, "epoch": 3},
-    "fsdp": lambda state: {k.replace("layer1.", "layer1._fsdp_wrapped_module."): v for k, v in state.items()},
-    "checkpointed": lambda state: {k.replace("fc.", "fc._checkpoint_wrapped_module."): v for k, v in state.items()},
-    "a compiled stage": lambda state: {k.replace("layer2.", "layer2._orig_mod."): v for k, v in state.items()},
-    "old torch": lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
+    "averaged": lambda state: {
+        "n_averaged": torch.tensor(3),
+        **{f"module.{k}": v for k, v in state.items()},
+    },
+    "a name of its own": lambda state: {
+        "network": state,
+        "optimizer": {"state": {0: {"step": 3}}},
+        "epoch": 3,
+    },
+    "lightning": lambda state: {
+        "state_dict": {f"model.{key}": value for key, value in state.items()},
+        "epoch": 3,
+    },
+    "fsdp": lambda state: {
+        k.replace("layer1.", "layer1._fsdp_wrapped_module."): v for k, v in state.items()
+    },
+    "checkpointed": lambda state: {
+        k.replace("fc.", "fc._checkpoint_wrapped_module."): v for k, v in state.items()
+    },
+    "a compiled stage": lambda state: {
+        k.replace("layer2.", "layer2._orig_mod."): v for k, v in state.items()
+    },
+    "old torch": lambda state: {
+        k: v for k, v in state.items() if not k.endswith("num_batches_tracked")
+    },
 }
 
 
@@ -50,7 +74,10 @@ def _noise(state: State) -> State:
 @pytest.mark.filterwarnings("ignore:.*which was taken")
 @pytest.mark.parametrize(
     ("wrapper", "suffix"),
-    [*((wrapper, ".pth") for wrapper in WRAPPERS), *(("ddp", suffix) for suffix in (".pt", ".bin", ".pth.tar"))],
+    [
+        *((wrapper, ".pth") for wrapper in WRAPPERS),
+        *(("ddp", suffix) for suffix in (".pt", ".bin", ".pth.tar")),
+    ],
 )
 def test_torch_file(tmp_path: Path, state: State, wrapper: str, suffix: str) -> None:
     file = tmp_path / f"weights{suffix}"
@@ -62,7 +89,8 @@ class Evil:
     """Makes a directory when unpickled, or does something else with it."""
 
     def __init__(self, path: str, does: Callable[[str], object] = os.mkdir) -> None:
-        self.path, self.does = path, does
+        self.path = path
+        self.does = does
 
     def __reduce__(self) -> Any:
         return self.does, (self.path,)
@@ -74,7 +102,9 @@ def _poison(state: State, name: str, value: float) -> State:
     return broken
 
 
-def _pickled(content: Callable[[State, Path], Any], zipped: bool = True) -> Callable[[State, Path], Path]:
+def _pickled(
+    content: Callable[[State, Path], Any], zipped: bool = True
+) -> Callable[[State, Path], Path]:
     def write(state: State, folder: Path) -> Path:
         torch.save(content(state, folder), folder / "w.pth", _use_new_zipfile_serialization=zipped)
         return folder / "w.pth"
@@ -114,17 +144,38 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     "garbage pth": (_raw("w.pth", bytes(range(256))), ["not a readable weights file"]),
     "truncated pth": (_cut("w.pth", 0.5), ["not a readable weights file"]),
     "evil": (_pickled(lambda _, folder: Evil(str(folder / "ran"))), ["never executes", "mkdir"]),
-    "evil legacy": (_pickled(lambda _, f: Evil(str(f / "ran")), zipped=False), ["never executes", "mkdir"]),
-    "evil inside": (_pickled(lambda s, folder: {**s, "x": Evil(str(folder / "ran"))}), ["never executes", "mkdir"]),
+    "evil legacy": (
+        _pickled(lambda _, f: Evil(str(f / "ran")), zipped=False),
+        ["never executes", "mkdir"],
+    ),
+    "evil inside": (
+        _pickled(lambda s, folder: {**s, "x": Evil(str(folder / "ran"))}),
+        ["never executes", "mkdir"],
+    ),
     "list": (_pickled(lambda s, _: list(s.values())), ["a list, not a state dict"]),
     "strangers": (_pickled(lambda s, _: {**s, "lr": 0.1}), ["not a state dict", "lr"]),
-    "nan": (_pickled(lambda s, _: _poison(s, "layer2.0.bn1.bias", float("nan"))), ["NaN", "layer2.0.bn1.bias"]),
+    "nan": (
+        _pickled(lambda s, _: _poison(s, "layer2.0.bn1.bias", float("nan"))),
+        ["NaN", "layer2.0.bn1.bias"],
+    ),
     "inf": (_pickled(lambda s, _: _poison(s, "fc.weight", float("inf"))), ["inf", "fc.weight"]),
-    "missing keys": (_pickled(lambda s, _: _without(s)), ["15 missing: layer1.0.conv1.weight", "and 10 more"]),
-    "fused": (_pickled(lambda s, _: {name: s[name] for name in s if "conv" in name}), ["It was fused", "--like ARCH"]),
+    "missing keys": (
+        _pickled(lambda s, _: _without(s)),
+        ["15 missing: layer1.0.conv1.weight", "and 10 more"],
+    ),
+    "fused": (
+        _pickled(lambda s, _: {name: s[name] for name in s if "conv" in name}),
+        ["It was fused", "--like ARCH"],
+    ),
     "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
-    "pointer of LFS": (_raw("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), ["of Git LFS"]),
-    "whole numbers": (_pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}), ["fc.weight is int8"]),
+    "pointer of LFS": (
+        _raw("w.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ["of Git LFS"],
+    ),
+    "whole numbers": (
+        _pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to(torch.int8)}),
+        ["fc.weight is int8"],
+    ),
     "complex": (
         _pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"] * 1j}),
         ["not of real numbers: fc.bias is complex64"],
@@ -133,8 +184,14 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
         _pickled(lambda s, _: {**s, "fc.weight": s["fc.weight"].to_sparse()}),
         ["sparse or quantized tensor: fc.weight"],
     ),
-    "twice": (_pickled(lambda s, _: {**s, "_orig_mod.fc.bias": s["fc.bias"]}), ["holds fc.bias twice"]),
-    "shapes": (_pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}), ["fc.bias is (4,)", "(10,) in the network"]),
+    "twice": (
+        _pickled(lambda s, _: {**s, "_orig_mod.fc.bias": s["fc.bias"]}),
+        ["holds fc.bias twice"],
+    ),
+    "shapes": (
+        _pickled(lambda s, _: {**s, "fc.bias": s["fc.bias"][:4]}),
+        ["fc.bias is (4,)", "(10,) in the network"],
+    ),
 }
 
 
@@ -161,7 +218,8 @@ def test_a_whole_network_is_read_without_its_code(tmp_path: Path) -> None:
 
 
 def test_broken_statistics_are_taken_while_nothing_else_is_broken(state: State) -> None:
-    name, nan = "layer2.0.bn1.running_var", float("nan")
+    name = "layer2.0.bn1.running_var"
+    nan = float("nan")
     mendable = _poison(state, name, nan)
     with with_broken_statistics():
         check_finite(mendable, "it")
@@ -176,7 +234,9 @@ def by_hand(state: State) -> str:
     for name in sorted(state):
         raw = state[name].reshape(-1).view(torch.uint8).numpy().tobytes()
         shape = tuple(state[name].shape)
-        digest.update(f"{name}|{state[name].dtype}|{shape}|".encode() + hashlib.sha256(raw).digest())
+        digest.update(
+            f"{name}|{state[name].dtype}|{shape}|".encode() + hashlib.sha256(raw).digest()
+        )
     return digest.hexdigest()
 
 
@@ -187,7 +247,12 @@ def test_what_was_not_taken_from_a_file_is_said(tmp_path: Path, state: State) ->
 
 
 def test_hash_tensors() -> None:
-    base = {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3), "e": torch.ones(0)}
+    base = {
+        "a": torch.arange(4.0),
+        "b": torch.ones(2, dtype=torch.bfloat16),
+        "n": torch.tensor(3),
+        "e": torch.ones(0),
+    }
     base["large"] = large = torch.arange(2.0**16)
     base["larger"] = torch.arange(2.0**17)
     digest = hash_tensors(base)

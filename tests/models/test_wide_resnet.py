@@ -1,4 +1,6 @@
-"""Wide-ResNets n-k: the parameter counts of their paper, timm's ways, and SkipInit on them against plain formulas."""
+"""Wide-ResNets n-k: the parameter counts of their paper, timm's ways, and SkipInit on them against
+plain formulas.
+"""
 
 import math
 import sys
@@ -23,15 +25,20 @@ ORDERS = ("pre", "post")
 
 def network(**args: Any) -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("wide_resnet_cifar", **{"depth": 16, "width": 1, **args}).eval().double()
+    return (
+        timm.create_model("wide_resnet_cifar", **{"depth": 16, "width": 1, **args}).eval().double()
+    )
 
 
 def images(n: int = 2) -> Tensor:
-    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        n, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize(
-    ("depth", "width", "millions"), [(16, 8, 11.0), (28, 10, 36.5), (40, 1, 0.6), (40, 4, 8.9), (22, 8, 17.2)]
+    ("depth", "width", "millions"),
+    [(16, 8, 11.0), (28, 10, 36.5), (40, 1, 0.6), (40, 4, 8.9), (22, 8, 17.2)],
 )
 def test_the_parameter_counts_of_the_paper(depth: int, width: int, millions: float) -> None:
     """Zagoruyko & Komodakis 2016, tables 4 and 5."""
@@ -67,7 +74,9 @@ def test_it_computes_what_its_formula_says(order: str) -> None:
     assert distance(F.linear(y.mean((2, 3)), model.fc.weight, model.fc.bias), run(model, x)) < 1e-14
 
 
-@pytest.mark.parametrize("args", [{"depth": 15}, {"depth": 4}, {"width": 0}, {"order": "v2"}, {"nonsense": 1}])
+@pytest.mark.parametrize(
+    "args", [{"depth": 15}, {"depth": 4}, {"width": 0}, {"order": "v2"}, {"nonsense": 1}]
+)
 def test_what_it_cannot_be_is_an_error_of_the_input(args: dict[str, Any]) -> None:
     with pytest.raises(SourceError, match="wide_resnet_cifar cannot be built with"):
         zoo.create(Arch("wide_resnet_cifar", args))
@@ -94,20 +103,29 @@ def test_timm_knows_it_and_its_ways() -> None:
     ("alpha", "value"), [(0, 0.0), (1, 1.0), ("inv-sqrt-depth", 1 / math.sqrt(6)), (0.25, 0.25)]
 )  # six blocks at depth 16
 def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: float) -> None:
-    """y = skip + alpha f(x), f of unit variance on normalized inputs: a plain forward with the source's own weights."""
+    """y = skip + alpha f(x), f of unit variance on normalized inputs: a plain forward with the
+    source's own weights.
+    """
     model: Any = network(order=order)
     result: Any = swapped(model, "skipinit", alpha=alpha)
-    x, eps = images(), math.sqrt(1 + 1e-5)
+    x = images()
+    eps = math.sqrt(1 + 1e-5)
 
     def plain(conv: Any, x: Tensor) -> Tensor:
         return F.conv2d(x, conv.weight / eps, stride=conv.stride, padding=conv.padding)
 
-    y = F.conv2d(x, model.conv1.weight, padding=1) if order == "pre" else F.relu(plain(model.conv1, x))
+    y = (
+        F.conv2d(x, model.conv1.weight, padding=1)
+        if order == "pre"
+        else F.relu(plain(model.conv1, x))
+    )
     for stage, changed in zip(model.stages, result.stages, strict=True):
         for block, new in zip(stage, changed, strict=True):
             active = F.relu(y) if order == "pre" else y
             branch = plain(block.conv2, F.relu(plain(block.conv1, active)))
-            branch = branch * rescaling_of(block, new) if order == "pre" else branch  # after a norm it is 1 already
+            branch = (
+                branch * rescaling_of(block, new) if order == "pre" else branch
+            )  # after a norm it is 1 already
             skip = y if block.downsample is None else plain(projection(block), active)
             y = skip + value * branch if order == "pre" else F.relu(skip + value * branch)
     y = F.relu(y) / eps if order == "pre" else y
@@ -116,7 +134,8 @@ def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: floa
 
 
 def rescaling_of(block: Any, new: Any) -> float:
-    """What the last convolution was divided by: its output's deviation where its input is relu(z), z ~ N(0, 1).
+    """What the last convolution was divided by: its output's deviation where its input is relu(z),
+    z ~ N(0, 1).
 
     The variance of relu(z) is 1/2 - 1/(2 pi); normswap finds it by quadrature, to a percent.
     """
@@ -133,6 +152,10 @@ def projection(block: Any) -> nn.Module:
 
 
 def test_a_factor_of_the_skip_that_leaves_half_precision_is_refused() -> None:
-    """Without a factor on the skip, 1/sqrt(2), the branch of block l has 2^((l - 1) / 2): above 2^15 from 32 on."""
+    """Without a factor on the skip, 1/sqrt(2), the branch of block l has 2^((l - 1) / 2): above
+    2^15 from 32 on.
+    """
     _, builder = step(network(depth=202), "residual-scale", rule="balduzzi")
-    assert list(builder.refusals) == [f"stages.{stage}.{block}" for stage in range(3) for block in (31, 32)]
+    assert list(builder.refusals) == [
+        f"stages.{stage}.{block}" for stage in range(3) for block in (31, 32)
+    ]

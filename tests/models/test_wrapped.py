@@ -14,7 +14,9 @@ from torchvision.models import quantization
 import normswap
 from normswap.errors import NormswapError, SourceError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what it calls deprecated in its own wrappings
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of what it calls deprecated in its own wrappings
 SIZE = (3, 64, 64)
 
 
@@ -30,7 +32,9 @@ def lived(build: Callable[..., nn.Module], **options: object) -> nn.Module:
 def network() -> nn.Module:
     """torchvision's resnet18 with one block for each stage."""
     torch.manual_seed(0)
-    return lived_in(models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10).eval(), example())
+    return lived_in(
+        models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10).eval(), example()
+    )
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def alone() -> Iterator[None]:
 
 
 def for_training() -> nn.Module:
-    """torchvision's own fusing for quantization-aware training: ConvBnReLU2d keeps a BatchNorm of its own."""
+    """torchvision's own fusing for quantization-aware training: ConvBnReLU2d keeps a BatchNorm of
+    its own.
+    """
     block = quantization.resnet.QuantizableBasicBlock
     model = quantization.QuantizableResNet(block, [1, 1, 1, 1], num_classes=10)
     model.train()
@@ -51,7 +57,11 @@ def for_training() -> nn.Module:
 
 
 def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Conv2d(8, 4, 1)).double().eval()
+    return (
+        nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        .double()
+        .eval()
+    )
 
 
 def run_once() -> nn.Module:
@@ -83,7 +93,9 @@ def test_it_converts_in_its_wrapping(name: str, to: str) -> None:
     assert type(done.model) is type(model)
     assert done.report.exact
     assert distance(run(model, example(1)), run(done.model, example(1))) <= 1e-11
-    assert not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in done.model.modules())
+    assert not any(
+        isinstance(module, nn.modules.batchnorm._NormBase) for module in done.model.modules()
+    )
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -93,13 +105,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: torch.compile(network()),
         r"the network is compiled: it stands for a ResNet. Give model\._orig",
     ),
-    "scripted": (lambda: torch.jit.trace(network(), example()), r"the network is TorchScript.*Give the network"),
+    "scripted": (
+        lambda: torch.jit.trace(network(), example()),
+        r"the network is TorchScript.*Give the network",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("look", [normswap.inspect, lambda model, x: normswap.convert(model, "folded", inputs=x)])
-def test_what_cannot_be_seen_is_said_in_a_line(name: str, look: Callable[[nn.Module, Tensor], object]) -> None:
+@pytest.mark.parametrize(
+    "look", [normswap.inspect, lambda model, x: normswap.convert(model, "folded", inputs=x)]
+)
+def test_what_cannot_be_seen_is_said_in_a_line(
+    name: str, look: Callable[[nn.Module, Tensor], object]
+) -> None:
     build, message = REFUSED[name]
     with pytest.raises(NormswapError, match=message) as said:
         look(build(), example())

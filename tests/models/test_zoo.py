@@ -1,4 +1,6 @@
-"""Model sources: every kind opens to the same tensors, and what cannot be opened says why in one line."""
+"""Model sources: every kind opens to the same tensors, and what cannot be opened says why in one
+line.
+"""
 
 import json
 import re
@@ -74,18 +76,26 @@ def test_directory(folder: Path, state: State, prefix: str) -> None:
 
 
 def test_flat_config(folder: Path, state: State) -> None:
-    flat = {"architecture": "resnet18", "num_classes": 10, "input_size": [3, 40, 40], "model_args": ARGS}
+    flat = {
+        "architecture": "resnet18",
+        "num_classes": 10,
+        "input_size": [3, 40, 40],
+        "model_args": ARGS,
+    }
     (folder / "config.json").write_text(json.dumps(flat))
     assert network_input.size(open_source(str(folder))) == (3, 40, 40)
 
 
 def test_another_head_and_stem(folder: Path, state: State) -> None:
     model = open_source(str(folder), num_classes=4, in_chans=1)
-    own, record = model.state_dict(), origin(model)
+    own = model.state_dict()
+    record = origin(model)
     assert model(torch.zeros(1, 1, 48, 48)).shape == (1, 4)
     assert torch.allclose(own["conv1.weight"], state["conv1.weight"].sum(1, keepdim=True))
     assert all(
-        torch.equal(own[key], state[key]) for key in state if key not in ("conv1.weight", "fc.weight", "fc.bias")
+        torch.equal(own[key], state[key])
+        for key in state
+        if key not in ("conv1.weight", "fc.weight", "fc.bias")
     )
     assert record.arch == Arch("resnet18", {**ARGS, "num_classes": 4, "in_chans": 1})
     assert record.pretrained_cfg["input_size"] == [1, 48, 48]
@@ -120,14 +130,26 @@ def _densenet(num_classes: int) -> nn.Module:
     [
         (torchvision.models.resnet18, "resnet18", {}, ("", "")),
         # the keys of torchvision's early densenet files, which timm's own filter translates
-        (_densenet, "densenet121", {"growth_rate": 4, "block_config": [1, 2]}, (".norm1.weight", ".norm.1.weight")),
+        (
+            _densenet,
+            "densenet121",
+            {"growth_rate": 4, "block_config": [1, 2]},
+            (".norm1.weight", ".norm.1.weight"),
+        ),
     ],
 )
 def test_torchvision_file(
-    tmp_path: Path, theirs: Callable[..., nn.Module], arch: str, args: dict[str, Any], rename: tuple[str, str]
+    tmp_path: Path,
+    theirs: Callable[..., nn.Module],
+    arch: str,
+    args: dict[str, Any],
+    rename: tuple[str, str],
 ) -> None:
     model = theirs(num_classes=5).eval()
-    torch.save({key.replace(*rename): value for key, value in model.state_dict().items()}, tmp_path / "tv.pth")
+    torch.save(
+        {key.replace(*rename): value for key, value in model.state_dict().items()},
+        tmp_path / "tv.pth",
+    )
     ours = open_source(str(tmp_path / "tv.pth"), arch=arch, arch_args=args, num_classes=5)
     image = torch.randn(2, 3, 64, 64)
     assert torch.allclose(ours(image), model(image), atol=1e-5)
@@ -137,15 +159,32 @@ def test_torchvision_file(
     ("source", "options", "name", "kwargs"),
     [
         ("resnet18", {"arch_args": ARGS}, "resnet18.a1_in1k", ARGS),
-        ("resnet18.fb_swsl_ig1b_ft_in1k", {"num_classes": 5}, "resnet18.fb_swsl_ig1b_ft_in1k", {"num_classes": 5}),
+        (
+            "resnet18.fb_swsl_ig1b_ft_in1k",
+            {"num_classes": 5},
+            "resnet18.fb_swsl_ig1b_ft_in1k",
+            {"num_classes": 5},
+        ),
         ("resnet10t", {"in_chans": 1}, "resnet10t.c3_in1k", {"in_chans": 1}),
-        ("mobilenetv3_large_100.miil_in21k", {}, "mobilenetv3_large_100.miil_in21k", {"num_classes": 11221}),
+        (
+            "mobilenetv3_large_100.miil_in21k",
+            {},
+            "mobilenetv3_large_100.miil_in21k",
+            {"num_classes": 11221},
+        ),
         ("gluon_resnet18_v1b", {}, "resnet18.gluon_in1k", {}),  # a deprecated name
         ("resnet50_mlp", {}, "resnet50_mlp.untrained", {}),
-        ("vit_tiny_patch16_384", {}, "vit_tiny_patch16_384.augreg_in21k_ft_in1k", {}),  # its own size is no argument
+        (
+            "vit_tiny_patch16_384",
+            {},
+            "vit_tiny_patch16_384.augreg_in21k_ft_in1k",
+            {},
+        ),  # its own size is no argument
     ],
 )
-def test_random_weights(source: str, options: dict[str, Any], name: str, kwargs: dict[str, Any]) -> None:
+def test_random_weights(
+    source: str, options: dict[str, Any], name: str, kwargs: dict[str, Any]
+) -> None:
     model = open_source(source, weights="random", **options)
     record = origin(model)
     assert (record.source, record.sha256) == (name, None)
@@ -170,17 +209,29 @@ def _config(text: str) -> Callable[[Path], None]:
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["no config.json"]),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["has no model.safetensors"]),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        ["has no model.safetensors"],
+    ),
     "not json": (_config("{"), ["config.json cannot be read"]),
     "not an object": (_config("[1]"), ["config.json holds no object"]),
-    "transformers": (_config('{"architectures": ["ViT"], "model_type": "vit"}'), ["no timm 'architecture'"]),
+    "transformers": (
+        _config('{"architectures": ["ViT"], "model_type": "vit"}'),
+        ["no timm 'architecture'"],
+    ),
     "unknown": (_config('{"architecture": "renset18"}'), ["renset18", "resnet18"]),
     "hub inside": (_config('{"architecture": "hf-hub:timm/resnet18"}'), ["unknown model"]),
     "args": (_config('{"architecture": "resnet18", "model_args": {"x": 1}}'), ["resnet18", "x=1"]),
-    "pickle": (_config('{"architecture": "resnet18", "model_args": {"checkpoint_path": "x"}}'), ["checkpoint_path"]),
+    "pickle": (
+        _config('{"architecture": "resnet18", "model_args": {"checkpoint_path": "x"}}'),
+        ["checkpoint_path"],
+    ),
     "size": (_config('{"architecture": "resnet18", "input_size": 224}'), ["input_size"]),
     "cfg": (_config('{"architecture": "resnet18", "pretrained_cfg": 3}'), ["pretrained_cfg"]),
-    "classes": (_config('{"architecture": "resnet18", "model_args": {"channels": [8, 16, 32, 64]}}'), ["fc.weight is"]),
+    "classes": (
+        _config('{"architecture": "resnet18", "model_args": {"channels": [8, 16, 32, 64]}}'),
+        ["fc.weight is"],
+    ),
 }
 
 
@@ -208,12 +259,16 @@ def test_bad_folder(folder: Path, case: str) -> None:
         ("resnet18", {"weights": "best"}, OptionError, "'pretrained' or 'random'"),
     ],
 )
-def test_bad_source(source: str, options: dict[str, Any], kind: type[NormswapError], said: str) -> None:
+def test_bad_source(
+    source: str, options: dict[str, Any], kind: type[NormswapError], said: str
+) -> None:
     with pytest.raises(kind, match=re.escape(said)):
         open_source(source, **options)
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, "arch=NAME"), ({"weights": "random", **SMALL}, "exclude")])
+@pytest.mark.parametrize(
+    ("options", "said"), [({}, "arch=NAME"), ({"weights": "random", **SMALL}, "exclude")]
+)
 def test_file_options(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         open_source(str(folder / "model.safetensors"), **options)
@@ -237,8 +292,14 @@ def _new_head(classes: int) -> nn.Module:
         (small, Arch("resnet18", {**ARGS, "num_classes": 10})),
         (lambda: small(num_classes=1000), Arch("resnet18", {**ARGS, "num_classes": 1000})),
         (lambda: small(in_chans=1), Arch("resnet18", {**ARGS, "num_classes": 10, "in_chans": 1})),
-        (lambda: small(output_stride=8), Arch("resnet18", {**ARGS, "num_classes": 10, "output_stride": 8})),
-        (lambda: timm.create_model("resnet10t", num_classes=7), Arch("resnet10t", {"num_classes": 7})),
+        (
+            lambda: small(output_stride=8),
+            Arch("resnet18", {**ARGS, "num_classes": 10, "output_stride": 8}),
+        ),
+        (
+            lambda: timm.create_model("resnet10t", num_classes=7),
+            Arch("resnet10t", {"num_classes": 7}),
+        ),
         (lambda: timm.create_model("resnet10t"), Arch("resnet10t")),
         (lambda: _new_head(3), Arch("resnet18", {**ARGS, "num_classes": 3})),
         (lambda: _new_head(1000), Arch("resnet18", {**ARGS, "num_classes": 1000})),
@@ -255,5 +316,7 @@ def test_identify(build: Callable[[], nn.Module], expected: Arch | None) -> None
     before = torch.get_rng_state()
     assert identify(model) == expected
     assert torch.equal(torch.get_rng_state(), before)
-    recorded = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))  # timm's own word
+    recorded = getattr(model, "pretrained_cfg", {}).get(
+        "input_size", (3, 224, 224)
+    )  # timm's own word
     assert network_input.size(model)[1:] == recorded[1:]

@@ -45,7 +45,9 @@ def test_everything_agrees(result: Body) -> None:
         assert 0 < row["relative_l2"] <= 1e-5
 
 
-def test_command(result: Body, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    result: Body, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(demo, "run", lambda say: result)
     assert main(["demo", "--json"]) == 0
     out, err = capfd.readouterr()
@@ -58,7 +60,9 @@ def test_command(result: Body, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     assert all(row["network"] in out for row in result["rows"])
 
 
-def test_a_disagreement_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disagreement_fails(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A checker must be seen to fail: one weight of every loaded network is off."""
     load = checkpoint.load
 

@@ -46,7 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
         facts = report.collect(folder)
         with pytest.MonkeyPatch.context() as patch:
             if name not in ("v1-skipinit", "v2-folded"):
-                patch.setattr(figures, "_svg", lambda axes: "data:")  # most of the time goes into drawing
+                patch.setattr(
+                    figures, "_svg", lambda axes: "data:"
+                )  # most of the time goes into drawing
             found[name] = sources[kind], folder, facts, page.render(facts)
     return found
 
@@ -60,15 +62,20 @@ def case(request: pytest.FixtureRequest, made: Any) -> tuple[Path, Path, Facts, 
 def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> None:
     _, folder, facts, _ = case
     state = load_file(folder / "model.safetensors")
-    stored = {name.removesuffix(".alpha").removesuffix(".then"): float(value)
-              for name, value in state.items() if name.endswith(".alpha")}  # fmt: skip
+    stored = {
+        name.removesuffix(".alpha").removesuffix(".then"): float(value)
+        for name, value in state.items()
+        if name.endswith(".alpha")
+    }
     assert {alpha.path: alpha.value for alpha in facts.alphas} == stored
     assert len(stored) in (0, len(facts.blocks))
     order = [block.path for block in facts.blocks]
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
 
 
-def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, Facts, str]) -> None:
+def test_sites_verdict_and_versions_are_the_stored_ones(
+    case: tuple[Path, Path, Facts, str],
+) -> None:
     _, folder, facts, text = case
     stored = read_header(folder).report
     assert stored is not None
@@ -77,7 +84,9 @@ def test_sites_verdict_and_versions_are_the_stored_ones(case: tuple[Path, Path, 
     assert all(f"<code>{error.site}</code>" in text for error in stored.sites)
     assert facts.digest in text
     assert "`" not in text
-    assert all(f"{name} {version}" in text for name, version in read_header(folder).versions.items())
+    assert all(
+        f"{name} {version}" in text for name, version in read_header(folder).versions.items()
+    )
     assert ("changes the function" in text) is not stored.exact
 
 
@@ -98,7 +107,9 @@ def test_every_norm_has_an_outcome(case: tuple[Path, Path, Facts, str]) -> None:
     for norm in listed:
         assert type(modules[norm.path]).__name__ in layers_by_outcome[norm.outcome]
         assert norm.said != "stays as it is"
-        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said  # words, not the plan's own terms
+        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), (
+            norm.said
+        )  # words, not the plan's own terms
 
 
 def test_signal_of_source_and_result(made: Any) -> None:
@@ -150,7 +161,9 @@ def test_scalars_that_were_trained(made: Any, tmp_path: Path, undrawn: None) -> 
         model.layer2[1].bn2.alpha.fill_(0.25)
         model.layer2[1].bn2.bias.fill_(-0.5)
     facts = report.collect(normswap.save(model, tmp_path / "trained"))
-    assert [a.block for a in facts.alphas if a.planned != pytest.approx(a.value, rel=1e-6)] == ["layer2.1"]
+    assert [a.block for a in facts.alphas if a.planned != pytest.approx(a.value, rel=1e-6)] == [
+        "layer2.1"
+    ]
     trained = facts.alphas[3]
     assert (trained.value, trained.bias) == (0.25, -0.5)
     text = page.render(facts)
@@ -167,7 +180,10 @@ def test_accuracy_on_data(made: Any, tmp_path: Path, undrawn: None) -> None:
         Image.fromarray(pixels.numpy()).save(tmp_path / "data" / str(label) / "one.png")
     out = tmp_path / "page.html"
     folder = str(made["v1-skipinit"][1])
-    assert main(["report", folder, "-o", str(out), "--data", str(tmp_path / "data"), "--workers", "0"]) == 0
+    assert (
+        main(["report", folder, "-o", str(out), "--data", str(tmp_path / "data"), "--workers", "0"])
+        == 0
+    )
     text = out.read_text()
     assert "top-1" in text
     assert "<small>10 images</small>" in text
@@ -186,11 +202,17 @@ def test_html_is_balanced_and_loads_nothing(case: tuple[Path, Path, Facts, str])
 @pytest.mark.parametrize(
     "bad",
     [
-        "<p><b></p></b>", "<p>", '<img src="http://a" alt="a picture of a network">', "<script></script>",
-        '<a href="http://a">a</a>', '<link href="http://a">', '<p onclick="a">a</p>', '<img src="data:a" alt="short">',
+        "<p><b></p></b>",
+        "<p>",
+        '<img src="http://a" alt="a picture of a network">',
+        "<script></script>",
+        '<a href="http://a">a</a>',
+        '<link href="http://a">',
+        '<p onclick="a">a</p>',
+        '<img src="data:a" alt="short">',
         '<p style="background: url(http://a)">a</p>',
     ],
-)  # fmt: skip
+)
 def test_the_checker_notices(bad: str) -> None:
     check("<style></style><p>good</p>")
     with pytest.raises((AssertionError, IndexError)):
@@ -200,17 +222,32 @@ def test_the_checker_notices(bad: str) -> None:
 def test_names_are_escaped(made: Any) -> None:
     evil = "<script>alert('&\"1')</script>"
     facts = made["v1-skipinit"][2]
-    block = replace(facts.blocks[0], path=evil, stage=evil, norms=tuple(
-        replace(norm, path=evil, said=evil) for norm in facts.blocks[0].norms))  # fmt: skip
+    block = replace(
+        facts.blocks[0],
+        path=evil,
+        stage=evil,
+        norms=tuple(replace(norm, path=evil, said=evil) for norm in facts.blocks[0].norms),
+    )
     stored = facts.report
     site = replace(stored.sites[0], site=evil)
     facts = replace(
-        facts, source=evil, sha256=evil, arch=Arch(evil, {evil: evil}), digest=evil, versions={evil: evil},
-        notes=(evil,), steps=({"scheme": evil, "options": {evil: evil}, "summary": evil, "paper": evil},),
-        blocks=(block, *facts.blocks[1:]), alphas=(replace(facts.alphas[0], block=evil, path=evil), *facts.alphas[1:]),
-        report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])), signal_inputs=evil,
-        signal={name: (replace(p[0], block=evil, stage=evil), *p[1:]) for name, p in facts.signal.items()},
-    )  # fmt: skip
+        facts,
+        source=evil,
+        sha256=evil,
+        arch=Arch(evil, {evil: evil}),
+        digest=evil,
+        versions={evil: evil},
+        notes=(evil,),
+        steps=({"scheme": evil, "options": {evil: evil}, "summary": evil, "paper": evil},),
+        blocks=(block, *facts.blocks[1:]),
+        alphas=(replace(facts.alphas[0], block=evil, path=evil), *facts.alphas[1:]),
+        report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])),
+        signal_inputs=evil,
+        signal={
+            name: (replace(p[0], block=evil, stage=evil), *p[1:])
+            for name, p in facts.signal.items()
+        },
+    )
     text = page.render(facts)
     check(text)
     assert "<script" not in text
@@ -227,7 +264,9 @@ def luminance(colour: str) -> float:
 def test_contrast(theme: int) -> None:
     """WCAG 2.1: 4.5 for text, 3 for graphics."""
     css = (Path(normswap.__file__).parent / "reporting/report.css").read_text()
-    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]))
+    colours = dict(
+        re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme])
+    )
 
     def contrast(one: str, two: str) -> float:
         low, high = sorted((luminance(colours[one]), luminance(colours[two])))
@@ -236,7 +275,14 @@ def test_contrast(theme: int) -> None:
     for ground in ("paper", "card", "band"):
         assert all(contrast(text, ground) >= 4.5 for text in ("ink", "quiet", "link"))
         assert all(contrast(f"c{i}", ground) >= 3 for i in range(1, 6))
-    assert min(contrast("good", "good-paper"), contrast("bad", "bad-paper"), contrast("ink", "note-paper")) >= 4.5
+    assert (
+        min(
+            contrast("good", "good-paper"),
+            contrast("bad", "bad-paper"),
+            contrast("ink", "note-paper"),
+        )
+        >= 4.5
+    )
 
 
 @pytest.fixture
@@ -258,12 +304,16 @@ def test_points_are_the_measured_values(made: Any, drawn: list[Any]) -> None:
     assert len([*figures.signal(facts)]) == 3
     for axes, name in zip(drawn[1:], ("variance", "mean_sq", "added_variance"), strict=True):
         for line, network in zip(axes.get_lines(), ("before", "after"), strict=True):
-            assert list(line.get_ydata()) == [getattr(point, name) for point in facts.signal[network]]
+            assert list(line.get_ydata()) == [
+                getattr(point, name) for point in facts.signal[network]
+            ]
     figures.alphas(facts)
     assert list(drawn[-1].get_lines()[0].get_ydata()) == [alpha.value for alpha in facts.alphas]
 
 
-def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_command(
+    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = str(made["v1-skipinit"][1])
     assert main(["report", folder]) == 0
@@ -279,7 +329,9 @@ def test_command(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert [p.name for p in tmp_path.iterdir()] == ["v1-skipinit.html"]
 
 
-def test_bad_input_is_one_line(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = made["v1-skipinit"][1]
     precious = tmp_path / "notes.txt"
     precious.write_text("precious")
@@ -288,11 +340,15 @@ def test_bad_input_is_one_line(made: Any, tmp_path: Path, capsys: pytest.Capture
     (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     out = str(tmp_path / "out.html")
     for argv in (
-        [str(tmp_path / "none"), "-o", out], [str(tmp_path), "-o", out], [str(damaged), "-o", out],
-        [str(made["v1-skipinit"][0]), "-o", out], [str(folder), "-o", str(tmp_path)],
-        [str(folder), "-o", str(precious), "--force"], [str(folder), "-o", str(tmp_path / "no" / "out.html")],
+        [str(tmp_path / "none"), "-o", out],
+        [str(tmp_path), "-o", out],
+        [str(damaged), "-o", out],
+        [str(made["v1-skipinit"][0]), "-o", out],
+        [str(folder), "-o", str(tmp_path)],
+        [str(folder), "-o", str(precious), "--force"],
+        [str(folder), "-o", str(tmp_path / "no" / "out.html")],
         [str(folder), "-o", out, "--data", str(tmp_path / "none")],
-    ):  # fmt: skip
+    ):
         assert main(["report", *argv]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -318,15 +374,26 @@ importlib.util.find_spec = lambda name, *rest: None if name in ("matplotlib", "j
 
 def without(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run code in a process in which neither package can be imported."""
-    return subprocess.run([sys.executable, "-c", BLOCK + code], capture_output=True, text=True, cwd=folder, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", BLOCK + code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
 
 
 @pytest.mark.slow
 def test_the_core_imports_neither(tmp_path: Path) -> None:
     home = Path(normswap.__file__).parent
-    names = {"normswap." + ".".join(file.relative_to(home).with_suffix("").parts) for file in home.rglob("*.py")}
+    names = {
+        "normswap." + ".".join(file.relative_to(home).with_suffix("").parts)
+        for file in home.rglob("*.py")
+    }
     rooms = {name for name in names if not name.endswith("__init__")} - ROOM
-    done = without(f"import importlib\nfor name in {sorted(rooms)}: importlib.import_module(name)", tmp_path)
+    done = without(
+        f"import importlib\nfor name in {sorted(rooms)}: importlib.import_module(name)", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     for name in ("figures", "page"):  # the list says no more than is so
         assert "No module named" in without(f"import normswap.reporting.{name}", tmp_path).stderr
@@ -343,14 +410,22 @@ def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_pat
     words = command.split()
     done = without(f"from normswap.cli.app import main; sys.exit(main({words}))", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == f"error: {what} needs the package matplotlib: it is not installed. " \
-        "In the clone of normswap: pip install -e '.[plots]'\n"  # fmt: skip
+    assert (
+        done.stderr == f"error: {what} needs the package matplotlib: it is not installed. "
+        "In the clone of normswap: pip install -e '.[plots]'\n"
+    )
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_the_rest_works(tmp_path: Path) -> None:
-    words = [["convert", "demo", "--to", "folded", "-o", "folded"], ["verify", "folded"], ["spp", "folded"]]
-    done = without(f"from normswap.cli.app import main; sys.exit(max(main(one) for one in {words}))", tmp_path)
+    words = [
+        ["convert", "demo", "--to", "folded", "-o", "folded"],
+        ["verify", "folded"],
+        ["spp", "folded"],
+    ]
+    done = without(
+        f"from normswap.cli.app import main; sys.exit(max(main(one) for one in {words}))", tmp_path
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""What the approximate conversions must keep of the trained networks' accuracy, with no gradient step.
+"""What the approximate conversions must keep of the trained networks' accuracy, with no gradient
+step.
 
     pytest -m slow tests/schemes/test_accuracy_floors.py -s
 
@@ -20,31 +21,45 @@ from normswap.storage.checkpoint import open_model
 TRAIN: Path = unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")
 FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
     ("groupnorm", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 99}),
-    ("groupnorm", {"groups": 4}, False, {"resnet18_narrow": 91, "resnetv2_18_narrow": 90, "demo": 97}),
+    (
+        "groupnorm",
+        {"groups": 4},
+        False,
+        {"resnet18_narrow": 91, "resnetv2_18_narrow": 90, "demo": 97},
+    ),
     ("groupnorm", {"groups": 4, "relative_eps": 1}, False, {"resnetv2_18_narrow": 91}),
     ("groupnorm", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
     ("dyt", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 96}),
     ("dyt", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
     ("nf", {}, True, {"resnet18_narrow": 99, "resnetv2_18_narrow": 99, "demo": 99}),
 )
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}"),
+]
 
 
 @pytest.mark.parametrize(
     ("network", "scheme", "options", "fitted", "floor"),
     [
-        pytest.param(network, *row[:3], floor, marks=[pytest.mark.long] * ((i + j) % len(row[3]) > 0))
+        pytest.param(
+            network, *row[:3], floor, marks=[pytest.mark.long] * ((i + j) % len(row[3]) > 0)
+        )
         for i, row in enumerate(FLOORS)
         for j, (network, floor) in enumerate(row[3].items())
     ],
 )
-def test_floor(network: str, scheme: str, options: dict[str, Any], fitted: bool, floor: float) -> None:
+def test_floor(
+    network: str, scheme: str, options: dict[str, Any], fitted: bool, floor: float
+) -> None:
     """`floor`: percent of the source's top-1 on all 10,000 test images."""
     if not NETWORKS[network].is_dir():
         pytest.skip(f"the checkpoint is not there: {NETWORKS[network]}")
     source = open_model(str(NETWORKS[network]))
     loader = (
-        datasets.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0) if fitted else None
+        datasets.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0)
+        if fitted
+        else None
     )
     result = normswap.convert(source, scheme, calibrate=loader, **options).model
     (before, after), labels = logits(
@@ -52,5 +67,8 @@ def test_floor(network: str, scheme: str, options: dict[str, Any], fitted: bool,
     )
     assert len(labels) == 10_000
     right, kept = (torch.eq(x.argmax(1), labels).sum().item() for x in (before, after))
-    print(f"\n{network} {scheme} {options}: {right / 100:.2f} -> {kept / 100:.2f}, {100 * kept / right:.1f} % kept")
+    print(
+        f"\n{network} {scheme} {options}: {right / 100:.2f} -> {kept / 100:.2f},"
+        f" {100 * kept / right:.1f} % kept"
+    )
     assert 100 * kept / right >= floor

@@ -1,6 +1,8 @@
-"""Networks that others fused get BatchNorms back, exactly; those train, their statistics move, and they fold again.
+"""Networks that others fused get BatchNorms back, exactly; those train, their statistics move, and
+they fold again.
 
-There and back: chains of conversions that end where they began, or somewhere that could be reached directly.
+There and back: chains of conversions that end where they began, or somewhere that could be reached
+directly.
 """
 
 import copy
@@ -34,12 +36,16 @@ STEPS = 3
 
 def photographs(size: int, count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.rand(4, 3, size, size, dtype=torch.float64, generator=generator) for _ in range(count)]
+    return [
+        torch.rand(4, 3, size, size, dtype=torch.float64, generator=generator) for _ in range(count)
+    ]
 
 
 def outputs(net: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([value.flatten() for _, value in named_tensors(net(x)) if value.is_floating_point()])
+        return torch.cat(
+            [value.flatten() for _, value in named_tensors(net(x)) if value.is_floating_point()]
+        )
 
 
 def apart(a: nn.Module, b: nn.Module, x: Tensor) -> float:
@@ -48,7 +54,9 @@ def apart(a: nn.Module, b: nn.Module, x: Tensor) -> float:
 
 
 def trained(model: nn.Module, batches: list[Tensor]) -> nn.Module:
-    """After a few steps; what comes out of a layer in training may be another structure than in eval mode."""
+    """After a few steps; what comes out of a layer in training may be another structure than in
+    eval mode.
+    """
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches[:STEPS]:
@@ -60,7 +68,9 @@ def trained(model: nn.Module, batches: list[Tensor]) -> nn.Module:
 
 
 def assert_comes_back(net: nn.Module, batches: list[Tensor], **options: Any) -> nn.Module:
-    """BatchNorm put in, trained, and folded away: the same function before and after, and something that learns."""
+    """BatchNorm put in, trained, and folded away: the same function before and after, and something
+    that learns.
+    """
     done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, **options)
     assert not list(batchnorms(net))
     assert apart(net, done.model, batches[1]) < LIMIT
@@ -80,11 +90,15 @@ def assert_comes_back(net: nn.Module, batches: list[Tensor], **options: Any) -> 
 
 
 def weights_of_file(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Weight and bias of each Conv and Gemm of an ONNX file that torch's own exporter fused the norms of, in order."""
+    """Weight and bias of each Conv and Gemm of an ONNX file that torch's own exporter fused the
+    norms of, in order.
+    """
     file = io.BytesIO()
     torch.onnx.export(model, (x,), file, dynamo=False)  # type: ignore[arg-type]
     graph = onnx.load_from_string(file.getvalue()).graph
-    tensors = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
+    tensors = {
+        one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer
+    }
     for node in graph.node:
         assert node.op_type != "BatchNormalization"
         if node.op_type in ("Conv", "Gemm"):
@@ -92,21 +106,27 @@ def weights_of_file(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, Tenso
 
 
 def bare() -> nn.Module:
-    """The architecture without norms, whose convolutions have a bias: what people load an export's weights into."""
+    """The architecture without norms, whose convolutions have a bias: what people load an export's
+    weights into.
+    """
     model = skeleton("resnet18")
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
                 setattr(parent, name, nn.Identity())
             elif isinstance(child, nn.Conv2d):
-                child.register_parameter("bias", nn.Parameter(torch.zeros(child.out_channels, dtype=torch.float64)))
+                child.register_parameter(
+                    "bias", nn.Parameter(torch.zeros(child.out_channels, dtype=torch.float64))
+                )
     return model
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
 @pytest.mark.parametrize("like", [False, True])
 def test_weights_of_an_onnx_file(like: bool) -> None:
-    model, batches, net = lived("resnet18")[0], photographs(33), bare()
+    model = lived("resnet18")[0]
+    batches = photographs(33)
+    net = bare()
     layers = [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     with torch.no_grad():
         for layer, (weight, bias) in zip(layers, weights_of_file(model, batches[0]), strict=True):
@@ -129,7 +149,9 @@ def test_repvgg_in_deploy_form() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ultralytics' own
-@pytest.mark.skipif(importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"
+)
 @pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
 @pytest.mark.parametrize("like", [False, True])
 def test_a_detector_that_ultralytics_fused(name: str, like: bool) -> None:
@@ -152,7 +174,9 @@ def test_a_detector_that_ultralytics_fused(name: str, like: bool) -> None:
 @pytest.mark.parametrize("arch", NORM_FREE)
 @pytest.mark.one_in(2)
 def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
-    """The standardized weights are baked, the factors folded, and every branch gets its scalar: in one conversion."""
+    """The standardized weights are baked, the factors folded, and every branch gets its scalar: in
+    one conversion.
+    """
     model, x = norm_free(arch)
     done = normswap.convert(model, "skipinit", inputs=x)
     assert [step.scheme for step in done.plan.steps] == ["folded", "skipinit"]
@@ -164,7 +188,11 @@ def test_norm_free_to_skipinit_in_one_step(arch: str) -> None:
 
 
 def test_a_standardized_layer_with_a_hook_stays() -> None:
-    model = nn.Sequential(ScaledStdConv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).double().eval()
+    model = (
+        nn.Sequential(ScaledStdConv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+        .double()
+        .eval()
+    )
     model[0].register_forward_hook(lambda module, args, output: None)
     done = normswap.convert(model, "folded", inputs=torch.randn(2, 3, 9, 9).double())
     assert done.notes == ("0 stays a ScaledStdConv2d: 0 has forward hooks, which see its output",)
@@ -172,7 +200,9 @@ def test_a_standardized_layer_with_a_hook_stays() -> None:
 
 @pytest.mark.parametrize("cut", ["not called any more", "taken out"])
 def test_norms_do_not_come_back_where_nothing_is_called(cut: str) -> None:
-    """Of a network that was changed after its conversion: what is left gets its norms, and a note names the rest."""
+    """Of a network that was changed after its conversion: what is left gets its norms, and a note
+    names the rest.
+    """
     torch.manual_seed(0)
     x = torch.randn(4, C, 9, 9, dtype=torch.float64)
     whole = net(lambda m, x: F.silu(m.bn2(m.bn(m.conv(x)) + x)), **ONE, bn2=bn)()
@@ -213,7 +243,9 @@ def test_a_network_of_one_size_is_unfolded_at_that_size(network: nn.Module) -> N
     assert [error.size[1:] for error in back.report.logits] == [SIZE]
 
 
-def test_the_size_that_is_given_is_the_size_that_is_looked_at(network: nn.Module, tmp_path: Path) -> None:
+def test_the_size_that_is_given_is_the_size_that_is_looked_at(
+    network: nn.Module, tmp_path: Path
+) -> None:
     """Also of one that was saved with a record that says nothing of it."""
     folded = normswap.convert(network, "folded").model
     record = normswap.Network(folded).provenance.pretrained_cfg

@@ -56,8 +56,14 @@ def with_scalars(arch: str, alpha: str | float) -> nn.Module:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """timm's residual blocks, in order."""
-    stages: Any = [getattr(model, f"layer{i}") for i in (1, 2, 3, 4)] if hasattr(model, "layer1") else None
-    return [block for stage in stages or [s.blocks for s in model.get_submodule("stages")] for block in stage]  # type: ignore[union-attr]
+    stages: Any = (
+        [getattr(model, f"layer{i}") for i in (1, 2, 3, 4)] if hasattr(model, "layer1") else None
+    )
+    return [
+        block
+        for stage in stages or [s.blocks for s in model.get_submodule("stages")]
+        for block in stage
+    ]  # type: ignore[union-attr]
 
 
 def scales(model: nn.Module) -> list[Scale]:
@@ -72,7 +78,9 @@ def test_scalars_that_are_there_get_a_bias() -> None:
     model, x = source("resnet18")
     plain = swapped(model, "skipinit", alpha=0.5)
     result = swapped(plain, "regularized-skipinit", alpha=0.5, dropout=0)
-    assert [scale.bias is not None for scale in scales(plain) + scales(result)] == [False] * 8 + [True] * 8
+    assert [scale.bias is not None for scale in scales(plain) + scales(result)] == [False] * 8 + [
+        True
+    ] * 8
     assert distance(run(plain, x), run(result, x)) < 1e-12
 
 
@@ -92,30 +100,45 @@ def test_one_scalar_per_block_in_its_place(arch: str) -> None:
 
 
 def test_moments_behind_an_activation_are_those_of_a_normal_variable() -> None:
-    mean, variance = skipinit._through([nn.ReLU()], torch.zeros(1).double(), 2 * torch.ones(1).double())
+    mean, variance = skipinit._through(
+        [nn.ReLU()], torch.zeros(1).double(), 2 * torch.ones(1).double()
+    )
     assert mean.item() == pytest.approx(2 / math.sqrt(2 * math.pi), rel=0.02)
     assert variance.item() == pytest.approx(2 - 2 / math.pi, rel=0.02)
 
 
 @pytest.mark.parametrize("arch", LAST)
 def test_match_is_the_deviation_of_the_branch(arch: str) -> None:
-    """The last BatchNorm's output has deviation |gamma| (Ioffe & Szegedy), so alpha is the rms of gamma."""
+    """The last BatchNorm's output has deviation |gamma| (Ioffe & Szegedy), so alpha is the rms of
+    gamma.
+    """
     model, _ = source(arch)
-    expected = [b.get_parameter(f"{LAST[arch]}.weight").square().mean().sqrt().item() for b in blocks(model)]
+    expected = [
+        b.get_parameter(f"{LAST[arch]}.weight").square().mean().sqrt().item() for b in blocks(model)
+    ]
     assert alphas(swapped(model, "skipinit")) == pytest.approx(expected, rel=1e-12)
 
 
 @architectures
 @pytest.mark.parametrize(
     ("alpha", "expected"),
-    [("0", 0.0), (0, 0.0), ("1", 1.0), (1, 1.0), ("0.25", 0.25), (-0.5, -0.5), ("inv-sqrt-depth", None)],
+    [
+        ("0", 0.0),
+        (0, 0.0),
+        ("1", 1.0),
+        (1, 1.0),
+        ("0.25", 0.25),
+        (-0.5, -0.5),
+        ("inv-sqrt-depth", None),
+    ],
 )
 def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
     """The scalars start where asked; the branches are those of `match`, so that only alpha differs."""
     model, x = source(arch)
     count = len(blocks(model))
     value = count**-0.5 if expected is None else expected
-    reset, matched = with_scalars(arch, alpha), with_scalars(arch, "match")
+    reset = with_scalars(arch, alpha)
+    matched = with_scalars(arch, "match")
     assert alphas(reset) == pytest.approx([value] * count)
     with torch.no_grad():
         for scale, target in zip(scales(reset), alphas(matched), strict=True):
@@ -126,7 +149,9 @@ def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
 @pytest.mark.parametrize("arch", ["resnet18", "resnet26d", "seresnet18"])
 def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
     torch.manual_seed(0)
-    model = timm.create_model(arch, num_classes=10, zero_init_last=True, **SMALL[arch]).double().eval()
+    model = (
+        timm.create_model(arch, num_classes=10, zero_init_last=True, **SMALL[arch]).double().eval()
+    )
     x = torch.randn(3, 3, 33, 33, dtype=torch.float64)
     result = swapped(model, "skipinit")
     assert alphas(result) == [0.0] * len(blocks(model))
@@ -135,7 +160,9 @@ def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
         last: Any = block.get_submodule("conv3" if hasattr(block, "conv3") else "conv2")
         assert bool(last.weight.any())
     result.train()(x).square().sum().backward()
-    assert all(scale.alpha.grad is not None and bool(scale.alpha.grad.any()) for scale in scales(result))
+    assert all(
+        scale.alpha.grad is not None and bool(scale.alpha.grad.any()) for scale in scales(result)
+    )
 
 
 @architectures
@@ -143,7 +170,9 @@ def test_drop_path_survives_before_alpha(arch: str) -> None:
     """With the same random numbers, source and result drop the same branches and agree."""
     seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
     torch.manual_seed(0)
-    model = lived_in(timm.create_model(arch, num_classes=10, drop_path_rate=0.5, **SMALL[arch]), seen)
+    model = lived_in(
+        timm.create_model(arch, num_classes=10, drop_path_rate=0.5, **SMALL[arch]), seen
+    )
     result = swapped(model, "skipinit")
 
     def drops(net: nn.Module) -> list[nn.Module]:
@@ -176,11 +205,15 @@ def test_drop_path_survives_before_alpha(arch: str) -> None:
 def test_regularized_adds_dropout_and_biases(arch: str) -> None:
     model, x = source(arch)
     result: Any = swapped(model, "regularized-skipinit")
-    rates = [m.p for m in result.modules() if isinstance(m, nn.Dropout)] + [getattr(result, "drop_rate", 0.0)]
+    rates = [m.p for m in result.modules() if isinstance(m, nn.Dropout)] + [
+        getattr(result, "drop_rate", 0.0)
+    ]
     assert 0.2 in rates
     post = arch != "resnetv2_18"
     for scale in scales(result):
-        assert (scale.bias is not None) is post, "one scalar bias before the final ReLU of v1 blocks, none in v2"
+        assert (scale.bias is not None) is post, (
+            "one scalar bias before the final ReLU of v1 blocks, none in v2"
+        )
         assert scale.bias is None or scale.bias.tolist() == [0.0]
     result.train()
     with torch.no_grad():

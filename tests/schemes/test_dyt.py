@@ -1,6 +1,8 @@
-"""`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and its limit.
+"""`--to dyt`: gamma tanh(alpha x) + beta in place of BatchNorms, against the formula by hand and
+its limit.
 
-Factors before a tanh: against brute force over normal and long-tailed channels, and on a network with images.
+Factors before a tanh: against brute force over normal and long-tailed channels, and on a network
+with images.
 """
 
 import copy
@@ -27,29 +29,40 @@ from normswap.schemes.dyt import fitting_target
 from normswap.surgery import applying, conversion
 
 NARROW: dict[str, dict[str, Any]] = {
-    "resnet18": {"channels": (8, 8, 12, 12)}, "resnetv2_18": {"channels": (8, 8, 12, 12)},
-    "mobilenetv2_035": {}, "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
-}  # fmt: skip
+    "resnet18": {"channels": (8, 8, 12, 12)},
+    "resnetv2_18": {"channels": (8, 8, 12, 12)},
+    "mobilenetv2_035": {},
+    "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
+}
 
 
 def pictures(count: int = 4, seed: int = 0) -> Tensor:
-    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        count, 3, 64, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 @functools.lru_cache(1)
 def network(arch: str) -> nn.Module:
     torch.manual_seed(0)
     return lived_in(
-        timm.create_model(arch, num_classes=5, pretrained_cfg_overlay=SMALL_IMAGES, **NARROW[arch]), pictures()
+        timm.create_model(arch, num_classes=5, pretrained_cfg_overlay=SMALL_IMAGES, **NARROW[arch]),
+        pictures(),
     )
 
 
 @pytest.mark.parametrize("arch", NARROW)
 @pytest.mark.one_in(4)
 def test_hardly_bent_it_is_the_network(arch: str) -> None:
-    """tanh(alpha x) / alpha goes to x: of order alpha^2, whatever stands before the norm, and whatever it carries."""
-    source, x = network(arch), pictures(4, 1)
-    errors = [distance(run(source, x), run(convert(source, "dyt", inputs=x, bend=a).model, x)) for a in (0.001, 0.0005)]
+    """tanh(alpha x) / alpha goes to x: of order alpha^2, whatever stands before the norm, and
+    whatever it carries.
+    """
+    source = network(arch)
+    x = pictures(4, 1)
+    errors = [
+        distance(run(source, x), run(convert(source, "dyt", inputs=x, bend=a).model, x))
+        for a in (0.001, 0.0005)
+    ]
     assert errors[0] < 1e-3
     assert 3.5 < errors[0] / errors[1] < 4.5
 
@@ -58,20 +71,28 @@ def test_hardly_bent_it_is_the_network(arch: str) -> None:
 @pytest.mark.parametrize("affine", [True, False])
 def test_one_norm_by_hand(bias: bool, affine: bool) -> None:
     torch.manual_seed(0)
-    conv, norm = nn.Conv2d(3, 6, 3, bias=bias), nn.BatchNorm2d(6, affine=affine, eps=0.1)
-    source = lived_in(nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(6, 2, 1)), pictures(4)[..., :9, :9])
+    conv = nn.Conv2d(3, 6, 3, bias=bias)
+    norm = nn.BatchNorm2d(6, affine=affine, eps=0.1)
+    source = lived_in(
+        nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(6, 2, 1)), pictures(4)[..., :9, :9]
+    )
     x = pictures(4, 1)[..., :9, :9]
     made: Any = convert(source, "dyt", inputs=x, bend=0.7).model
-    first, one = source[0], source[1]
+    first = source[0]
+    one = source[1]
     std = (one.running_var + one.eps).sqrt()
-    smaller = made[0].weight.flatten(1).norm(dim=1) / first.weight.flatten(1).norm(dim=1) * std  # with long tails
+    smaller = (
+        made[0].weight.flatten(1).norm(dim=1) / first.weight.flatten(1).norm(dim=1) * std
+    )  # with long tails
     assert bool((smaller < 1 + 1e-12).all())
     assert bool((smaller < 0.9).any())
-    t, per = torch.linspace(-12, 12, 24001, dtype=torch.float64), (1, -1, 1, 1)
-    bent, density = (0.7 * smaller.view(per) * t.view(-1, 1, 1, 1)).tanh(), (-t.square() / 2).exp().view(-1, 1, 1, 1)
-    factor = (density * t.view(-1, 1, 1, 1) * bent).sum(0, keepdim=True) / (density * bent.square()).sum(
-        0, keepdim=True
-    )
+    t = torch.linspace(-12, 12, 24001, dtype=torch.float64)
+    per = (1, -1, 1, 1)
+    bent = (0.7 * smaller.view(per) * t.view(-1, 1, 1, 1)).tanh()
+    density = (-t.square() / 2).exp().view(-1, 1, 1, 1)
+    factor = (density * t.view(-1, 1, 1, 1) * bent).sum(0, keepdim=True) / (
+        density * bent.square()
+    ).sum(0, keepdim=True)
     whole = smaller.view(per) * (first(x) - one.running_mean.view(per)) / std.view(per)
     gamma = one.weight.view(per) if affine else 1.0
     beta = one.bias.view(per) if affine else 0.0
@@ -86,12 +107,17 @@ def test_the_line_is_the_best(alpha: float, most: float) -> None:
     """E[tanh(alpha u) (u - gain tanh(alpha u))] = 0 over N(0, 1), by Gauss-Hermite quadrature."""
     u, weights = np.polynomial.hermite_e.hermegauss(180)
     bent = np.tanh(alpha * u)
-    assert abs((weights * bent * (u - gain(alpha) * bent)).sum() / (weights * bent * u).sum()) < most
+    assert (
+        abs((weights * bent * (u - gain(alpha) * bent)).sum() / (weights * bent * u).sum()) < most
+    )
 
 
 def test_it_is_a_source_with_images() -> None:
-    """As norms with statistics per sample are: each becomes the BatchNorm most like it, which folds away."""
-    source, x = network("resnet18"), pictures(8, 1)
+    """As norms with statistics per sample are: each becomes the BatchNorm most like it, which folds
+    away.
+    """
+    source = network("resnet18")
+    x = pictures(8, 1)
     bent = convert(source, "dyt", inputs=x, bend=0.025).model
     done = convert(bent, "folded", inputs=x, calibrate=[pictures(32, 3)])
     assert not any(isinstance(module, DynamicTanh) for module in done.model.modules())
@@ -155,12 +181,15 @@ def test_channels_that_are_not_finite_keep_their_size() -> None:
 @pytest.mark.parametrize("arch", sampled(["resnetv2_18", "mobilenetv2_035"], every=2))
 def test_other_factors_keep_the_target(arch: str) -> None:
     """The target computes what it did, on leaves and on images, and images come nearer."""
-    source, x = network(arch), pictures(8, 3)
+    source = network(arch)
+    x = pictures(8, 3)
     step, _ = conversion.plan_step(inspection.inspect(source, x), "dyt", bend=0.7)
-    target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
+    target = applying.apply_step(source, fitting_target(step))
+    result = applying.apply_step(source, step)
     found = []
     for batches in ((), calls(x, 3 * pictures(8, 4))):
-        pattern, bent = copy.deepcopy(target), copy.deepcopy(result)
+        pattern = copy.deepcopy(target)
+        bent = copy.deepcopy(result)
         tanh_factors.choose_factors(pattern, bent, step, Example((x,)), batches)
         assert distance(run(source, x), run(pattern, x)) < 1e-12
         found.append((distance(run(source, x), run(bent, x)), bent.state_dict()))
@@ -171,10 +200,14 @@ def test_other_factors_keep_the_target(arch: str) -> None:
 
 def test_few_values_do_not_choose_factors() -> None:
     """Of one image less than 16 there are 240 values of a channel."""
-    source, x = network("resnet18"), pictures(15, 3)
+    source = network("resnet18")
+    x = pictures(15, 3)
     step, _ = conversion.plan_step(inspection.inspect(source, x[:2]), "dyt", bend=0.7)
-    target, result = applying.apply_step(source, fitting_target(step)), applying.apply_step(source, step)
+    target = applying.apply_step(source, fitting_target(step))
+    result = applying.apply_step(source, step)
     on_leaves = copy.deepcopy(result)
     tanh_factors.choose_factors(copy.deepcopy(target), on_leaves, step, Example((x,)), ())
     tanh_factors.choose_factors(target, result, step, Example((x,)), calls(x))
-    assert all(tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items())
+    assert all(
+        tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items()
+    )

@@ -80,7 +80,9 @@ def test_edits_have_no_order(arch: str, row: Row) -> None:
     for seed in range(2):
         edits = list(own.step.edits)
         random.Random(seed).shuffle(edits)
-        shuffled = applying.apply_step(own.source, Step(own.step.scheme, own.step.options, tuple(edits)))
+        shuffled = applying.apply_step(
+            own.source, Step(own.step.scheme, own.step.options, tuple(edits))
+        )
         state = shuffled.state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -103,7 +105,8 @@ def test_source_is_never_touched(arch: str, row: Row) -> None:
 
 @everywhere
 def test_timm_methods_live_on(arch: str, row: Row) -> None:
-    own, result = case(arch, row), twin(arch, row)
+    own = case(arch, row)
+    result = twin(arch, row)
     before: Any = own.source
     assert type(result) is type(before)
     kept = row.exact
@@ -131,14 +134,19 @@ def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
         result.set_grad_checkpointing(checkpointing)
         result.train()
         result(case(arch, row).x).square().sum().backward()
-        lost = [name for name, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0]
+        lost = [
+            name
+            for name, p in result.named_parameters()
+            if p.grad is None or not float(p.grad.abs().max()) > 0
+        ]
         assert lost == []
 
 
 @everywhere
 def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
     own = case(arch, row)
-    before, after = own.source.state_dict(), own.result.state_dict()
+    before = own.source.state_dict()
+    after = own.result.state_dict()
     renamed = dict(applying.renames(own.source, own.step))
     norms = tuple(f"{path}." for path in batchnorms(own.source))
     edited = {edit.path for edit in own.step.edits}
@@ -156,7 +164,9 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
 @exact_everywhere
 @pytest.mark.one_in(2)
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
-    """After training alpha is anything: negative, zero, small; whatever comes next keeps that function."""
+    """After training alpha is anything: negative, zero, small; whatever comes next keeps that
+    function.
+    """
     result = twin(arch, row)
     scalars = [module for module in result.modules() if isinstance(module, Scale)]
     with torch.no_grad():
@@ -165,7 +175,8 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
         for scalar, alpha in zip(scalars, (-0.5, 0.0, 0.3), strict=False):
             scalar.alpha.fill_(alpha)
     x = case(arch, row).x
-    reference, seen = run(result, x), inspection.inspect(result)
+    reference = run(result, x)
+    seen = inspection.inspect(result)
     for then in EXACT:
         if (then.scheme, row.scheme) == ("folded", "folded"):
             continue
@@ -187,8 +198,12 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
         model.to(dtype)
         planned, _ = step(model, row.scheme, **row.options)
         result = applying.apply_step(model, planned)
-        assert {tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()} == {dtype}
-        if row.exact:  # the same function as the narrow source has in exact arithmetic, to the narrow type's rounding
+        assert {
+            tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()
+        } == {dtype}
+        # the same function as the narrow source has in exact arithmetic, to the narrow type's
+        # rounding
+        if row.exact:
             x = source(arch)[1]
             error = distance(run(model.double(), x), run(result.double(), x))
             assert error <= 300 * torch.finfo(dtype).eps
@@ -216,13 +231,23 @@ def test_compile_to_machine_code(arch: str) -> None:
 
 @pytest.mark.parametrize("name", schemes.names())
 def test_plan_runs_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the network was inspected, a plan reads the graph and stored tensors: no module is called."""
+    """Once the network was inspected, a plan reads the graph and stored tensors: no module is
+    called.
+    """
     torch.manual_seed(0)
-    vit: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    vit: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 2,
+    }
     resnet: dict[str, Any] = {"channels": (8, 8, 8, 8), "layers": (1, 1, 1, 1)}
     arch, width = ("vit_tiny_patch16_224", vit) if name == "rmsnorm" else ("resnet18", resnet)
     model = timm.create_model(arch, num_classes=3, **width).eval()
     anatomy = inspection.inspect(model, torch.randn(2, 3, 32, 32))
-    monkeypatch.setattr(nn.Module, "__call__", lambda *args, **kwargs: pytest.fail("the plan ran a module"))
+    monkeypatch.setattr(
+        nn.Module, "__call__", lambda *args, **kwargs: pytest.fail("the plan ran a module")
+    )
     builder = schemes.get(name).plan(anatomy, **schemes.get(name).defaults)
     assert not builder.refusals

@@ -1,4 +1,6 @@
-"""Exact schemes beyond test_every_scheme.py: round trips, training, residual rules, ghost batches, NF networks."""
+"""Exact schemes beyond test_every_scheme.py: round trips, training, residual rules, ghost batches,
+NF networks.
+"""
 
 from typing import Any
 
@@ -23,9 +25,16 @@ from normswap.surgery import applying
 
 GHOST = ("batchnorm", {"ghost_batch": 2})
 NEW = [
-    GHOST, ("frozen-bn", {}), ("affine", {}), ("tune", {}), ("fixup", {}), ("weightnorm", {}), ("spectralnorm", {}),
-    ("residual-scale", {"rule": "arpit"}), ("residual-scale", {"rule": "rescale"}),
-]  # fmt: skip
+    GHOST,
+    ("frozen-bn", {}),
+    ("affine", {}),
+    ("tune", {}),
+    ("fixup", {}),
+    ("weightnorm", {}),
+    ("spectralnorm", {}),
+    ("residual-scale", {"rule": "arpit"}),
+    ("residual-scale", {"rule": "rescale"}),
+]
 ids = [name + "-".join(["", *map(str, options.values())]) for name, options in NEW]
 new = pytest.mark.parametrize(("scheme", "options"), NEW, ids=ids)
 V1 = ("resnet18", "resnet26d", "seresnet18", "ecaresnet50t")
@@ -44,12 +53,20 @@ def has_layers(model: nn.Module, *kinds: type) -> bool:
 @new
 @pytest.mark.one_in(2)
 def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
-    """bn -> X -> folded: the function to 1e-12 in float64 and 1e-5 in float32, and nothing of X is left."""
+    """bn -> X -> folded: the function to 1e-12 in float64 and 1e-5 in float32, and nothing of X is
+    left.
+    """
     for arch in ("resnet18", "seresnet18"):
         model, x, reference = source(arch)
         back = to(to(model, scheme, **options), "folded")
         assert distance(reference, run(back, x)) <= 1e-12
-        ours = (Scale, scalars.ScalarBias, site_norm.EvalNorm, reparametrized.TunedConv2d, reparametrized.InputBiased)
+        ours = (
+            Scale,
+            scalars.ScalarBias,
+            site_norm.EvalNorm,
+            reparametrized.TunedConv2d,
+            reparametrized.InputBiased,
+        )
         assert not batchnorms(back)
         assert not has_layers(back, *ours)
         assert not any(parametrize.is_parametrized(module) for module in back.modules())
@@ -60,14 +77,18 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True], ids=["torch", "sync"])
-@pytest.mark.parametrize("size", [(6,), (6, 9), (6, 7, 7), (6, 5, 5, 5)], ids=["rows", "series", "maps", "volumes"])
+@pytest.mark.parametrize(
+    "size", [(6,), (6, 9), (6, 7, 7), (6, 5, 5, 5)], ids=["rows", "series", "maps", "volumes"]
+)
 def test_frozen_norms_have_any_dimension(size: tuple[int, ...], sync: bool) -> None:
     torch.manual_seed(0)
     linear = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
     norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(size) - 1](8)
     nn.init.normal_(norm.weight)
     norm.running_mean.normal_()  # type: ignore[union-attr]
-    model: nn.Module = nn.Sequential(linear(6, 8) if len(size) == 1 else linear(6, 8, 3), norm).eval()
+    model: nn.Module = nn.Sequential(
+        linear(6, 8) if len(size) == 1 else linear(6, 8, 3), norm
+    ).eval()
     if sync:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     done = normswap.convert(model, "frozen-bn", inputs=torch.randn(2, *size))
@@ -85,7 +106,8 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
     result: Any = applied(model, planned)
     assert distance(reference, run(result, x)) <= 1e-12
     with torch.no_grad():
-        before, after = model.forward_intermediates(x)[1], result.forward_intermediates(x)[1]
+        before = model.forward_intermediates(x)[1]
+        after = result.forward_intermediates(x)[1]
     assert all(distance(a, b) <= 1e-12 for a, b in zip(before[1:], after[1:], strict=True))
     fixed = [module for module in result.modules() if isinstance(module, scalars.FixedScale)]
     assert len(fixed) == 2 * len(builder.anatomy.blocks)
@@ -99,7 +121,9 @@ def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_module_on_the_sum_the_branches_hold_both_factors(rule: str) -> None:
-    """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to one factor."""
+    """Pre-activation: what the stream is at the end of a stage, by the rule's own recursion, up to
+    one factor.
+    """
     model, x, reference = source("resnetv2_18")
     planned, builder = step(model, "residual-scale", rule=rule)
     result = applied(model, planned)
@@ -128,17 +152,23 @@ def test_frozen_is_frozen_and_tune_is_half() -> None:
     assert all(torch.equal(buffer, before[name]) for name, buffer in frozen.named_buffers())
     assert not any(name.endswith("bn1.weight") for name, _ in frozen.named_parameters())
     tuned = to(model, "tune").train()
-    assert distance(run(model, x), tuned.train()(x).detach()) <= 1e-12, "training mode uses the frozen statistics"
+    assert distance(run(model, x), tuned.train()(x).detach()) <= 1e-12, (
+        "training mode uses the frozen statistics"
+    )
     assert "layer1.0.conv1.gamma" in dict(tuned.named_parameters())
 
 
 def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
     up = nn.ConvTranspose2d(4, 4, 3)
-    model = nn.Sequential(up, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    model = nn.Sequential(
+        up, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+    ).eval()
     x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
     tuned = to(lived_in(model, x), "tune")
     assert "2.gamma" in dict(tuned.named_parameters())
-    assert "1.weight" in dict(tuned.named_parameters()), "a transposed convolution leaves the norm in its place"
+    assert "1.weight" in dict(tuned.named_parameters()), (
+        "a transposed convolution leaves the norm in its place"
+    )
     assert distance(run(model, x), run(tuned, x)) <= 1e-12
 
 
@@ -159,7 +189,9 @@ def test_a_trained_input_bias_before_padding_stays() -> None:
 
 
 def test_dead_filters_live_again() -> None:
-    """Weight norm of a network whose branches are zero (as timm creates them): no NaN, and gradients."""
+    """Weight norm of a network whose branches are zero (as timm creates them): no NaN, and
+    gradients.
+    """
     model = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32)).double().eval()
     x: Tensor = torch.randn(2, 3, 33, 33, dtype=torch.float64)
     for scheme in ("weightnorm", "spectralnorm"):
@@ -176,7 +208,9 @@ def test_dead_filters_live_again() -> None:
 
 @pytest.mark.parametrize("scheme", ["skipinit", "fixup", "nf"])
 def test_levels_of_a_pyramid_are_no_branches(scheme: str) -> None:
-    """The sum of a lateral convolution and an enlarged map (FPN) needs no scalar; the block before it has one."""
+    """The sum of a lateral convolution and an enlarged map (FPN) needs no scalar; the block before
+    it has one.
+    """
 
     def forward(m: Any, x: Tensor) -> Tensor:
         y = x + m.bn(m.conv(x))
@@ -188,7 +222,8 @@ def test_levels_of_a_pyramid_are_no_branches(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("padding", "keeps"), [(0, False), (1, True), ("valid", False), ("same", True), ((0, 1), True), ((0, 0), False)]
+    ("padding", "keeps"),
+    [(0, False), (1, True), ("valid", False), ("same", True), ((0, 1), True), ((0, 0), False)],
 )
 def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, keeps: bool) -> None:
     layer = reparametrized.InputBiased.of(nn.Conv2d(2, 2, 3, padding=padding))
@@ -197,9 +232,12 @@ def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, k
     assert reparametrized.keeps_input_bias(layer) is keeps
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50", "resnetv2_50", "mobilenetv2_035", "regnetx_002"])
+@pytest.mark.parametrize(
+    "arch", ["resnet18", "resnet50", "resnetv2_50", "mobilenetv2_035", "regnetx_002"]
+)
 def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
-    """Counted (Zhang et al. 2019): timm's drop_block, an identity, stands between norm and activation of a v1 block.
+    """Counted (Zhang et al. 2019): timm's drop_block, an identity, stands between norm and
+    activation of a v1 block.
 
     Norms that read a v2 stream leave a bias per channel instead.
     """
@@ -207,8 +245,14 @@ def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
     model = timm.create_model(arch, num_classes=3, **narrow).eval()
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6) for module in model.modules())
     result = normswap.convert(model, "fixup", input_size=(3, 64, 64)).model
-    after_sums = [module for module in result.modules() if isinstance(module, Scale) and module.bias is not None]
+    after_sums = [
+        module
+        for module in result.modules()
+        if isinstance(module, Scale) and module.bias is not None
+    ]
     before = [module for module in result.modules() if isinstance(module, scalars.ScalarBias)]
-    per_channel = [module for module in result.modules() if isinstance(module, ChannelBias | ChannelAffine)]
+    per_channel = [
+        module for module in result.modules() if isinstance(module, ChannelBias | ChannelAffine)
+    ]
     assert len(per_channel) == (17 if arch == "resnetv2_50" else 0)
     assert len(before) + len(after_sums) + len(per_channel) == activations

@@ -1,4 +1,6 @@
-"""Law of what eval mode hides: norms that come back are the old ones in training; what does not learn stays so."""
+"""Law of what eval mode hides: norms that come back are the old ones in training; what does not
+learn stays so.
+"""
 
 import copy
 import re
@@ -57,8 +59,10 @@ CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
 def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     """Their statistics are those of what reaches them; they train as the source does, and as fast."""
     generator = dice(name, row)
-    seed, epsilon = generator.randrange(4), generator.choice([None, 3e-4])
-    gammas, momentum = generator.choice(["any", "not negative", "ones"]), generator.choice(["its own", None, 0.0])
+    seed = generator.randrange(4)
+    epsilon = generator.choice([None, 3e-4])
+    gammas = generator.choice(["any", "not negative", "ones"])
+    momentum = generator.choice(["its own", None, 0.0])
     x = images(12, seed)
     source = copy.deepcopy(trained(name, seed))
     for path in batchnorms(source):
@@ -83,10 +87,16 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     assert [path.removesuffix(".inner") for path in batchnorms(back)] == batchnorms(source)
     values = inputs_of_norms(back, x)
     for path, old_path in zip(batchnorms(back), batchnorms(source), strict=True):
-        norm, old = back.get_submodule(path), source.get_submodule(old_path)
-        assert (norm.momentum, norm.eps, norm.num_batches_tracked) == (old.momentum, old.eps, old.num_batches_tracked)
+        norm = back.get_submodule(path)
+        old = source.get_submodule(old_path)
+        assert (norm.momentum, norm.eps, norm.num_batches_tracked) == (
+            old.momentum,
+            old.eps,
+            old.num_batches_tracked,
+        )
         assert norm.running_mean.dtype == old.running_mean.dtype
-        mean, variance = values[path].mean(1), values[path].var(1)
+        mean = values[path].mean(1)
+        variance = values[path].var(1)
         tolerance = 1e-3 * (variance + 1e-4).sqrt()
         assert bool(((norm.running_mean - mean).abs() <= tolerance).all()), path
         assert bool(((norm.running_var - variance).abs() <= 1e-3 * (variance + 1e-4)).all()), path
@@ -95,7 +105,10 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
 
 
 # Some norms of the last one stay as a scale and shift.
-UNFOLDED = [*(case for case in CASES if "resnet" in case[0]), *(("resnetv2_18", row) for row in EXACT[:3])]
+UNFOLDED = [
+    *(case for case in CASES if "resnet" in case[0]),
+    *(("resnetv2_18", row) for row in EXACT[:3]),
+]
 
 
 @pytest.mark.parametrize(("name", "row"), UNFOLDED, ids=str)
@@ -108,7 +121,10 @@ def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     assert all(buffers[key].equal(value) for key, value in source.named_buffers())
     if row.scheme in ("affine", "tune", "frozen-bn"):
         norms = (path for path in batchnorms(source))
-        assert all(back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias")) for path in norms)
+        assert all(
+            back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias"))
+            for path in norms
+        )
     # What every parameter has learned since comes back, too.
     torch.manual_seed(dice(name, row).randrange(9))
     with torch.no_grad():
@@ -136,11 +152,14 @@ def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     # A network in which nothing is wrong is warned of nothing.
     assert not [note for note in done.notes if not re.search(SAID, note)]
     assert done.report.vacuous == ()
-    names, now = dict(done.renames), dict(done.model.named_parameters())
+    names = dict(done.renames)
+    now = dict(done.model.named_parameters())
     for old, parameter in source.named_parameters():
         new = names.get(old, old)
         if new in now:
             assert now[new].requires_grad == parameter.requires_grad, new
-    drops = {path: module.p for path, module in source.named_modules() if isinstance(module, DROPOUTS)}
+    drops = {
+        path: module.p for path, module in source.named_modules() if isinstance(module, DROPOUTS)
+    }
     for path, p in drops.items():
         assert done.model.get_submodule(path).p == p  # type: ignore[union-attr]

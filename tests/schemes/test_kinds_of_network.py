@@ -34,9 +34,12 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
-def test_most_of_what_a_group_is_divided_by_is_eps_by_default(to: str, images: tuple[Tensor, Tensor]) -> None:
+def test_most_of_what_a_group_is_divided_by_is_eps_by_default(
+    to: str, images: tuple[Tensor, Tensor]
+) -> None:
     """Without images that keeps more than half of it does (kinds.md)."""
-    model, pictures = zoo_networks.trained("depthwise"), images[0][:100]
+    model = zoo_networks.trained("depthwise")
+    pictures = images[0][:100]
     far = [
         l2(model, conversion.convert(model, to, inputs=pictures[:2], **way).model, pictures)
         for way in ({"relative_eps": 1}, {})
@@ -46,7 +49,8 @@ def test_most_of_what_a_group_is_divided_by_is_eps_by_default(to: str, images: t
 
 def l2(one: nn.Module, two: nn.Module, pictures: Tensor) -> float:
     with torch.inference_mode():
-        a, b = one(pictures).double(), two(pictures).double()
+        a = one(pictures).double()
+        b = two(pictures).double()
     return float((a - b).norm() / a.norm())
 
 
@@ -57,7 +61,11 @@ def test_samples_are_held_out_whole() -> None:
     (seen,) = dealt
     assert seen.args[0].flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9]
     assert [float(y) for y in seen.kwargs["y"]] == [-0.0, -1, -2, -4, -5, -6, -8, -9]
-    assert dealt.held[0].args[0].flatten().tolist() == [-float(y) for y in dealt.held[0].kwargs["y"]] == [3, 7]
+    assert (
+        dealt.held[0].args[0].flatten().tolist()
+        == [-float(y) for y in dealt.held[0].kwargs["y"]]
+        == [3, 7]
+    )
     table = torch.zeros(3)
     dealt = HeldOutSplit([Example((x + i, table)) for i in range(5)], torch.device("cpu"))
     assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
@@ -69,7 +77,8 @@ class Ends(nn.Module):
 
     def __init__(self, end: Callable[[Tensor], Any], channels: int = 6) -> None:
         super().__init__()
-        self.conv, self.end = nn.Conv2d(3, channels, 3, padding=1), end
+        self.conv = nn.Conv2d(3, channels, 3, padding=1)
+        self.end = end
 
     def forward(self, x: Tensor) -> Any:
         return self.end(self.conv(x))
@@ -89,16 +98,23 @@ class Ends(nn.Module):
     ],
     ids=["map", "classes", "tokens", "wave", "pyramid", "bounded", "features", "two"],
 )
-def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int, answer: str | None) -> None:
+def test_an_answer_is_told_from_a_wave_and_from_features(
+    end: Any, channels: int, answer: str | None
+) -> None:
     torch.manual_seed(0)
-    one, x = Ends(end, channels).eval(), torch.randn(40, 3, 8, 8)
+    one = Ends(end, channels).eval()
+    x = torch.randn(40, 3, 8, 8)
     two = copy.deepcopy(one)
     with torch.no_grad():
         two.conv.weight.add_(0.3 * torch.randn_like(two.conv.weight))
     kept = measured(one, two, [Example((x[:30],)), Example((x[30:],))], inspect(one, x[:2]))
     assert kept is not None
     error = compare(Network(one, x), two, exact=False).logits[-1]
-    assert (error.answer, error.axis, error.agreement) == (kept.answer, kept.axis, pytest.approx(kept.agreement))
+    assert (error.answer, error.axis, error.agreement) == (
+        kept.answer,
+        kept.axis,
+        pytest.approx(kept.agreement),
+    )
     assert (kept.agreement is None) is (answer is None)
     assert kept.answer.startswith(answer or "")
     assert f"axis {kept.axis}" == (answer or "").rpartition(" on ")[2] or kept.axis is None
@@ -106,7 +122,10 @@ def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int
         before, after = (net(x).argmax(int(answer[-1])) for net in (one, two))
         assert kept.agreement == pytest.approx(float((before == after).double().mean()))
     if answer and answer.endswith(" of "):
-        shares = {name: float((one(x)[name].argmax(1) == two(x)[name].argmax(1)).double().mean()) for name in "ab"}
+        shares = {
+            name: float((one(x)[name].argmax(1) == two(x)[name].argmax(1)).double().mean())
+            for name in "ab"
+        }
         least, other = sorted(shares, key=lambda name: shares[name])
         assert kept.agreement == pytest.approx(shares[least])
         assert kept.answer == f"{answer}{least}; {shares[other]:.1%} by {answer}{other}"
@@ -114,17 +133,42 @@ def test_an_answer_is_told_from_a_wave_and_from_features(end: Any, channels: int
 
 def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
     """Not those of other groups, nor of an image of one channel."""
-    convs = [nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 3)]
+    convs = [
+        nn.Conv2d(1, 8, 3),
+        nn.Conv2d(8, 8, 3, groups=4),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Conv2d(8, 8, 3),
+    ]
     parts = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU())]
     model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
     planned, _ = conversion.plan_step(inspect(model, torch.randn(2, 1, 16, 16)), "nf", stem="fit")
     assert {edit.path: edit.args["mean"] for edit in planned.edits if "mean" in edit.args} == {
-        "0": False, "3": False, "6": True, "9": False}  # fmt: skip
+        "0": False,
+        "3": False,
+        "6": True,
+        "9": False,
+    }
 
 
-def test_nothing_is_foretold_without_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    weights = ["support.zoo_networks:depthwise", "--weights", str(zoo_networks.DATA / "depthwise.safetensors")]
-    command = ["convert", *weights, "--to", "groupnorm", "--relative-eps", "0", "--force", "-o", str(tmp_path / "out")]
+def test_nothing_is_foretold_without_images(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = [
+        "support.zoo_networks:depthwise",
+        "--weights",
+        str(zoo_networks.DATA / "depthwise.safetensors"),
+    ]
+    command = [
+        "convert",
+        *weights,
+        "--to",
+        "groupnorm",
+        "--relative-eps",
+        "0",
+        "--force",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     card = tmp_path / "out" / "README.md"
     assert main(command) == 0
     out = capfd.readouterr().out

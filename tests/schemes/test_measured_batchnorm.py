@@ -1,4 +1,6 @@
-"""BatchNorms in a network that never had any: exact in eval mode, alive in training, foldable again."""
+"""BatchNorms in a network that never had any: exact in eval mode, alive in training, foldable
+again.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,18 @@ LIMIT = 1e-10
 
 
 class Small(nn.Module):
-    """A stem, a residual block whose second convolution is summed before its ReLU, a gate, and a head."""
+    """A stem, a residual block whose second convolution is summed before its ReLU, a gate, and a
+    head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.one, self.two = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 1)
+        self.one = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.two = nn.Conv2d(8, 8, 1)
         self.gate = nn.Conv2d(8, 8, 1)
-        self.linear, self.head = nn.Conv2d(8, 6, 1), nn.Conv2d(6, 4, 1)
+        self.linear = nn.Conv2d(8, 6, 1)
+        self.head = nn.Conv2d(6, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).relu()
@@ -41,7 +47,10 @@ def network() -> nn.Module:
 
 def images(count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 3, 12, 12, dtype=torch.float64, generator=generator) * 2 + 1 for _ in range(count)]
+    return [
+        torch.randn(4, 3, 12, 12, dtype=torch.float64, generator=generator) * 2 + 1
+        for _ in range(count)
+    ]
 
 
 def apart(a: nn.Module, b: nn.Module, x: Tensor) -> float:
@@ -51,11 +60,16 @@ def apart(a: nn.Module, b: nn.Module, x: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("options", "places"),
-    [({}, ["stem", "one", "two"]), ({"where": "conv"}, ["stem", "one", "two", "linear"]), ({"only": "one"}, ["one"]),
-     ({"skip": "stem"}, ["one", "two"])],
-)  # fmt: skip
+    [
+        ({}, ["stem", "one", "two"]),
+        ({"where": "conv"}, ["stem", "one", "two", "linear"]),
+        ({"only": "one"}, ["one"]),
+        ({"skip": "stem"}, ["one", "two"]),
+    ],
+)
 def test_where_they_are_put(options: dict[str, Any], places: list[str]) -> None:
-    net, batches = network(), images()
+    net = network()
+    batches = images()
     done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, **options)
     assert list(batchnorms(done.model)) == [f"{path}.then" for path in places]
     assert apart(net, done.model, torch.cat(images(2))) < LIMIT
@@ -63,10 +77,17 @@ def test_where_they_are_put(options: dict[str, Any], places: list[str]) -> None:
 
 
 def test_statistics_are_those_of_the_images() -> None:
-    net, batches = network(), images()
-    done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=[*batches, images(1)[0][:1]])
+    net = network()
+    batches = images()
+    done = normswap.convert(
+        net, "batchnorm", inputs=batches[0], calibrate=[*batches, images(1)[0][:1]]
+    )
     norm: Any = done.model.get_submodule("stem.then")
-    values = net.get_submodule("stem")(torch.cat([*batches, images(1)[0][:1]])).transpose(0, 1).flatten(1)
+    values = (
+        net.get_submodule("stem")(torch.cat([*batches, images(1)[0][:1]]))
+        .transpose(0, 1)
+        .flatten(1)
+    )
     bias: Any = net.get_submodule("stem").bias
     assert torch.allclose(norm.running_mean + bias, values.mean(1), atol=1e-12)
     assert torch.allclose(norm.running_var, values.var(1), rtol=1e-12)
@@ -86,7 +107,8 @@ def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ghost_batches_come_after(tmp_path: Path) -> None:
-    net, batches = network(), images()
+    net = network()
+    batches = images()
     done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, ghost_batch=2)
     norm: Any = done.model.get_submodule("one.then")
     assert norm.ghost == 2
@@ -98,7 +120,9 @@ def test_ghost_batches_come_after(tmp_path: Path) -> None:
 def fused() -> tuple[nn.Module, Tensor]:
     """A folded network that nobody knows the norms of."""
     model, x, _ = lived("resnet18")
-    return provenance.attach(normswap.convert(model, "folded", inputs=x).model, provenance.Provenance()), x
+    return provenance.attach(
+        normswap.convert(model, "folded", inputs=x).model, provenance.Provenance()
+    ), x
 
 
 def test_like_an_architecture_it_is_of_that_class() -> None:
@@ -106,7 +130,9 @@ def test_like_an_architecture_it_is_of_that_class() -> None:
     like = skeleton("resnet18")
     done = normswap.convert(net, "batchnorm", inputs=x, calibrate=[x], like=like)
     assert type(done.model) is type(like)
-    assert not any(type(module).__module__.startswith("normswap") for module in done.model.modules())
+    assert not any(
+        type(module).__module__.startswith("normswap") for module in done.model.modules()
+    )
     assert apart(net, done.model, x) < LIMIT
     like.load_state_dict(done.model.state_dict())
     seen: list[Tensor] = []
@@ -138,7 +164,8 @@ def test_like_another_architecture_is_refused() -> None:
 
 
 def test_images_that_nobody_took_are_refused() -> None:
-    net, batches = network(), images()
+    net = network()
+    batches = images()
     with pytest.raises(OptionError, match="there are none"):
         normswap.convert(net, "batchnorm", inputs=batches[0], where="conv")
     with pytest.raises(RefusedError, match="calibrate=DATA"):
@@ -149,13 +176,16 @@ def test_a_convolution_that_is_called_twice_gets_none() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem, self.shared = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+            self.stem = nn.Conv2d(3, 4, 1)
+            self.shared = nn.Conv2d(4, 4, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x).relu()
             return self.shared(self.shared(x).relu()).relu().mean((2, 3))
 
-    done = normswap.convert(Twice().double().eval(), "batchnorm", inputs=images()[0], calibrate=images())
+    done = normswap.convert(
+        Twice().double().eval(), "batchnorm", inputs=images()[0], calibrate=images()
+    )
     assert list(batchnorms(done.model)) == ["stem.then"]
     assert any("shared gets no norm: it is called more than once" in note for note in done.notes)
 
@@ -165,8 +195,11 @@ class Beside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.same, self.norm = nn.Conv2d(3, 4, 3), nn.Identity(), nn.BatchNorm2d(4)
-        self.other, self.head = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 1)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.same = nn.Identity()
+        self.norm = nn.BatchNorm2d(4)
+        self.other = nn.Conv2d(4, 4, 3)
+        self.head = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
@@ -176,7 +209,11 @@ class Beside(nn.Module):
 def test_a_norm_behind_an_identity_is_enough() -> None:
     torch.manual_seed(0)
     done = normswap.convert(
-        Beside().double().eval(), "batchnorm", inputs=images()[0], calibrate=images(), where="activation"
+        Beside().double().eval(),
+        "batchnorm",
+        inputs=images()[0],
+        calibrate=images(),
+        where="activation",
     )
     assert list(batchnorms(done.model)) == ["norm", "other.then"]
 
@@ -187,7 +224,8 @@ class Joined(nn.Module):
     def __init__(self, *, normed: bool) -> None:
         super().__init__()
         self.one, self.two = (nn.Conv2d(3, width, 3, bias=not normed) for width in (4, 5))
-        self.norm, self.head = nn.BatchNorm2d(9) if normed else nn.Identity(), nn.Conv2d(9, 2, 1)
+        self.norm = nn.BatchNorm2d(9) if normed else nn.Identity()
+        self.head = nn.Conv2d(9, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(torch.cat([self.one(x), self.two(x)], 1)).relu()).mean((2, 3))

@@ -1,4 +1,6 @@
-"""Law of bounds: what a case may be off by comes from the case beside it, not from what passed once."""
+"""Law of bounds: what a case may be off by comes from the case beside it, not from what passed
+once.
+"""
 
 import copy
 import functools
@@ -20,9 +22,16 @@ from normswap.schemes import dyt, groupnorm
 from normswap.surgery import applying, conversion
 
 # Schemes of which every value may be fitted, and one that need not.
-APPROXIMATE = (Row("groupnorm"), Row("layernorm"), Row("groupnorm", {"groups": 2, "relative_eps": 0.0}), Row("dyt"))
-# What a fit on a hundred images may lose by chance on others, and what a norm may lose more behind other factors.
-CHANCE, ANOTHER_WAY = 1.1, 3.0
+APPROXIMATE = (
+    Row("groupnorm"),
+    Row("layernorm"),
+    Row("groupnorm", {"groups": 2, "relative_eps": 0.0}),
+    Row("dyt"),
+)
+# What a fit on a hundred images may lose by chance on others, and what a norm may lose more behind
+# other factors.
+CHANCE = 1.1
+ANOTHER_WAY = 3.0
 
 
 @functools.cache
@@ -41,14 +50,20 @@ def off(model: nn.Module, result: nn.Module, x: Tensor) -> float:
     return distance(run(model, x), run(result, x))
 
 
-@crossed("name, row", SIX, APPROXIMATE, every=4, mark=pytest.mark.slow, slow=("resnet18", "seresnet18"))
+@crossed(
+    "name, row", SIX, APPROXIMATE, every=4, mark=pytest.mark.slow, slow=("resnet18", "seresnet18")
+)
 @pytest.mark.one_in(2)
 def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
-    """On average over three networks: of one of so few channels a third may be lost, or won, by chance."""
+    """On average over three networks: of one of so few channels a third may be lost, or won, by
+    chance.
+    """
     ratios = []
     for seed in range(3):
         without = lost(name, seed, row.scheme, **row.options)
-        ratios.append(lost(name, seed, row.scheme, **row.options, calibrate=[images(96, seed + 9)]) / without)
+        ratios.append(
+            lost(name, seed, row.scheme, **row.options, calibrate=[images(96, seed + 9)]) / without
+        )
     assert statistics.geometric_mean(ratios) <= CHANCE, ratios
 
 
@@ -57,7 +72,8 @@ def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
 def test_a_way_of_two_steps_is_no_worse_than_one(name: str, row: Row) -> None:
     """By an exact scheme, which has taken the norms away, to one that needs them."""
     generator = dice(name, row)
-    seed, before = generator.randrange(4), generator.choice(["folded", "weightnorm", "tune", "affine"])
+    seed = generator.randrange(4)
+    before = generator.choice(["folded", "weightnorm", "tune", "affine"])
     model = source(name, seed)
     first = normswap.convert(model, before, inputs=images(2))
     second = normswap.convert(first, row.scheme, inputs=images(2), **row.options).model
@@ -65,7 +81,8 @@ def test_a_way_of_two_steps_is_no_worse_than_one(name: str, row: Row) -> None:
     assert off(model, second, x) <= ANOTHER_WAY * lost(name, seed, row.scheme, **row.options) + 1e-9
 
 
-# What a scheme of norms per sample, or of a tanh, is fitted to, and what chooses factors of channels before each norm.
+# What a scheme of norms per sample, or of a tanh, is fitted to, and what chooses factors of
+# channels before each norm.
 TARGETS = {
     "groupnorm": (groupnorm.fitting_target, per_sample_rescaling.choose_rescaling),
     "layernorm": (groupnorm.fitting_target, per_sample_rescaling.choose_rescaling),
@@ -73,11 +90,15 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("row", [Row("groupnorm", {"group_size": 2}), Row("layernorm"), Row("dyt")], ids=str)
+@pytest.mark.parametrize(
+    "row", [Row("groupnorm", {"group_size": 2}), Row("layernorm"), Row("dyt")], ids=str
+)
 @pytest.mark.parametrize("name", SIX)
 def test_what_a_fit_compares_with_is_the_source(name: str, row: Row) -> None:
     """Before and after the factors are chosen, on leaves and on images; they do something."""
-    model, x, (target_of, choose) = source(name, 0), images(32), TARGETS[row.scheme]
+    model = source(name, 0)
+    x = images(32)
+    (target_of, choose) = TARGETS[row.scheme]
     step, _ = conversion.plan_step(inspection.inspect(model, x[:2]), row.scheme, **row.options)
     target, result = (applying.apply_step(model, each) for each in (target_of(step), step))
     before = {key: tensor.clone() for key, tensor in result.state_dict().items()}
@@ -88,12 +109,15 @@ def test_what_a_fit_compares_with_is_the_source(name: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)], ids=str
+    ("name", "row"),
+    [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)],
+    ids=str,
 )
 @pytest.mark.one_in(2)
 def test_in_float32_a_result_is_as_near_as_rounding_takes_the_source(name: str, row: Row) -> None:
     """Its error in float32 is at most some of what float32 costs the source itself."""
-    wide, x = source(name, 0), images(8, 5)
+    wide = source(name, 0)
+    x = images(8, 5)
     narrow = copy.deepcopy(wide).float()
     done = normswap.convert(narrow, row.scheme, inputs=x[:2].float(), **row.options).model
     reference = run(wide, x)

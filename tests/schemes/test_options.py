@@ -1,4 +1,6 @@
-"""The records of the schemes' options: they match the plans, refuse what cannot be, and need no torch."""
+"""The records of the schemes' options: they match the plans, refuse what cannot be, and need no
+torch.
+"""
 
 import inspect
 import subprocess
@@ -40,7 +42,11 @@ def test_defaults_are_allowed_and_every_option_has_a_line_of_help() -> None:
         ("layernorm", {"relative_eps": float("nan")}, "relative_eps=nan is not in"),
         ("dyt", {"bend": 0}, r"bend=0 is not in \(0, 4\]"),
         ("dyt", {"bend": 4.1}, r"bend=4.1 is not in \(0, 4\]"),
-        ("skipinit", {"alpha": float("inf")}, "alpha=inf is not 'match' or 'inv-sqrt-depth' or a finite number"),
+        (
+            "skipinit",
+            {"alpha": float("inf")},
+            "alpha=inf is not 'match' or 'inv-sqrt-depth' or a finite number",
+        ),
         ("skipinit", {"alpha": None}, "alpha= is not"),
         ("nf", {"stem": "zero"}, "stem=\"zero\" is not 'fit' or 'keep'"),
         ("residual-scale", {"rule": "golden"}, 'rule="golden" is not .balduzzi. or'),
@@ -54,7 +60,9 @@ def test_what_an_option_may_not_be(scheme: str, options: dict[str, object], why:
 
 def test_what_an_option_may_be() -> None:
     assert schemes.chosen("dyt", {"bend": 4}).options["bend"] == 4
-    assert schemes.chosen("groupnorm", {"groups": 4, "group_size": 0}).options["groups"] == 4  # 0: `groups` says it
+    assert (
+        schemes.chosen("groupnorm", {"groups": 4, "group_size": 0}).options["groups"] == 4
+    )  # 0: `groups` says it
     assert schemes.chosen("layernorm", {"relative_eps": 0}).options["relative_eps"] == 0
     assert schemes.chosen("skipinit", {"alpha": "0.5"}).options["alpha"] == 0.5
 
@@ -66,17 +74,26 @@ def test_only_what_differs_from_the_default_is_told() -> None:
 
 
 def test_the_placeholder_of_a_number_or_a_word() -> None:
-    assert Option("a", object, "x", metavar="NUMBER", choices=("x", "y")).placeholder == "x|y|NUMBER"
+    assert (
+        Option("a", object, "x", metavar="NUMBER", choices=("x", "y")).placeholder == "x|y|NUMBER"
+    )
     assert Option("a", int, 1).placeholder == "INT"
     assert str(Range(0, 4, low_open=True, high_open=False)) == "(0, 4]"
 
 
 def test_options_are_read_without_torch() -> None:
-    code = "import sys; from normswap import schemes; assert schemes.all_options(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from normswap import schemes; assert schemes.all_options(); assert 'torch' not"
+        " in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_option_of_a_scheme_has_a_type() -> None:
     own = {option.name for scheme in TARGETS.values() for option in scheme.options}
-    assert "groupnorm: relative_eps=9.0, eps, in multiples" in (conversion.convert.__doc__ or ""), "for help()"
-    assert own | {"only", "skip", "purpose"} == set(typing.get_type_hints(conversion.ConvertOptions))
+    assert "groupnorm: relative_eps=9.0, eps, in multiples" in (conversion.convert.__doc__ or ""), (
+        "for help()"
+    )
+    assert own | {"only", "skip", "purpose"} == set(
+        typing.get_type_hints(conversion.ConvertOptions)
+    )

@@ -1,4 +1,6 @@
-"""Networks that users write themselves: residual branches that end in a convolution, in a norm, in a function."""
+"""Networks that users write themselves: residual branches that end in a convolution, in a norm, in
+a function.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +29,11 @@ def lived(block: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("block", [PreAct, PostAct])
 def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Path) -> None:
-    """The pool is a function: the dropout sits in the linear layer's place. It can be set anew, and taken out."""
-    source, x = lived(block), torch.randn(2, 3, 41, 41, dtype=torch.float64)
+    """The pool is a function: the dropout sits in the linear layer's place. It can be set anew, and
+    taken out.
+    """
+    source = lived(block)
+    x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
     done = normswap.convert(source, "regularized-skipinit", dropout=0.6, input_size=(3, 33, 33))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -37,7 +42,9 @@ def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Pa
         for _ in range(50):
             done.model.train()(x)
         assert float((torch.stack(seen) == 0).double().mean()) == pytest.approx(0.6, abs=0.06)
-        again = normswap.convert(done.model, "regularized-skipinit", dropout=0.1, input_size=(3, 33, 33))
+        again = normswap.convert(
+            done.model, "regularized-skipinit", dropout=0.1, input_size=(3, 33, 33)
+        )
         plain = normswap.convert(again.model, "skipinit", input_size=(3, 33, 33))
         assert torch.equal(plain.model.train()(x), plain.model(x))
         assert (plain.model.eval()(x) - source(x)).norm() <= 1e-10 * source(x).norm()
@@ -80,15 +87,32 @@ def unet(norm: bool) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], Callable[[], nn.Module]]] = {
-    "torchvision, GroupNorm":
-        (resnet, "groupnorm", {"relative_eps": 0}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 1))),
-    "torchvision, GroupNorm, 32 groups":
-        (resnet, "groupnorm", {"relative_eps": 0, "groups": 32}, lambda: resnet(norm_layer=partial(nn.GroupNorm, 32))),
+    "torchvision, GroupNorm": (
+        resnet,
+        "groupnorm",
+        {"relative_eps": 0},
+        lambda: resnet(norm_layer=partial(nn.GroupNorm, 1)),
+    ),
+    "torchvision, GroupNorm, 32 groups": (
+        resnet,
+        "groupnorm",
+        {"relative_eps": 0, "groups": 32},
+        lambda: resnet(norm_layer=partial(nn.GroupNorm, 32)),
+    ),
     "torchvision, frozen": (resnet, "frozen-bn", {}, lambda: resnet(norm_layer=FrozenBatchNorm2d)),
-    "torchvision, VGG without norms": (lambda: layers(batch_norm=True), "folded", {}, lambda: layers(batch_norm=False)),
-    "segmentation_models_pytorch, decoder without norms":
-        (lambda: unet(True), "folded", {"only": ["decoder"]}, lambda: unet(False)),
-}  # fmt: skip
+    "torchvision, VGG without norms": (
+        lambda: layers(batch_norm=True),
+        "folded",
+        {},
+        lambda: layers(batch_norm=False),
+    ),
+    "segmentation_models_pytorch, decoder without norms": (
+        lambda: unet(True),
+        "folded",
+        {"only": ["decoder"]},
+        lambda: unet(False),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,6 @@
-"""The constants of papers and libraries, where they end up in a network: numbers from the papers, torch, timm."""
+"""The constants of papers and libraries, where they end up in a network: numbers from the papers,
+torch, timm.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,15 +25,26 @@ DEPTH = 8
 @pytest.fixture(scope="module")
 def resnet() -> nn.Module:
     torch.manual_seed(0)
-    return lived_in(timm.create_model("resnet18", num_classes=10, **ARGS), torch.randn(4, 3, 33, 33).double())
+    return lived_in(
+        timm.create_model("resnet18", num_classes=10, **ARGS), torch.randn(4, 3, 33, 33).double()
+    )
 
 
 PRINTED: dict[str, Callable[[int], tuple[float, float]]] = {
-    "balduzzi": lambda block: (0.70710678118654752, 0.70710678118654752),  # arXiv:1702.08591: 1/sqrt(2) of either
+    "balduzzi": lambda block: (
+        0.70710678118654752,
+        0.70710678118654752,
+    ),  # arXiv:1702.08591: 1/sqrt(2) of either
     "szegedy": lambda block: (1.0, 0.2),  # arXiv:1602.07261, section 3.3: between 0.1 and 0.3
-    "hanin": lambda block: (1.0, math.exp(block * math.log(0.9))),  # arXiv:1803.01719: eta_l = b^l, sum of all finite
+    "hanin": lambda block: (
+        1.0,
+        math.exp(block * math.log(0.9)),
+    ),  # arXiv:1803.01719: eta_l = b^l, sum of all finite
     "arpit": lambda block: (1.0, 0.125),  # arXiv:1906.02341: 1/B of B blocks
-    "rescale": lambda block: (math.sqrt((block - 1 + 8) / (block + 8)), 1 / math.sqrt(block + 8)),  # arXiv:2001.07094
+    "rescale": lambda block: (
+        math.sqrt((block - 1 + 8) / (block + 8)),
+        1 / math.sqrt(block + 8),
+    ),  # arXiv:2001.07094
 }
 
 
@@ -39,7 +52,9 @@ PRINTED: dict[str, Callable[[int], tuple[float, float]]] = {
 def test_residual_scales_are_the_papers(resnet: nn.Module, rule: str) -> None:
     """What each block of the converted network multiplies its branch and its sum with."""
     result = swapped(resnet, "residual-scale", rule=rule)
-    scales = [(path, float(m.alpha)) for path, m in result.named_modules() if isinstance(m, FixedScale)]
+    scales = [
+        (path, float(m.alpha)) for path, m in result.named_modules() if isinstance(m, FixedScale)
+    ]
     for block in range(1, DEPTH + 1):
         at = f"layer{(block + 1) // 2}.{(block - 1) % 2}."
         found = {path.removeprefix(at): value for path, value in scales if path.startswith(at)}
@@ -70,7 +85,9 @@ def test_branches_hold_the_factors_of_sums_that_no_activation_follows(rule: str)
 
 @pytest.mark.parametrize("depth", [1, 2, 7, 50])
 def test_what_rescalenet_is_for(depth: int) -> None:
-    """arXiv:2001.07094: the variance stays 1, and all branches weigh the same at the end: 1 / (2 L) each, skips 1/2."""
+    """arXiv:2001.07094: the variance stays 1, and all branches weigh the same at the end: 1 / (2 L)
+    each, skips 1/2.
+    """
     pairs = [RULES["rescale"](block, depth) for block in range(1, depth + 1)]
     skip = 1.0
     for a, b in reversed(pairs):
@@ -82,7 +99,9 @@ def test_what_rescalenet_is_for(depth: int) -> None:
 
 
 def test_fixups_exponent_in_bottlenecks() -> None:
-    """De & Smith 2020, section 6, Fixup's component 2: with m = 3 convolutions in a branch, L^(-1/4)."""
+    """De & Smith 2020, section 6, Fixup's component 2: with m = 3 convolutions in a branch,
+    L^(-1/4).
+    """
     torch.manual_seed(0)
     make = timm.create_model("resnet26", channels=(4, 8, 12, 16), num_classes=10)
     model: Any = lived_in(make, torch.randn(2, 3, 33, 33).double())
@@ -97,12 +116,19 @@ def test_fixups_exponent_in_bottlenecks() -> None:
 
 
 def upsampling() -> nn.Module:
-    """Its transposed convolution is a product a m, whose norm is |a| |m| as (out, rest), |a| |m|_F as (in, rest)."""
+    """Its transposed convolution is a product a m, whose norm is |a| |m| as (out, rest), |a| |m|_F
+    as (in, rest).
+    """
     torch.manual_seed(0)
     up = nn.ConvTranspose2d(4, 6, 3, stride=2)
     up.weight.data = torch.randn(4, 1, 1, 1) * torch.randn(1, 6, 3, 3)
-    model = Net(lambda m, x: m.head(m.bn(m.up(m.conv(x))).relu().mean((2, 3))), conv=nn.Conv2d(3, 4, 3), up=up,
-                bn=nn.BatchNorm2d(6), head=nn.Linear(6, 2))  # fmt: skip
+    model = Net(
+        lambda m, x: m.head(m.bn(m.up(m.conv(x))).relu().mean((2, 3))),
+        conv=nn.Conv2d(3, 4, 3),
+        up=up,
+        bn=nn.BatchNorm2d(6),
+        head=nn.Linear(6, 2),
+    )
     return lived_in(model, torch.randn(4, 3, 9, 9).double())
 
 
@@ -111,11 +137,14 @@ def test_weight_norm_of_transposed_convolutions_is_per_filter() -> None:
     net: Any = swapped(upsampling(), "weightnorm")
     weight = net.up.parametrizations.weight
     assert weight.original0.shape == (1, 6, 1, 1)
-    x, bias = torch.randn(2, 4, 5, 5, dtype=torch.float64), net.up.bias.view(1, -1, 1, 1)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    bias = net.up.bias.view(1, -1, 1, 1)
     before = net.up(x) - bias
     for channel in range(6):
         v = weight.original1[:, channel]
-        assert torch.allclose(net.up.weight[:, channel], weight.original0[0, channel] * v / v.square().sum().sqrt())
+        assert torch.allclose(
+            net.up.weight[:, channel], weight.original0[0, channel] * v / v.square().sum().sqrt()
+        )
     with torch.no_grad():
         weight.original0[0, 2] *= 3
     after = net.up(x) - bias
@@ -124,26 +153,36 @@ def test_weight_norm_of_transposed_convolutions_is_per_filter() -> None:
 
 
 def test_a_dead_filter_keeps_its_direction() -> None:
-    """gamma = 0 kills it: g is 0, and v what it was, so that it can live again; a filter of zeros gets ones."""
+    """gamma = 0 kills it: g is 0, and v what it was, so that it can live again; a filter of zeros
+    gets ones.
+    """
     model: Any = upsampling()
     with torch.no_grad():
         model.bn.weight[:2] = 0
         model.up.weight[:, 1] = 0
     before = model.up.weight.detach().clone()
     net: Any = swapped(model, "weightnorm")
-    gain, direction = net.up.parametrizations.weight.original0.flatten(), net.up.parametrizations.weight.original1
+    gain = net.up.parametrizations.weight.original0.flatten()
+    direction = net.up.parametrizations.weight.original1
     assert gain[:2].tolist() == [0, 0]
     assert bool((gain[2:] != 0).all())
-    assert torch.nn.functional.cosine_similarity(direction[:, 0].flatten(), before[:, 0].flatten(), 0) > 0.999
+    assert (
+        torch.nn.functional.cosine_similarity(direction[:, 0].flatten(), before[:, 0].flatten(), 0)
+        > 0.999
+    )
     assert bool((direction[:, 1] == direction[0, 1, 0, 0]).all())
 
 
 def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() -> None:
-    """Miyato et al. 2018, arXiv:1802.05957: of W as (out, rest); its largest singular value, by LAPACK."""
+    """Miyato et al. 2018, arXiv:1802.05957: of W as (out, rest); its largest singular value, by
+    LAPACK.
+    """
     net: Any = swapped(upsampling(), "spectralnorm")
     folded: Any = swapped(upsampling(), "folded")
     weight = folded.up.weight.detach()
-    largest, other = (torch.linalg.svdvals(w.flatten(1))[0].item() for w in (weight.transpose(0, 1), weight))
+    largest, other = (
+        torch.linalg.svdvals(w.flatten(1))[0].item() for w in (weight.transpose(0, 1), weight)
+    )
     (gain,) = net.up.parametrizations.weight[1].parameters()
     assert abs(other / largest - 1) > 0.05, "else this test would not tell"
     assert gain.item() == pytest.approx(largest, rel=0.02)  # of torch's 15 power iterations

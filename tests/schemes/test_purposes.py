@@ -1,4 +1,6 @@
-"""Private and federated training: what Opacus itself says, and its gradients per sample against one at a time."""
+"""Private and federated training: what Opacus itself says, and its gradients per sample against one
+at a time.
+"""
 
 import copy
 import functools
@@ -24,7 +26,9 @@ from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.storage.checkpoint import open_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # opacus': no secure random numbers, hooks on inputs without gradient
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # opacus': no secure random numbers, hooks on inputs without gradient
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("groupnorm", {"relative_eps": 0}),
     ("layernorm", {"relative_eps": 0}),
@@ -42,7 +46,9 @@ NARROW: dict[str, dict[str, Any]] = {
     "seresnet18": {"channels": (8, 16, 24, 32)},
     "test_efficientnet": {},
 }
-UNFIT = {("test_efficientnet", to) for to in ("skipinit", "regularized-skipinit", "fixup")}  # no residual blocks
+UNFIT = {
+    ("test_efficientnet", to) for to in ("skipinit", "regularized-skipinit", "fixup")
+}  # no residual blocks
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,10 @@ def small(arch: str) -> nn.Module:
 @functools.cache
 def images(count: int = 16) -> tuple[Tensor, Tensor]:
     loader = datasets.make_loader(
-        open_model(str(shipped.FOLDER)), str(shipped.FOLDER / "images.tar"), workers=0, samples=count
+        open_model(str(shipped.FOLDER)),
+        str(shipped.FOLDER / "images.tar"),
+        workers=0,
+        samples=count,
     )
     batches = list(loader)
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -75,17 +84,24 @@ def trained_privately(opacus: Any, model: nn.Module, steps: int = 3) -> list[flo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     private: Any
     private, optimizer, loader = opacus.PrivacyEngine().make_private(
-        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1e-3, max_grad_norm=1.0,
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1e-3,
+        max_grad_norm=1.0,
         poisson_sampling=False,
-    )  # fmt: skip
+    )
     losses = []
     for _ in range(steps):
         for inputs, labels in loader:
             loss = F.cross_entropy(private(inputs), labels)
             losses.append(loss.item())
             loss.backward()
-            assert all(p.grad_sample is not None and len(p.grad_sample) == len(x)
-                       for p in private.parameters() if p.requires_grad)  # fmt: skip
+            assert all(
+                p.grad_sample is not None and len(p.grad_sample) == len(x)
+                for p in private.parameters()
+                if p.requires_grad
+            )
             optimizer.step()
             optimizer.zero_grad()
     return losses
@@ -104,7 +120,9 @@ def test_the_demo_network_trains_privately(to: str, tmp_path: Path, opacus: Any)
 
 @pytest.mark.parametrize("arch", ["test_efficientnet", "resnetv2_18"])
 def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
-    """`ModuleValidator.fix` leaves BatchNormAct2d, and finds nothing wrong: statistics of the batch stay in it."""
+    """`ModuleValidator.fix` leaves BatchNormAct2d, and finds nothing wrong: statistics of the batch
+    stay in it.
+    """
     model = small(arch).float().train()
     validator = opacus.validators.ModuleValidator
     fixed = validator.fix(model)
@@ -112,7 +130,9 @@ def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
     assert validator.validate(fixed, strict=True) == []
     for to in ("layernorm", "skipinit" if arch == "resnetv2_18" else "folded"):
         options = {"relative_eps": 0} if to == "layernorm" else {}
-        result = normswap.convert(model, to, purpose="opacus", input_size=(3, 32, 32), **options).model
+        result = normswap.convert(
+            model, to, purpose="opacus", input_size=(3, 32, 32), **options
+        ).model
         assert not any(isinstance(module, BatchNormAct2d) for module in result.modules())
         losses = trained_privately(opacus, result)
         assert losses[-1] < losses[0]
@@ -121,7 +141,9 @@ def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
 @crossed("arch, way", NARROW, WAYS, every=4, ids=named)
 @pytest.mark.one_in(2)
 def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus: Any) -> None:
-    """Opacus' gradients of every parameter for every sample, against plain autograd on one sample at a time."""
+    """Opacus' gradients of every parameter for every sample, against plain autograd on one sample
+    at a time.
+    """
     to, options = way
     if (arch, to) in UNFIT:
         with pytest.raises(RefusedError, match="no residual blocks"):
@@ -129,7 +151,8 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus
         return
     done = normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
     assert done.steps == 2
-    x, y = torch.randn(3, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 3, 7])
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    y = torch.tensor([0, 3, 7])
     oracle = copy.deepcopy(done.model).train()
     for module in oracle.modules():
         if isinstance(module, nn.Dropout):
@@ -143,7 +166,9 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus
         for name, parameter in oracle.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 seen = ours[name].grad_sample[i]
-                assert float((seen - parameter.grad).norm()) <= 1e-8 * (1e-3 + float(parameter.grad.norm())), name
+                assert float((seen - parameter.grad).norm()) <= 1e-8 * (
+                    1e-3 + float(parameter.grad.norm())
+                ), name
 
 
 @crossed(
@@ -154,8 +179,11 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
 @pytest.mark.one_in(2)
-def test_the_function_is_that_of_the_scheme(one: tuple[str, str], way: tuple[str, dict[str, Any]]) -> None:
-    (arch, purpose), (to, options) = one, way
+def test_the_function_is_that_of_the_scheme(
+    one: tuple[str, str], way: tuple[str, dict[str, Any]]
+) -> None:
+    (arch, purpose) = one
+    (to, options) = way
     model = small(arch)
     plain = normswap.convert(model, to, input_size=(3, 32, 32), **options)
     done = normswap.convert(model, to, purpose=purpose, input_size=(3, 32, 32), **options)
@@ -205,7 +233,9 @@ def test_what_no_purpose_allows(purpose: str, to: str, why: str) -> None:
 @pytest.mark.parametrize("purpose", ["opacus", "federated"])
 def test_a_norm_that_is_left_out_is_refused_by_path(purpose: str) -> None:
     with pytest.raises(RefusedError, match="bn1"):
-        normswap.convert(small("resnet18"), "folded", only="layer1", purpose=purpose, input_size=(3, 32, 32))
+        normswap.convert(
+            small("resnet18"), "folded", only="layer1", purpose=purpose, input_size=(3, 32, 32)
+        )
 
 
 def test_sums_in_place_of_other_peoples_networks(opacus: Any) -> None:
@@ -216,7 +246,9 @@ def test_sums_in_place_of_other_peoples_networks(opacus: Any) -> None:
     assert sum(isinstance(module, Copy) for module in done.model.modules()) == 3
     x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
     opacus.GradSampleModule(copy.deepcopy(done.model).train())(x).sum().backward()
-    again = normswap.convert(done.model, "skipinit", alpha=0.5, purpose="opacus", input_size=(3, 33, 33)).model
+    again = normswap.convert(
+        done.model, "skipinit", alpha=0.5, purpose="opacus", input_size=(3, 33, 33)
+    ).model
     assert sum(isinstance(module, Copy) for module in again.modules()) == 3
 
 

@@ -1,4 +1,6 @@
-"""`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that cannot be."""
+"""`--to rmsnorm`: LayerNorm networks whose streams are centred, exactly; and the ones where that
+cannot be.
+"""
 
 import ast
 import re
@@ -25,8 +27,17 @@ from normswap.surgery import applying, unfolding
 from normswap.surgery.conversion import plan_step
 from normswap.surgery.network import Network
 
-EXACT = ("vit", "vit without qkv bias", "vit with registers, averaged", "vit, parallel", "deit", "deit, distilled",
-         "deit3, LayerScale", "cait, scales in forward", "beit, scales in forward, averaged")  # fmt: skip
+EXACT = (
+    "vit",
+    "vit without qkv bias",
+    "vit with registers, averaged",
+    "vit, parallel",
+    "deit",
+    "deit, distilled",
+    "deit3, LayerScale",
+    "cait, scales in forward",
+    "beit, scales in forward, averaged",
+)
 TOLERANCE = 1e-12
 
 
@@ -69,7 +80,10 @@ def test_exact(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [*((name, "rmsnorm") for name in EXACT), *((name, "folded") for name in ("vit", "swin", "convnext"))],
+    [
+        *((name, "rmsnorm") for name in EXACT),
+        *((name, "folded") for name in ("vit", "swin", "convnext")),
+    ],
 )
 def test_laws(name: str, scheme: str) -> None:
     """Edits have no order, a plan replays on a fresh skeleton, and gradients reach every parameter."""
@@ -85,13 +99,19 @@ def test_laws(name: str, scheme: str) -> None:
     assert torch.equal(run(result, x), run(fresh, x))
     result.train()
     result(x).square().sum().backward()
-    assert [path for path, p in result.named_parameters() if p.grad is None or not float(p.grad.abs().max()) > 0] == []
+    assert [
+        path
+        for path, p in result.named_parameters()
+        if p.grad is None or not float(p.grad.abs().max()) > 0
+    ] == []
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @crossed("name, scheme", EXACT, ["rmsnorm", "folded"], every=2)
 def test_there_and_back(name: str, scheme: str) -> None:
-    """The source's class, tensors by the same names, and what was learned; or, where a bias has no place, a refusal."""
+    """The source's class, tensors by the same names, and what was learned; or, where a bias has no
+    place, a refusal.
+    """
     model, x = small(name)
     done = normswap.convert(model, scheme, inputs=x).model
     with torch.no_grad():
@@ -101,23 +121,36 @@ def test_there_and_back(name: str, scheme: str) -> None:
         with pytest.raises(VerificationError, match="cannot unfold"):
             normswap.convert(done, "unfold", inputs=x)
         return
-    if scheme == "rmsnorm":  # training has brought a mean back into the stream, which a LayerNorm would take off
-        with pytest.raises(VerificationError, match="cannot unfold: the source computes something else"):
+    if (
+        scheme == "rmsnorm"
+    ):  # training has brought a mean back into the stream, which a LayerNorm would take off
+        with pytest.raises(
+            VerificationError, match="cannot unfold: the source computes something else"
+        ):
             normswap.convert(done, "unfold", inputs=x)
         done = normswap.convert(model, scheme, inputs=x).model
     assert distance(run(done, x), run(unfolding.unfold(Network(done)).module, x)) < 1e-11
 
 
 REFUSED = {
-    "swin": ("layers.0.blocks.0.norm1", "layers.1.downsample.norm reads it too, and needs its mean"),
+    "swin": (
+        "layers.0.blocks.0.norm1",
+        "layers.1.downsample.norm reads it too, and needs its mean",
+    ),
     "swin v2": ("norm", "layers.1.blocks.1.norm2 writes to it, whose output has a mean"),
     "clip": ("blocks.0.norm1", "norm_pre writes to it, whose output has a mean"),
     "convnext": ("stages.0.blocks.0.norm", "conv_dw writes to it, whose groups"),
-    "vit, norm of queries and keys": ("blocks.0.attn.q_norm", "where the channels are is not known"),
+    "vit, norm of queries and keys": (
+        "blocks.0.attn.q_norm",
+        "where the channels are is not known",
+    ),
 }
 LARGER = {
     "mixer_s32_224": ("blocks.0.norm1", "in blocks.0 adds to it what is no linear layer's output"),
-    "pit_ti_224": ("transformers.0.blocks.0.norm1", "transformers.1.pool.conv reads it too, and needs its mean"),
+    "pit_ti_224": (
+        "transformers.0.blocks.0.norm1",
+        "transformers.1.pool.conv reads it too, and needs its mean",
+    ),
 }
 
 
@@ -153,13 +186,21 @@ class Net(nn.Module):
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.body = body
-        self.patch, self.inner, self.outer = nn.Conv2d(3, 6, 4, 4), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.one, self.two, self.head = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 3)
-        self.plane, self.grouped = nn.LayerNorm([4, 6]), nn.Conv2d(3, 6, 4, 4, groups=3)
+        self.patch = nn.Conv2d(3, 6, 4, 4)
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6)
+        self.one = nn.LayerNorm(6)
+        self.two = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+        self.plane = nn.LayerNorm([4, 6])
+        self.grouped = nn.Conv2d(3, 6, 4, 4, groups=3)
         self.place = nn.Parameter(torch.randn(1, 1, 6))
-        self.places, self.gamma = nn.Parameter(torch.randn(1, 4, 6)), nn.Parameter(torch.randn(6))
-        self.shared, self.norm = nn.Parameter(torch.randn(6)), nn.BatchNorm2d(6)
-        self.holder, self.scale = nn.ParameterList([self.shared]), timm.layers.LayerScale(6)
+        self.places = nn.Parameter(torch.randn(1, 4, 6))
+        self.gamma = nn.Parameter(torch.randn(6))
+        self.shared = nn.Parameter(torch.randn(6))
+        self.norm = nn.BatchNorm2d(6)
+        self.holder = nn.ParameterList([self.shared])
+        self.scale = timm.layers.LayerScale(6)
         self.register_buffer("fixed", torch.randn(1, 1, 6))
         self.pretrained_cfg = {"input_size": (3, 8, 8)}
 
@@ -193,44 +234,98 @@ FINE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
     "a constant factor": lambda m, x: end(m, 0.5 * (m.tokens(x) + 2 * m.place)),
     "rolled, padded, cut, averaged": lambda m, x: m.head(
-        m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))),
-    "a parameter scales maps": lambda m, x: end(m, (m.patch(x) * m.gamma.reshape(-1, 1, 1)).flatten(2).transpose(1, 2)),
+        m.two(torch.nn.functional.pad(m.tokens(x).roll(1, 1), (0, 0, 1, 2))[:, :4].mean(1))
+    ),
+    "a parameter scales maps": lambda m, x: end(
+        m, (m.patch(x) * m.gamma.reshape(-1, 1, 1)).flatten(2).transpose(1, 2)
+    ),
     "a parameter scales rearranged values": lambda m, x: end(m, m.tokens(x) * m.place),
     "a vector is added": lambda m, x: end(m, m.tokens(x) + m.gamma),
     "one norm called twice": lambda m, x: end(m, y := m.tokens(x)) + end(m, y[:, :2]),
-}  # fmt: skip
+}
 OPEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a linear layer reads it": (lambda m, x: end(m, y := m.tokens(x)) + m.head(y.mean(1)), "head"),
     "it is returned": (lambda m, x: (end(m, y := m.tokens(x)), y), "returns it"),
-    "an activation reads it": (lambda m, x: m.head((m.two(y := m.tokens(x)) + y.relu()).mean(1)), "relu"),
+    "an activation reads it": (
+        lambda m, x: m.head((m.two(y := m.tokens(x)) + y.relu()).mean(1)),
+        "relu",
+    ),
     "a writer writes elsewhere": (twice, "outer writes to it, and elsewhere too"),
-    "an embedding is used elsewhere": (lambda m, x: end(m, m.tokens(x) + m.place) * m.place.sigmoid().sum(), "sigmoid"),
+    "an embedding is used elsewhere": (
+        lambda m, x: end(m, m.tokens(x) + m.place) * m.place.sigmoid().sum(),
+        "sigmoid",
+    ),
     "a constant is added": (lambda m, x: end(m, m.tokens(x) + m.fixed), "fixed.*no parameter"),
     "a constant is added off squares": (partial(off_squares, joins=torch.add), "no parameter"),
     "a constant scales it off squares": (partial(off_squares, joins=torch.mul), "no parameter"),
     "a number is added": (lambda m, x: end(m, m.tokens(x) + 1), "add"),
-    "a scale is read elsewhere": (lambda m, x: end(m, m.gamma * m.tokens(x)) * m.gamma.sum(), "gamma.*elsewhere"),
-    "two scaled writers": (lambda m, x: end(m, (y := m.gamma * m.tokens(x)) + m.gamma * m.outer(y)), "elsewhere"),
-    "a scaled value is read": (lambda m, x: end(m, m.gamma * (y := m.tokens(x))) + m.head(y.mean(1)), "makes its"),
-    "a scale for each token": (lambda m, x: end(m, m.tokens(x) * m.places), "places.*one number per channel"),
+    "a scale is read elsewhere": (
+        lambda m, x: end(m, m.gamma * m.tokens(x)) * m.gamma.sum(),
+        "gamma.*elsewhere",
+    ),
+    "two scaled writers": (
+        lambda m, x: end(m, (y := m.gamma * m.tokens(x)) + m.gamma * m.outer(y)),
+        "elsewhere",
+    ),
+    "a scaled value is read": (
+        lambda m, x: end(m, m.gamma * (y := m.tokens(x))) + m.head(y.mean(1)),
+        "makes its",
+    ),
+    "a scale for each token": (
+        lambda m, x: end(m, m.tokens(x) * m.places),
+        "places.*one number per channel",
+    ),
     "a scale of two modules": (lambda m, x: end(m, m.shared * m.tokens(x)), "shared.*elsewhere"),
-    "a called layer's bias scales": (lambda m, x: end(m, m.inner.bias * m.outer(m.inner(m.tokens(x)))), "inner.bias"),
-    "a called layer's bias is added": (lambda m, x: end(m, m.inner.bias + m.outer(m.inner(m.tokens(x)))), "inner.bias"),
-    "a scale of tokens": (lambda m, x: end(m, m.gamma[:, None] * torch.cat([y := m.tokens(x), y[:, :2]], 1)), "r mul"),
-    "a BatchNorm writes": (lambda m, x: end(m, m.norm(m.patch(x)).flatten(2).transpose(1, 2)), "norm writes to it"),
-    "a sum is scaled": (lambda m, x: end(m, m.gamma * (m.tokens(x) + m.place)), "add makes its input"),
+    "a called layer's bias scales": (
+        lambda m, x: end(m, m.inner.bias * m.outer(m.inner(m.tokens(x)))),
+        "inner.bias",
+    ),
+    "a called layer's bias is added": (
+        lambda m, x: end(m, m.inner.bias + m.outer(m.inner(m.tokens(x)))),
+        "inner.bias",
+    ),
+    "a scale of tokens": (
+        lambda m, x: end(m, m.gamma[:, None] * torch.cat([y := m.tokens(x), y[:, :2]], 1)),
+        "r mul",
+    ),
+    "a BatchNorm writes": (
+        lambda m, x: end(m, m.norm(m.patch(x)).flatten(2).transpose(1, 2)),
+        "norm writes to it",
+    ),
+    "a sum is scaled": (
+        lambda m, x: end(m, m.gamma * (m.tokens(x) + m.place)),
+        "add makes its input",
+    ),
     "a product is read": (
-        lambda m, x: end(m, m.gamma * m.inner(y := m.tokens(x))) + m.head((m.gamma * m.inner(y)).relu()).mean(1),
-        "inner writes to it, and elsewhere too"),
+        lambda m, x: (
+            end(m, m.gamma * m.inner(y := m.tokens(x)))
+            + m.head((m.gamma * m.inner(y)).relu()).mean(1)
+        ),
+        "inner writes to it, and elsewhere too",
+    ),
     "a LayerScale writes elsewhere": (
-        lambda m, x: end(m, m.scale(m.inner(y := m.tokens(x)))) + m.head(m.scale(m.inner(y)).relu()).mean(1),
-        "inner writes to it, and elsewhere too"),
-    "a square is added": (lambda m, x: end(m, (y := m.tokens(x)) + (z := m.inner(y)) * z), "is not known after mul"),
-    "grouped filters": (lambda m, x: end(m, m.grouped(x).flatten(2).transpose(1, 2)), "grouped.*groups of filters"),
-    "tokens and channels together": (lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)), "more than the channels"),
+        lambda m, x: (
+            end(m, m.scale(m.inner(y := m.tokens(x)))) + m.head(m.scale(m.inner(y)).relu()).mean(1)
+        ),
+        "inner writes to it, and elsewhere too",
+    ),
+    "a square is added": (
+        lambda m, x: end(m, (y := m.tokens(x)) + (z := m.inner(y)) * z),
+        "is not known after mul",
+    ),
+    "grouped filters": (
+        lambda m, x: end(m, m.grouped(x).flatten(2).transpose(1, 2)),
+        "grouped.*groups of filters",
+    ),
+    "tokens and channels together": (
+        lambda m, x: m.head(m.plane(m.tokens(x)).mean(1)),
+        "more than the channels",
+    ),
     "a part of the channels": (
-        lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]), "needs its mean"),
-}  # fmt: skip
+        lambda m, x: m.head(torch.cat([m.two(y := m.tokens(x)), y[..., :3]], 2)[:, 0, :6]),
+        "needs its mean",
+    ),
+}
 
 
 def placed(m: Any, x: Tensor, *, added: bool) -> Tensor:
@@ -241,7 +336,8 @@ def placed(m: Any, x: Tensor, *, added: bool) -> Tensor:
 for square in (True, False):
     OPEN[f"an embedding is used elsewhere {'off' if square else 'in'} squares"] = (
         lambda m, x, square=square: placed(m, x, added=(x.shape[-1] == x.shape[-2]) is square),
-        "place writes to it, and is read elsewhere too")  # fmt: skip
+        "place writes to it, and is read elsewhere too",
+    )
 
 
 def turned(m: Any, x: Tensor) -> Tensor:
@@ -250,7 +346,10 @@ def turned(m: Any, x: Tensor) -> Tensor:
     return end(m, y + y.mT)
 
 
-OPEN["channels in another place are added"] = (turned, "where the channels are is not known|adds to it")
+OPEN["channels in another place are added"] = (
+    turned,
+    "where the channels are is not known|adds to it",
+)
 
 
 def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
@@ -275,14 +374,20 @@ def test_streams_whose_mean_has_to_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["patch_embed.proj", "blocks.0.attn.proj", "blocks.1.mlp.fc2", "pos_embed", "cls_token"]
+    "missing",
+    ["patch_embed.proj", "blocks.0.attn.proj", "blocks.1.mlp.fc2", "pos_embed", "cls_token"],
 )
 def test_every_writer_counts(missing: str) -> None:
     """The checker of this file notices one that is not centred."""
     model, x = small("vit")
     planned, _ = step(model, "rmsnorm")
-    args = {edit.path: {k: v for k, v in edit.args.items() if k != "centred"} for edit in planned.edits}
-    edits = [replace(edit, args=args[missing]) if edit.path == missing else edit for edit in planned.edits]
+    args = {
+        edit.path: {k: v for k, v in edit.args.items() if k != "centred"} for edit in planned.edits
+    }
+    edits = [
+        replace(edit, args=args[missing]) if edit.path == missing else edit
+        for edit in planned.edits
+    ]
     edits = [edit for edit in edits if edit.path != missing or edit.layer != "Centred"]
     assert edits != list(planned.edits)
     harmed = applying.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
@@ -309,7 +414,9 @@ def test_rmsnorm_is_timms(shift: bool) -> None:
 def test_maps_too() -> None:
     """LayerNorm over dimension 1 of (N, C, H, W)."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Conv2d(3, 6, 3), timm.layers.LayerNorm2d(6), nn.Conv2d(6, 6, 3), nn.GELU())
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 6, 3), timm.layers.LayerNorm2d(6), nn.Conv2d(6, 6, 3), nn.GELU()
+    )
     model.pretrained_cfg = {"input_size": (3, 9, 9)}
     inhabit(model.double().eval())
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)

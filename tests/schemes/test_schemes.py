@@ -1,4 +1,5 @@
-"""THE table: every scheme x every architecture keeps the function, in float64, on networks that look trained.
+"""THE table: every scheme x every architecture keeps the function, in float64, on networks that
+look trained.
 
 The laws that every row obeys are in test_every_scheme.py, on small networks; where alpha starts, in
 test_branch_scale.py.
@@ -19,11 +20,30 @@ from torch import Tensor, nn
 from normswap import schemes
 
 ARCHITECTURES = (
-    "resnet18", "resnet34", "resnet50", "resnet50d", "resnet26t", "resnext50_32x4d", "wide_resnet50_2", "seresnet50",
-    "ecaresnet50t", "resnetaa50", "resnetblur50", "resnetrs50", "resnetv2_18", "resnetv2_34", "resnetv2_50",
-    "resnetv2_50d", "regnetx_002", "regnety_002", "seresnext26t_32x4d", "efficientnet_b0", "mobilenetv3_small_050",
-)  # fmt: skip
-BASIC, BOTTLENECK = (64, 32, 64, 128), (16, 32, 64, 128)  # channels: the stem's 64 go on without a downsample, or not
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet50d",
+    "resnet26t",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "seresnet50",
+    "ecaresnet50t",
+    "resnetaa50",
+    "resnetblur50",
+    "resnetrs50",
+    "resnetv2_18",
+    "resnetv2_34",
+    "resnetv2_50",
+    "resnetv2_50d",
+    "regnetx_002",
+    "regnety_002",
+    "seresnext26t_32x4d",
+    "efficientnet_b0",
+    "mobilenetv3_small_050",
+)
+BASIC = (64, 32, 64, 128)
+BOTTLENECK = (16, 32, 64, 128)  # channels: the stem's 64 go on without a downsample, or not
 SIZES = (64, 97)
 TOLERANCE = 1e-10
 
@@ -38,7 +58,9 @@ class Lived:
     logits: list[Tensor]
 
 
-def features_and_logits(model: nn.Module, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def features_and_logits(
+    model: nn.Module, inputs: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of `forward_features` (as they pass by in `forward`), and of `forward`."""
     net: Any = model
     features: list[Tensor] = []
@@ -58,14 +80,20 @@ def features_and_logits(model: nn.Module, inputs: list[Tensor]) -> tuple[list[Te
 
 @functools.lru_cache(1)
 def lived(arch: str) -> Lived:
-    """A network that can tell: the input moves the output, no branch is dead, gammas of every kind are there."""
+    """A network that can tell: the input moves the output, no branch is dead, gammas of every kind
+    are there.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def noise(size: int) -> Tensor:
         return torch.randn(2, 3, size, size, generator=generator, dtype=torch.float64)
 
     torch.manual_seed(0)
-    narrow = {"channels": BASIC if arch.endswith(("18", "34")) else BOTTLENECK} if "resne" in arch else {}
+    narrow = (
+        {"channels": BASIC if arch.endswith(("18", "34")) else BOTTLENECK}
+        if "resne" in arch
+        else {}
+    )
     model = lived_in(timm.create_model(arch, num_classes=10, **narrow), noise(64))
     inputs = [noise(size) for size in SIZES]
     features, logits = features_and_logits(model, inputs)
@@ -87,13 +115,17 @@ def test_exact_on_every_architecture(arch: str, row: Row) -> None:
     assert batchnorms(result) == (batchnorms(trained.model) if row.norms else [])
     assert type(result) is type(trained.model)
     features, logits = features_and_logits(result, trained.inputs)
-    for found, expected in zip([*features, *logits], [*trained.features, *trained.logits], strict=True):
+    for found, expected in zip(
+        [*features, *logits], [*trained.features, *trained.logits], strict=True
+    ):
         assert distance(expected, found) <= TOLERANCE
 
 
 def test_every_scheme_has_a_row() -> None:
     """An exact one, but for the norms with statistics per sample."""
-    assert {row.scheme for row in ROWS} == set(schemes.names()) - {"rmsnorm"}  # has a table of its own: test_rmsnorm.py
+    assert {row.scheme for row in ROWS} == set(schemes.names()) - {
+        "rmsnorm"
+    }  # has a table of its own: test_rmsnorm.py
     assert {row.scheme for row in ROWS} - {row.scheme for row in EXACT} == {
         "groupnorm",
         "layernorm",
@@ -104,7 +136,10 @@ def test_every_scheme_has_a_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_rows_say_what_the_scheme_says(row: Row) -> None:
-    assert schemes.get(row.scheme).is_exact(schemes.chosen(row.scheme, row.options).options) is row.exact
+    assert (
+        schemes.get(row.scheme).is_exact(schemes.chosen(row.scheme, row.options).options)
+        is row.exact
+    )
 
 
 @pytest.mark.parametrize("harm", ["eps", "one gamma", "one channel", "mean", "alpha"])

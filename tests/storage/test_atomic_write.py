@@ -36,12 +36,15 @@ def export(folder: Path, version: str) -> None:
 
 
 def versions(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()}
+    return {
+        name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()
+    }
 
 
 def killed_in(monkeypatch: pytest.MonkeyPatch, at: int, work: Any) -> bool:
     """Whether a process of its own ends at the n-th renaming that it does for `work`."""
-    renames, replace = itertools.count(), os.replace
+    renames = itertools.count()
+    replace = os.replace
 
     def killed(source: Any, target: Any) -> None:
         if next(renames) == at:
@@ -71,7 +74,9 @@ def test_a_process_killed_at_any_rename_leaves_no_mixture(
         assert names == dict.fromkeys(NET, "new" if not died else "old")
     export(tmp_path, "next")
     assert versions(tmp_path) == dict.fromkeys(NET, "next")
-    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write._umask() for name in NET)
+    assert all(
+        (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write._umask() for name in NET
+    )
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -81,7 +86,8 @@ def test_where_a_file_cannot_come_the_old_ones_are_back(
 ) -> None:
     if replaces:
         export(tmp_path, "old")
-    renames, replace = itertools.count(), os.replace
+    renames = itertools.count()
+    replace = os.replace
 
     def fails(source: Any, target: Any) -> None:
         if next(renames) == at:
@@ -149,10 +155,17 @@ def test_force_replaces_no_folder_with_one_of_the_two_files(tmp_path: Path, name
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_label_offset_drops_the_first_classes(offset: int) -> None:
-    """Weights from TensorFlow have a background class 0; timm's `load_pretrained` drops `label_offset` rows."""
+    """Weights from TensorFlow have a background class 0; timm's `load_pretrained` drops
+    `label_offset` rows.
+    """
     source: Any = timm.create_model("resnet18", num_classes=5 + offset, channels=(4, 4, 4, 4))
     model: Any = timm.create_model("resnet18", num_classes=5, channels=(4, 4, 4, 4))
-    cfg = {"classifier": "fc", "num_classes": 5, "label_offset": offset, "input_size": (3, 224, 224)}
+    cfg = {
+        "classifier": "fc",
+        "num_classes": 5,
+        "label_offset": offset,
+        "input_size": (3, 224, 224),
+    }
     weight_files.load_into(model, source.state_dict(), "file", cfg)
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -190,7 +203,8 @@ def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:
 def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, rename = tmp_path / "out", os.replace
+    place = tmp_path / "out"
+    rename = os.replace
     checkpoint.save(small(), place)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
 
@@ -206,9 +220,13 @@ def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_wrote_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was not there when the work began."""
-    place, model, check = tmp_path / "out", small(), network_folder.check_writable
+    place = tmp_path / "out"
+    model = small()
+    check = network_folder.check_writable
     checkpoint.save(model, place)
     asked: list[Path] = []
 

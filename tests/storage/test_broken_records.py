@@ -1,4 +1,6 @@
-"""Plans, headers, recipes with one thing changed at random: done, or one line, exit code 2, nothing written."""
+"""Plans, headers, recipes with one thing changed at random: done, or one line, exit code 2, nothing
+written.
+"""
 
 import contextlib
 import copy
@@ -21,13 +23,37 @@ from normswap.errors import NormswapError, RecipeError
 from normswap.storage import checkpoint
 from normswap.training import recipe_files
 
-JUNK = (None, True, -1, 0, 7, 1.5, 1e300, float("nan"), "", "x", "conv1", "a b\nc", [], [1], ["x"], {}, {"x": 1})
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    7,
+    1.5,
+    1e300,
+    float("nan"),
+    "",
+    "x",
+    "conv1",
+    "a b\nc",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"x": 1},
+)
 few = settings(max_examples=25, derandomize=True, database=None)
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where there is anything, from the leaves' point of view and from that of what holds them."""
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in inner:
         yield (*above, key)
         yield from places(value, (*above, key))
@@ -56,7 +82,8 @@ def mutated(draw: st.DrawFn, tree: Any) -> Any:
 
 def said(*words: str) -> tuple[int, str]:
     """Exit code and stderr of one command."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     return code, err.getvalue()
@@ -78,7 +105,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint.save(
-        convert(small(), "skipinit", input_size=(3, 33, 33)), tmp_path_factory.mktemp("data") / "out"
+        convert(small(), "skipinit", input_size=(3, 33, 33)),
+        tmp_path_factory.mktemp("data") / "out",
     )
 
 
@@ -87,18 +115,23 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
     body = data.draw(mutated(record_of(converted)["plan"]))
     with tempfile.TemporaryDirectory() as name:
-        plan, out = Path(name) / "plan.json", Path(name) / "out"
+        plan = Path(name) / "plan.json"
+        out = Path(name) / "out"
         plan.write_text(json.dumps(body))
         code, error = said("convert", str(source), "--from-plan", str(plan), "-o", str(out))
         check(code, error)
-        assert sorted(path.name for path in Path(name).iterdir()) == (["plan.json"] if code else ["out", "plan.json"])
+        assert sorted(path.name for path in Path(name).iterdir()) == (
+            ["plan.json"] if code else ["out", "plan.json"]
+        )
 
 
 @few
 @given(st.data())
 def test_recipes(data: st.DataObject) -> None:
     """Of any shipped recipe: it is one still, or refused as one that is not."""
-    body = data.draw(mutated(yaml.safe_load(recipe_files.text(data.draw(st.sampled_from(recipe_files.names()))))))
+    body = data.draw(
+        mutated(yaml.safe_load(recipe_files.text(data.draw(st.sampled_from(recipe_files.names())))))
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(yaml.safe_dump(body))
@@ -112,15 +145,28 @@ def test_training_by_recipes(source: Path, data: st.DataObject) -> None:
     """The images are not there, so that whatever the recipe says, nothing is done."""
     body = data.draw(mutated(yaml.safe_load(recipe_files.text("cifar10_recover_bn"))))
     with tempfile.TemporaryDirectory() as folder:
-        file, out = Path(folder) / "recipe.yaml", Path(folder) / "out"
+        file = Path(folder) / "recipe.yaml"
+        out = Path(folder) / "out"
         file.write_text(yaml.safe_dump(body))
-        code, error = said("finetune", str(source), "--recipe", str(file), "--data", "nowhere", "-o", str(out))
+        code, error = said(
+            "finetune", str(source), "--recipe", str(file), "--data", "nowhere", "-o", str(out)
+        )
         assert code == 2
         check(code, error)
         assert [path.name for path in Path(folder).iterdir()] == ["recipe.yaml"]
 
 
-FIELDS = ("arch", "plan", "source", "sha256", "pretrained_cfg", "report", "hashes", "tensors", "version")
+FIELDS = (
+    "arch",
+    "plan",
+    "source",
+    "sha256",
+    "pretrained_cfg",
+    "report",
+    "hashes",
+    "tensors",
+    "version",
+)
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "arch.name", "arch.kwargs", "arch.builder"])

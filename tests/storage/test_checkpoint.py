@@ -1,4 +1,6 @@
-"""Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is named."""
+"""Checkpoints: what is loaded computes what was saved; nothing is lost or half written; damage is
+named.
+"""
 
 import errno
 import os
@@ -43,16 +45,21 @@ def images() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "kind"), [("groupnorm", {"relative_eps": 0}, "GroupNorm"), ("dyt", {}, "DynamicTanh")]
+    ("to", "options", "kind"),
+    [("groupnorm", {"relative_eps": 0}, "GroupNorm"), ("dyt", {}, "DynamicTanh")],
 )
 def test_unfold_of_another_kind_of_norm_is_refused(
     to: str, options: dict[str, float], kind: str, tmp_path: Path
 ) -> None:
-    """No BatchNorm computes what it does; one that does so on average folds away, and then there is a way back."""
+    """No BatchNorm computes what it does; one that does so on average folds away, and then there is
+    a way back.
+    """
     source = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
     x = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     done = convert(source, to, input_size=(3, 32, 32), **options)
-    with pytest.raises(RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* `calibrate=DATA`"):
+    with pytest.raises(
+        RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* `calibrate=DATA`"
+    ):
         convert(done.model, "unfold", input_size=(3, 32, 32))
     checkpoint.save(done, tmp_path / "other")
     assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
@@ -74,7 +81,9 @@ def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.bn = nn.BatchNorm2d(4)
+            self.head = nn.Linear(4, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.bn(self.conv(x)).relu().mean((2, 3)))
@@ -82,7 +91,9 @@ def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:
     own = lived_in(Own(), torch.randn(4, 3, 16, 16)).float().eval()
     conversion = convert(own, "folded", input_size=(3, 16, 16))
     folder = checkpoint.save(conversion, tmp_path / "own")
-    assert torch.equal(checkpoint.load(folder, skeleton=Own())(images()), conversion.model(images()))
+    assert torch.equal(
+        checkpoint.load(folder, skeleton=Own())(images()), conversion.model(images())
+    )
     with pytest.raises(SourceError, match="does not say how its network is built"):
         checkpoint.load(folder)
 
@@ -130,7 +141,9 @@ def test_of_a_link_the_directory_that_it_points_to_is_replaced(saved: Path, tmp_
 
 
 @pytest.mark.parametrize("what", ["model.safetensors", "norms.safetensors"])
-def test_a_full_disk_loses_nothing(saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(
+    saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
     def full(tensors: object, file: Path, metadata: object) -> None:
@@ -157,12 +170,16 @@ def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> N
     assert {file.stat().st_mode & 0o7777 for file in folder.iterdir()} == {0o666 & ~mask}
 
 
-def test_why_it_cannot_be_written_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_it_cannot_be_written_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(OutputError, match=f"^cannot write {tmp_path / 'out'}: No space left on device$"):
+    with pytest.raises(
+        OutputError, match=f"^cannot write {tmp_path / 'out'}: No space left on device$"
+    ):
         checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
 
 
@@ -171,9 +188,21 @@ DAMAGE = {
     "a tensor is too many": ({"tensors": {"extra": torch.zeros(1)}}, SourceError, "extra"),
     "NaN": ({"tensors": {"fc.weight": torch.full((5, 32), torch.nan)}}, SourceError, "fc.weight"),
     "a later schema": ({"header": {"version": 99}}, SourceError, "version 99"),
-    "an edited plan": ({"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}}, PlanError, "digest"),
-    "another architecture": ({"header": {"arch": asdict(Arch("resnet18"))}}, PlanError, "layer1.0.downsample.0"),
-    "an unknown architecture": ({"header": {"arch": asdict(Arch("resnet1800"))}}, SourceError, "resnet1800"),
+    "an edited plan": (
+        {"header": {"plan": {"version": 2, "steps": [], "digest": "0"}}},
+        PlanError,
+        "digest",
+    ),
+    "another architecture": (
+        {"header": {"arch": asdict(Arch("resnet18"))}},
+        PlanError,
+        "layer1.0.downsample.0",
+    ),
+    "an unknown architecture": (
+        {"header": {"arch": asdict(Arch("resnet1800"))}},
+        SourceError,
+        "resnet1800",
+    ),
 }
 
 
@@ -204,24 +233,37 @@ def test_options_that_a_checkpoint_makes_useless(saved: Path, given: dict) -> No
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = lived_in(
-        timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8)), torch.randn(4, 3, 64, 64).double()
+        timm.create_model("resnet18", num_classes=3, channels=(4, 4, 8, 8)),
+        torch.randn(4, 3, 64, 64).double(),
     )
-    return normswap.save(convert(model.float(), "skipinit"), tmp_path_factory.mktemp("flips") / "net")
+    return normswap.save(
+        convert(model.float(), "skipinit"), tmp_path_factory.mktemp("flips") / "net"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "norms.safetensors"])
 def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) -> None:
     """In the tensor that it is in, unless that has NaN or inf then."""
-    whole, tensors = (written / name).read_bytes(), load_file(written / name)
+    whole = (written / name).read_bytes()
+    tensors = load_file(written / name)
     begin = 8 + int.from_bytes(whole[:8], "little")
-    for place in torch.randint(begin, len(whole), (12,), generator=torch.Generator().manual_seed(0)).tolist():
+    for place in torch.randint(
+        begin, len(whole), (12,), generator=torch.Generator().manual_seed(0)
+    ).tolist():
         shutil.copytree(written, tmp_path / f"{place}")
         harmed = bytearray(whole)
         harmed[place] ^= 1 << place % 8
         (tmp_path / f"{place}" / name).write_bytes(harmed)
         harmed_tensors = load_file(tmp_path / f"{place}" / name)
-        (other,) = (key for key, t in tensors.items() if t.numpy().tobytes() != harmed_tensors[key].numpy().tobytes())
-        with pytest.raises(SourceError, match=rf"{name}.* (are not those that were saved: {other}: |has NaN or inf)"):
+        (other,) = (
+            key
+            for key, t in tensors.items()
+            if t.numpy().tobytes() != harmed_tensors[key].numpy().tobytes()
+        )
+        with pytest.raises(
+            SourceError,
+            match=rf"{name}.* (are not those that were saved: {other}: |has NaN or inf)",
+        ):
             normswap.load(tmp_path / f"{place}")
 
 
@@ -232,7 +274,9 @@ def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) 
         normswap.load(file.parent)
     model = normswap.load(file.parent, changed=True)
     assert model.fc.bias.mean() > 0.5
-    assert torch.equal(normswap.load(normswap.save(model, tmp_path / "again")).fc.bias, model.fc.bias)
+    assert torch.equal(
+        normswap.load(normswap.save(model, tmp_path / "again")).fc.bias, model.fc.bias
+    )
     for name, tensor in load_file(file).items():
         rewrite(file.parent, tensors={name: None, f"module.{name}": tensor})
     with pytest.raises(SourceError, match=r"are not those that were saved: conv1"):
@@ -244,7 +288,9 @@ def test_a_record_without_a_hash_of_each_tensor_is_read(written: Path, tmp_path:
     rewrite(folder, header={"tensors": {}})
     normswap.load(folder)
     rewrite(folder, tensors={"fc.bias": torch.zeros(3)})
-    with pytest.raises(SourceError, match=r"are not those that were saved: model.safetensors: missing, damaged"):
+    with pytest.raises(
+        SourceError, match=r"are not those that were saved: model.safetensors: missing, damaged"
+    ):
         normswap.load(folder)
 
 
@@ -276,7 +322,9 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
     assert "folded (" not in (plain / "README.md").read_text()
     assert "keeps the function of its source" in (plain / "README.md").read_text()
-    other = checkpoint.save(convert(lived("resnet18"), "layernorm", relative_eps=0), tmp_path / "other")
+    other = checkpoint.save(
+        convert(lived("resnet18"), "layernorm", relative_eps=0), tmp_path / "other"
+    )
     assert "changes the function of its source" in (other / "README.md").read_text()
 
 
@@ -286,22 +334,31 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
         (None, ""),
         (
             Kept(0.875, 0.25, 16),
-            "same prediction on 87.5 % of 16 held-out images (97.5 % sure: at least 64 %), relative L2 2.5e-01",
+            (
+                "same prediction on 87.5 % of 16 held-out images (97.5 % sure: at least 64 %),"
+                " relative L2 2.5e-01"
+            ),
         ),
         (Kept(None, 0.25, 16), "relative L2 2.5e-01 on 16 held-out images"),
     ],
 )
 def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
-    record = Provenance(plan=Plan((Step("skipinit", {"alpha": "0"}, ()), Step("groupnorm", {"groups": 2}, ()))))
+    record = Provenance(
+        plan=Plan((Step("skipinit", {"alpha": "0"}, ()), Step("groupnorm", {"groups": 2}, ())))
+    )
     error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 1.0)
     card = model_card.render(record, Report(False, True, "some noise", (error,), kept=kept))
     assert "\n# network converted to groupnorm (groups = 2)\n" in card
     assert "- Conversion: source -> skipinit (alpha = 0) -> groupnorm (groups = 2)\n" in card
     assert "\n| float32 | 2x3x8x8 | 1.2e-01 | 5.0e-01 |\n" in card
     lines = [f"Measured on images that nothing was fitted to: {said}. Other images may keep less."]
-    assert [line for line in card.splitlines() if "nothing was fitted" in line] == (lines if kept else [])
+    assert [line for line in card.splitlines() if "nothing was fitted" in line] == (
+        lines if kept else []
+    )
     assert "BatchNorm network back" not in card
     assert "SHA-256" not in card
     known = model_card.render(Provenance(source="resnet18.a1_in1k", sha256="ab12"), None)
-    assert "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known
+    assert (
+        "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known
+    )
     assert "Not verified" in model_card.render(record, None)

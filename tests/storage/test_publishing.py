@@ -1,4 +1,6 @@
-"""`normswap push`, and what was pushed as a MODEL: against a hub on this machine that speaks the hub's protocol."""
+"""`normswap push`, and what was pushed as a MODEL: against a hub on this machine that speaks the
+hub's protocol.
+"""
 
 import os
 import re
@@ -31,7 +33,9 @@ ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 @pytest.fixture(scope="module")
 def source() -> nn.Module:
     torch.manual_seed(0)
-    model = checkpoint.open_model("resnet18", weights="random", arch_args=ARGS)  # older timm remembers no arguments
+    model = checkpoint.open_model(
+        "resnet18", weights="random", arch_args=ARGS
+    )  # older timm remembers no arguments
     return lived_in(model, torch.randn(8, 3, 64, 64)).float().eval()
 
 
@@ -66,26 +70,45 @@ def test_there_and_back(
     normswap.save(done, tmp_path / "out")
     (tmp_path / "out" / "private-notes.txt").write_text("stays here")
     assert main(["push", "out", "me/small"]) == 2
-    assert "nobody knows the license of the weights in out. Give --license NAME" in capsys.readouterr().err
+    assert (
+        "nobody knows the license of the weights in out. Give --license NAME"
+        in capsys.readouterr().err
+    )
     assert main(["push", "out", "me/small", "--license", "mit", "--json"]) == 0
     said = as_documented(capsys.readouterr().out, "push")
     assert not said["alone"]
-    assert sorted(path.name for path in hub["me/small"].iterdir()) == sorted(said["files"]) == [
-        "README.md", "config.json", "model.safetensors", "norms.safetensors"]  # fmt: skip
+    assert (
+        sorted(path.name for path in hub["me/small"].iterdir())
+        == sorted(said["files"])
+        == ["README.md", "config.json", "model.safetensors", "norms.safetensors"]
+    )
     card = ModelCard.load("me/small")
-    assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", None, "normswap")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == (
+        "mit",
+        None,
+        "normswap",
+    )
     (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value) == ("relative_l2", done.report.worst.relative_l2)
+    assert (result.metric_type, result.metric_value) == (
+        "relative_l2",
+        done.report.worst.relative_l2,
+    )
     assert torch.equal(outputs(by_its_card(card)), outputs(done.model))
     again = checkpoint.open_model("hf-hub:me/small")
     assert torch.equal(outputs(again), outputs(done.model))
     assert main(["convert", "hf-hub:me/small", "--to", "unfold", "-o", "bn"]) == 0
-    torch.testing.assert_close(outputs(checkpoint.load("bn")), outputs(source), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        outputs(checkpoint.load("bn")), outputs(source), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("unfold", {}), ("groupnorm", {"groups": 32, "relative_eps": 0}), ("groupnorm", {"relative_eps": 0})],
+    [
+        ("unfold", {}),
+        ("groupnorm", {"groups": 32, "relative_eps": 0}),
+        ("groupnorm", {"relative_eps": 0}),
+    ],
 )
 def test_what_timm_builds_timm_loads(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path, to: str, options: dict[str, int]
@@ -102,11 +125,15 @@ def test_what_timm_builds_timm_loads(
     assert torch.equal(outputs(checkpoint.open_model("hf-hub:me/plain")), outputs(done.model))
 
 
-def test_a_repository_that_is_there_gets_the_next_version(source: nn.Module, hub: dict[str, Path]) -> None:
+def test_a_repository_that_is_there_gets_the_next_version(
+    source: nn.Module, hub: dict[str, Path]
+) -> None:
     for to in ("folded", "skipinit"):
         normswap.save(normswap.convert(source, to=to), to)
         assert main(["push", to, "me/small", "--license", "mit"]) == 0
-    assert (hub["me/small"] / "model.safetensors").read_bytes() == Path("skipinit/model.safetensors").read_bytes()
+    assert (hub["me/small"] / "model.safetensors").read_bytes() == Path(
+        "skipinit/model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,9 @@ def test_what_the_hub_does_not_take_is_one_line(
     assert says in line
 
 
-def test_a_damaged_directory_is_not_pushed(source: nn.Module, hub: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_directory_is_not_pushed(
+    source: nn.Module, hub: dict[str, Path], tmp_path: Path
+) -> None:
     normswap.save(normswap.convert(source, to="folded"), tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -174,14 +203,26 @@ def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sour
 ) -> None:
     torch.manual_seed(0)
     args = ARGS if name == "resnet18" else {"num_classes": 4}
-    source = lived_in(checkpoint.open_model(name, weights="random", arch_args=args), torch.randn(8, 3, 64, 64)).float()
-    write_folder(tmp_path / "base", source.eval().state_dict(), architecture=name, num_classes=4, model_args=args)
+    source = lived_in(
+        checkpoint.open_model(name, weights="random", arch_args=args), torch.randn(8, 3, 64, 64)
+    ).float()
+    write_folder(
+        tmp_path / "base",
+        source.eval().state_dict(),
+        architecture=name,
+        num_classes=4,
+        model_args=args,
+    )
     (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
     hub["some/base"] = tmp_path / "base"
     folded = normswap.convert(normswap.open("hf-hub:some/base"), to="folded")
     assert not normswap.push(normswap.save(folded, tmp_path / "out"), "me/folded").alone
     card = ModelCard.load("me/folded")
-    assert (card.data.license, card.data.base_model, card.data.library_name) == ("bsd-3-clause", "some/base", "timm")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == (
+        "bsd-3-clause",
+        "some/base",
+        "timm",
+    )
     (result,) = card.data.eval_results
     assert result.metric_value == folded.report.worst.relative_l2
     torch.save(outputs(folded.model), "wanted.pt")
@@ -193,5 +234,9 @@ assert type(model) is type(timm.create_model("{name}"))
 x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 assert torch.equal(model(x), torch.load("wanted.pt"))
 """
-    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "fresh")}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": constants.ENDPOINT,
+        "HF_HOME": str(tmp_path / "fresh"),
+    }
     subprocess.run([sys.executable, "-I", "-c", alone], env=environment, check=True)

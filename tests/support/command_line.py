@@ -1,4 +1,6 @@
-"""Commands as the tests run them: in a folder of their own, with JSON read, and refusals held to one line."""
+"""Commands as the tests run them: in a folder of their own, with JSON read, and refusals held to
+one line.
+"""
 
 import importlib
 import json
@@ -28,7 +30,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
-    """Run with --json: stdout is JSON of the keys that --help lists, and nothing else; stderr is empty."""
+    """Run with --json: stdout is JSON of the keys that --help lists, and nothing else; stderr is
+    empty.
+    """
     capfd.readouterr()
     assert main([*arguments, "--json"]) == code
     out, err = capfd.readouterr()
@@ -39,7 +43,8 @@ def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
 def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
     """What --json prints; None for a refusal, which is one line and leaves the folder empty.
 
-    That the result is wrong is no refusal: it should have been right, or refused before it was made.
+    That the result is wrong is no refusal: it should have been right, or refused before it was
+    made.
     """
     capfd.readouterr()
     code = main([*arguments, "--json"])
@@ -48,7 +53,10 @@ def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
     if not code:
         return json.loads(out)
     assert (code, err.count("\n"), err[:7], list(folder.iterdir())) == (2, 1, "error: ", []), err
-    known = "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such option"
+    known = (
+        "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such"
+        " option"
+    )
     assert not re.search(known, err), err
     return None
 
@@ -69,14 +77,19 @@ def documented(arguments: Sequence[str]) -> list[set[str]]:
 
 
 def options_of(command: str) -> set[str]:
-    names = [name for option in load(command).params for name in (*option.opts, *option.secondary_opts)]
+    names = [
+        name for option in load(command).params for name in (*option.opts, *option.secondary_opts)
+    ]
     return {name for name in names if name.startswith("--")}
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
     """All files and folders, by path, but for what Python caches of a module that is imported."""
     paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in paths
+    }
 
 
 DEMO = ("convert", MODEL, "--to")
@@ -99,7 +112,13 @@ def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd
 
 FEW = ("--samples", "60", "--batch-size", "20", "--workers", "0")
 # What the reader puts in place of words in capitals; and what makes a command quick.
-READER = {"IMAGES": "demo", "DATA": "demo", "MODEL": MODEL, "SCHEME": "affine", "FILE.onnx": "FILE.pt2"}
+READER = {
+    "IMAGES": "demo",
+    "DATA": "demo",
+    "MODEL": MODEL,
+    "SCHEME": "affine",
+    "FILE.onnx": "FILE.pt2",
+}
 QUICK = {
     "evaluate": FEW,
     "verify": ("--samples", "20", "--workers", "0"),

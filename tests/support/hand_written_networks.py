@@ -13,8 +13,10 @@ class PreAct(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.bn1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2, self.conv2 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(F.relu(self.bn1(x)))
@@ -28,8 +30,10 @@ class PostAct(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
-        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 1)
+        self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).add(x).relu_()
@@ -51,7 +55,8 @@ class Branch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.bn(self.conv(x)))
@@ -83,7 +88,9 @@ class Answers(nn.Module):
 
     def __init__(self, answer: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+        )
         self.answer = answer
 
     def forward(self, x: Tensor) -> Any:

@@ -1,10 +1,12 @@
-"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download and upload a model.
+"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download and
+upload a model.
 
-    with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a subprocess
+    with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a
+    subprocess
 
-Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server says it); "stall"
-(half a file comes, resuming brings nothing more); "500"; "garbage" (weights of the right length, all zeros);
-"read-only" and "no-token" (take nothing).
+Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server
+says it); "stall" (half a file comes, resuming brings nothing more); "500"; "garbage" (weights of
+the right length, all zeros); "read-only" and "no-token" (take nothing).
 """
 
 import contextlib
@@ -44,28 +46,39 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
-        given, here = self._given(), f"http://{self.headers['Host']}"
+        given = self._given()
+        here = f"http://{self.headers['Host']}"
         if self.mode in (refusals := {"no-token": 401, "read-only": 403, "500": 500}):
             return self._refuse(refusals[self.mode], "")
         if self.path == "/api/validate-yaml":
             return self._say({"errors": [], "warnings": []})
         if self.path == "/api/repos/create":
             wanted = json.loads(given)
-            repo = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
+            repo = (
+                f"{wanted['organization']}/{wanted['name']}"
+                if wanted.get("organization")
+                else wanted["name"]
+            )
             there = repo in self.repos
             (self.store / repo).mkdir(parents=True, exist_ok=True)
             self.repos.setdefault(repo, self.store / repo)
             return self._say({"url": f"{here}/{repo}"}, status=409 if there else 200)
-        asked = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0])
+        asked = re.fullmatch(
+            r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0]
+        )
         if asked is None or asked[1] not in self.repos:
             return self._refuse(404, "RepoNotFound")
         if asked[2] == "preupload":
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                     for file in json.loads(given)["files"]]  # fmt: skip
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for file in json.loads(given)["files"]
+            ]
             return self._say({"files": files})
         for entry in map(json.loads, given.splitlines()):
             if entry["key"] == "file":
-                (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(b64decode(entry["value"]["content"]))
+                (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(
+                    b64decode(entry["value"]["content"])
+                )
         url = f"{here}/{asked[1]}/commit/{COMMIT}"
         return self._say({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
 
@@ -85,7 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, body: bool) -> None:
         self.seen.append(f"{self.command} {self.path}")
         resolved = re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", self.path.partition("?")[0])
-        listed = re.fullmatch(r"/api/models/(.+?)(?:/(?:revision|tree)/.+)?", self.path.partition("?")[0])
+        listed = re.fullmatch(
+            r"/api/models/(.+?)(?:/(?:revision|tree)/.+)?", self.path.partition("?")[0]
+        )
         repo = resolved[1] if resolved else listed[1] if listed else ""
         if self.mode == "500":
             return self._refuse(500, "")
@@ -105,7 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, repo: str) -> dict[str, Any]:
         files = [{"rfilename": file.name} for file in sorted(self.repos[repo].iterdir())]
-        return {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": files, "tags": ["timm"]}
+        return {
+            "id": repo,
+            "modelId": repo,
+            "sha": COMMIT,
+            "private": False,
+            "siblings": files,
+            "tags": ["timm"],
+        }
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
@@ -129,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         weights = file.suffix == ".safetensors"
         if self.mode == "garbage" and weights:
             content = bytes(len(content))
-        size, start = len(content), 0
+        size = len(content)
+        start = 0
         if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(asked[1])
         self.send_response(206 if start else 200)
@@ -154,7 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
-    """Let huggingface_hub in this process talk to `url`, its cache under `home`: it reads the environment only once."""
+    """Let huggingface_hub in this process talk to `url`, its cache under `home`: it reads the
+    environment only once.
+    """
     monkeypatch.setattr(constants, "ENDPOINT", url)
     for module in (constants, file_download):  # older clients keep a copy of the template
         template = url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,4 +1,6 @@
-"""Networks that take their inputs in other forms than a tensor, and a plain one that computes the same."""
+"""Networks that take their inputs in other forms than a tensor, and a plain one that computes the
+same.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +18,12 @@ class Trunk(nn.Module):
 
     def __init__(self, classes: int = 5) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.one, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.two, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.one = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.two = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
         self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:

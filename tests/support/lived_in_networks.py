@@ -1,8 +1,9 @@
 """Networks that look as if they had been trained, and the yardstick the tests measure with.
 
-A fresh timm network zeroes the last gamma of every branch and knows nothing of its statistics: whole branches can be
-lost in it unseen. Here every gamma and beta is random, some gammas are negative or zero, and each norm's statistics are
-measured on what reaches it (as training mode would) and then perturbed, so that the input moves the output.
+A fresh timm network zeroes the last gamma of every branch and knows nothing of its statistics:
+whole branches can be lost in it unseen. Here every gamma and beta is random, some gammas are
+negative or zero, and each norm's statistics are measured on what reaches it (as training mode
+would) and then perturbed, so that the input moves the output.
 """
 
 from typing import Any
@@ -23,11 +24,13 @@ from normswap.plan import Step
 from normswap.surgery import applying
 
 BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, FrozenBatchNormAct2d)
-NEGATIVE, ZERO = 0.2, 0.1  # fractions of the gammas
+NEGATIVE = 0.2
+ZERO = 0.1  # fractions of the gammas
 
 
 def lived_in(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
-    """`model` itself, now in float64 and eval mode, its norms (any BatchNorm class) as if they had been trained on `x`.
+    """`model` itself, now in float64 and eval mode, its norms (any BatchNorm class) as if they had
+    been trained on `x`.
 
     Args:
         x: an input (N, C, H, W) of the network; its statistics become the network's.
@@ -49,11 +52,13 @@ def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
 
 
 def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
-    """`lived_in`, with branches that add little to the stream, as those of trained networks do: the last gamma of each
-    is 0.3 times as large. Rounding errors do not grow from block to block then, and float32 is as near to float64 at
-    the logits as it is in trained networks.
+    """`lived_in`, with branches that add little to the stream, as those of trained networks do: the
+    last gamma of each is 0.3 times as large. Rounding errors do not grow from block to block then,
+    and float32 is as near to float64 at the logits as it is in trained networks.
     """
-    model.load_state_dict(block_signals.awake(model).state_dict())  # NFNets start with branches that add nothing
+    model.load_state_dict(
+        block_signals.awake(model).state_dict()
+    )  # NFNets start with branches that add nothing
     lived_in(model, x, seed)
     with torch.no_grad():
         for block in inspection.inspect(model).blocks:
@@ -65,7 +70,11 @@ def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
 
 def _measured(model: nn.Module, x: Tensor, generator: torch.Generator) -> None:
     norms: list[Any] = [module for module in model.modules() if isinstance(module, BATCHNORMS)]
-    handles = [norm.register_forward_pre_hook(_measure(generator)) for norm in norms if norm.running_var is not None]
+    handles = [
+        norm.register_forward_pre_hook(_measure(generator))
+        for norm in norms
+        if norm.running_var is not None
+    ]
     with torch.no_grad():
         model(x.double())
     for handle in handles:
@@ -73,11 +82,14 @@ def _measured(model: nn.Module, x: Tensor, generator: torch.Generator) -> None:
 
 
 def _randomize(norm: Any, generator: torch.Generator) -> None:
-    gamma, beta = norm.weight, norm.bias
+    gamma = norm.weight
+    beta = norm.bias
     if gamma is None:
         return
     lots = torch.rand(gamma.shape, generator=generator, dtype=torch.float64)
-    lots[:2] = torch.tensor([0.0, NEGATIVE])[: len(lots)]  # at least one of each kind, however narrow the network
+    lots[:2] = torch.tensor([0.0, NEGATIVE])[
+        : len(lots)
+    ]  # at least one of each kind, however narrow the network
     value = torch.rand(gamma.shape, generator=generator, dtype=torch.float64) + 0.5
     value = torch.where(lots < NEGATIVE + ZERO, -value, value)
     with torch.no_grad():
@@ -103,7 +115,9 @@ def batchnorms(model: nn.Module) -> list[str]:
 
 
 def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, PlanBuilder]:
-    """The plan of one conversion of a network, or of one that has been looked at, and the builder it comes from."""
+    """The plan of one conversion of a network, or of one that has been looked at, and the builder
+    it comes from.
+    """
     options = schemes.chosen(to, options).options
     seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
     builder = schemes.get(to).plan(seen, **options)
@@ -125,7 +139,9 @@ def run(model: nn.Module, *x: Any) -> Tensor:
 
 
 def distance(reference: Tensor, value: Tensor) -> float:
-    """Relative L2 distance, absolute from a reference of zeros; infinite for another shape or anything not finite."""
+    """Relative L2 distance, absolute from a reference of zeros; infinite for another shape or
+    anything not finite.
+    """
     if reference.shape != value.shape or not bool(torch.isfinite(value).all()):
         return float("inf")
     return float((value - reference).norm() / (reference.norm() or 1))

@@ -16,7 +16,9 @@ from normswap.provenance import Provenance
 
 ARGS: dict[str, Any] = {"channels": [8, 16, 32, 64]}
 SMALL = {"arch": "resnet18", "arch_args": ARGS, "num_classes": 10}
-SMALL_IMAGES = {"input_size": (3, 64, 64)}  # what a network is made for: nothing that is made for it is larger
+SMALL_IMAGES = {
+    "input_size": (3, 64, 64)
+}  # what a network is made for: nothing that is made for it is larger
 State = dict[str, torch.Tensor]
 
 
@@ -42,8 +44,18 @@ def write_folder(folder: Path, state: State, **config: Any) -> None:
     folder.mkdir()
     save_file(state, folder / "model.safetensors")
     names = [f"class{i}" for i in range(10)]
-    cfg = {"input_size": [3, 48, 48], "mean": [0.5, 0.4, 0.3], "crop_pct": 1.0, "label_names": names}
-    layout = {"architecture": "resnet18", "num_classes": 10, "model_args": ARGS, "pretrained_cfg": cfg}
+    cfg = {
+        "input_size": [3, 48, 48],
+        "mean": [0.5, 0.4, 0.3],
+        "crop_pct": 1.0,
+        "label_names": names,
+    }
+    layout = {
+        "architecture": "resnet18",
+        "num_classes": 10,
+        "model_args": ARGS,
+        "pretrained_cfg": cfg,
+    }
     (folder / "config.json").write_text(json.dumps({**layout, **config}))
 
 
@@ -53,8 +65,17 @@ def record_of(folder: Path) -> Any:
         return json.loads(opened.metadata()["normswap"])
 
 
-def rewrite(folder: Path, *, header: Mapping = {}, tensors: Mapping[str, torch.Tensor | None] = {}) -> None:
-    """Write the weights again with other keys in the record, or other tensors; without those that are None."""
-    file, record = folder / "model.safetensors", record_of(folder)
-    state = {name: tensor for name, tensor in {**load_file(file), **tensors}.items() if tensor is not None}
+def rewrite(
+    folder: Path, *, header: Mapping = {}, tensors: Mapping[str, torch.Tensor | None] = {}
+) -> None:
+    """Write the weights again with other keys in the record, or other tensors; without those that
+    are None.
+    """
+    file = folder / "model.safetensors"
+    record = record_of(folder)
+    state = {
+        name: tensor
+        for name, tensor in {**load_file(file), **tensors}.items()
+        if tensor is not None
+    }
     save_file(state, file, {"normswap": json.dumps({**record, **header})})

@@ -23,7 +23,13 @@ RESNETS: dict[str, dict[str, Any]] = {
     "seresnet18": {"channels": (8, 16, 24, 32), "layers": (1, 1, 2, 1)},
     "ecaresnet50t": {"channels": (8, 16, 24, 32), "layers": (1, 2, 1, 1)},
 }
-_SMALL = {"channels": (64, 64, 128, 128), "depths": (1, 2, 1, 1), "group_size": 16, "stem_chs": 32, "num_features": 0}
+_SMALL = {
+    "channels": (64, 64, 128, 128),
+    "depths": (1, 2, 1, 1),
+    "group_size": 16,
+    "stem_chs": 32,
+    "num_features": 0,
+}
 NORM_FREE: dict[str, dict[str, Any]] = {
     "nf_resnet26": {"width_factor": 0.25, "depths": (1, 2, 1, 1)},
     "nf_regnet_b0": {"width_factor": 0.5, "depths": (1, 2, 1, 1)},

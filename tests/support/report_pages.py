@@ -53,8 +53,11 @@ class Checker(HTMLParser):
         assert "url(" not in " ".join(named.values())
         assert named.get("src", "data:").startswith("data:")
         href = named.get("href", "")
-        assert not href or (tag, href) == ("link", "data:,") or (
-            tag == "a" and href.startswith("https://arxiv.org/abs/"))  # fmt: skip
+        assert (
+            not href
+            or (tag, href) == ("link", "data:,")
+            or (tag == "a" and href.startswith("https://arxiv.org/abs/"))
+        )
         if tag == "img":
             assert len(named["alt"]) > 20
         if tag not in self.VOID:

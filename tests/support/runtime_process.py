@@ -1,4 +1,6 @@
-"""Run an exported file in a fresh process that has only the file's own runtime: importing anything else fails there."""
+"""Run an exported file in a fresh process that has only the file's own runtime: importing anything
+else fails there.
+"""
 
 import subprocess
 import sys
@@ -22,27 +24,37 @@ _BLOCKED = {
     "litert": [*_OURS, "torch", "onnx", "onnxruntime", "litert_torch", "jax"],
     "ncnn": [*_OURS, "torch", "onnx", "onnxruntime", "pnnx"],
 }
-_PT2 = "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
+_PT2 = (
+    "m = torch.export.load(file).module()\nrun = lambda x: m(torch.from_numpy(x)).detach().numpy()"
+)
 _ONNX = """import onnxruntime as ort
 session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])
 run = lambda x: session.run(['{output}'], {{'images': x}})[0]"""
 _RUN = {
     "onnx": _ONNX,
-    "openvino": "import openvino as ov\n"
-    "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
-    "run = lambda x: m(x)['{output}'].copy()",
+    "openvino": (
+        "import openvino as ov\n"
+        "m = ov.Core().compile_model(file, 'CPU', {{'INFERENCE_PRECISION_HINT': 'f32'}})\n"
+        "run = lambda x: m(x)['{output}'].copy()"
+    ),
     "pt2": f"import torch\n{_PT2}",
     "pt2 in int8": f"import torch\nimport torch.ao.quantization.fx._decomposed\n{_PT2}",
-    "executorch": "import torch\nfrom executorch.runtime import Runtime\n"
-    "m = Runtime.get().load_program(file).load_method('forward')\n"
-    "run = lambda x: m.execute([torch.from_numpy(x)])[0].numpy().copy()",
-    "litert": "from ai_edge_litert.interpreter import Interpreter\n"
-    "m = Interpreter(file, num_threads=1).get_signature_runner()\nrun = lambda x: m(images=x)['{output}']",
-    "ncnn": "import ncnn\nnet = ncnn.Net()\n"
-    "net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False\n"
-    "assert net.load_param(file) == 0 and net.load_model(file[:-6] + '.bin') == 0\n"
-    "def run(x):\n    e = net.create_extractor()\n    e.input('images', ncnn.Mat(x[0]).clone())\n"
-    "    return np.array(e.extract('{output}')[1])[None]",
+    "executorch": (
+        "import torch\nfrom executorch.runtime import Runtime\n"
+        "m = Runtime.get().load_program(file).load_method('forward')\n"
+        "run = lambda x: m.execute([torch.from_numpy(x)])[0].numpy().copy()"
+    ),
+    "litert": (
+        "from ai_edge_litert.interpreter import Interpreter\nm = Interpreter(file,"
+        " num_threads=1).get_signature_runner()\nrun = lambda x: m(images=x)['{output}']"
+    ),
+    "ncnn": (
+        "import ncnn\nnet = ncnn.Net()\nnet.opt.use_fp16_packed = net.opt.use_fp16_storage ="
+        " net.opt.use_fp16_arithmetic = False\nassert net.load_param(file) == 0 and"
+        " net.load_model(file[:-6] + '.bin') == 0\ndef run(x):\n    e = net.create_extractor()\n   "
+        " e.input('images', ncnn.Mat(x[0]).clone())\n    return"
+        " np.array(e.extract('{output}')[1])[None]"
+    ),
 }
 _PROGRAM = """
 import sys, warnings
@@ -70,15 +82,20 @@ def skip_without(form: str) -> None:
         pytest.importorskip(package)
 
 
-def run_alone(file: Path, form: str, x: Tensor, *, batch: int = 1, output: str = "logits") -> Tensor:
+def run_alone(
+    file: Path, form: str, x: Tensor, *, batch: int = 1, output: str = "logits"
+) -> Tensor:
     """The answers of `file` to `x` (N, C, H, W), `batch` images at a time.
 
     Raises:
         AssertionError: it does not load, or needs something that is blocked.
     """
-    program = _PROGRAM.format(blocked=set(_BLOCKED[form]), run=_RUN[form].format(output=output), batch=batch)
+    program = _PROGRAM.format(
+        blocked=set(_BLOCKED[form]), run=_RUN[form].format(output=output), batch=batch
+    )
     with tempfile.TemporaryDirectory() as folder:
-        given, wanted = Path(folder) / "x.npy", Path(folder) / "y.npy"
+        given = Path(folder) / "x.npy"
+        wanted = Path(folder) / "y.npy"
         np.save(given, x.numpy())
         command = [sys.executable, "-c", program, str(file), str(given), str(wanted)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -13,7 +13,9 @@ def named(row: Any) -> str:
 
 def sampled(rows: Iterable[Any], every: int) -> list[Any]:
     """The rows of a table, one in `every` of which is not long."""
-    return [pytest.param(row, marks=[pytest.mark.long] * bool(i % every)) for i, row in enumerate(rows)]
+    return [
+        pytest.param(row, marks=[pytest.mark.long] * bool(i % every)) for i, row in enumerate(rows)
+    ]
 
 
 def dice(*case: Any) -> random.Random:
@@ -36,17 +38,24 @@ def crossed(
     mark: pytest.MarkDecorator = pytest.mark.long,
     slow: tuple[str, ...] = (),
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with the pairs of two tables, one in `every` of which is not long, or what the mark says.
+    """Parametrize a test with the pairs of two tables, one in `every` of which is not long, or what
+    the mark says.
 
     Args:
         names: of the two arguments, as pytest takes them.
         ids: the name of a row.
         slow: rows of the first table all pairs of which have the mark.
     """
-    rows, columns = list(ones), list(others)
+    rows = list(ones)
+    columns = list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
     pairs = [
-        pytest.param(one, other, id=f"{ids(one)}-{ids(other)}", marks=[mark] * ((i + j) % every > 0 or one in slow))
+        pytest.param(
+            one,
+            other,
+            id=f"{ids(one)}-{ids(other)}",
+            marks=[mark] * ((i + j) % every > 0 or one in slow),
+        )
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]

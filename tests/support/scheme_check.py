@@ -1,4 +1,5 @@
-"""A pytest fixture for whoever adds a scheme: it must keep what it claims, and every target must take its results.
+"""A pytest fixture for whoever adds a scheme: it must keep what it claims, and every target must
+take its results.
 
 from support.scheme_check import check_scheme
 
@@ -23,7 +24,9 @@ from support.lived_in_networks import living
 _create = partial(timm.create_model, num_classes=10)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet": partial(_create, "resnet18", channels=(8, 16, 24, 32)),
-    "pre-activation": partial(_create, "resnetv2_50", layers=(1, 1, 1, 1), channels=(32, 64, 96, 128), stem_chs=16),
+    "pre-activation": partial(
+        _create, "resnetv2_50", layers=(1, 1, 1, 1), channels=(32, 64, 96, 128), stem_chs=16
+    ),
     "depthwise": partial(_create, "mobilenetv2_035"),
     "gates": partial(_create, "regnety_002"),
     "dense": partial(_create, "densenet121", growth_rate=8, block_config=(2, 2)),
@@ -40,13 +43,15 @@ def check_scheme(request: pytest.FixtureRequest) -> Callable[..., None]:
 def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     """Convert a network to the scheme, and the result to every target and back by `unfold`.
 
-    Two laws: the scheme keeps what it claims, and every target takes its result. What is raised names the law.
+    Two laws: the scheme keeps what it claims, and every target takes its result. What is raised
+    names the law.
 
     Args:
         create: makes the network; `options`: those of the scheme.
 
     Raises:
-        VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is no refusal passes.
+        VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is
+            no refusal passes.
     """
     try:
         conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
@@ -56,6 +61,8 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
         try:
             convert(Network(conversion.model, size=_SIZE), target)
         except VerificationError as error:
-            raise VerificationError(f"{target} does not take a result of {scheme}", str(error)) from error
+            raise VerificationError(
+                f"{target} does not take a result of {scheme}", str(error)
+            ) from error
         except NormswapError:
             continue

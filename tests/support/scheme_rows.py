@@ -6,7 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme under one set of options, and whether it keeps the function; exact rows meet every architecture."""
+    """One scheme under one set of options, and whether it keeps the function; exact rows meet every
+    architecture.
+    """
 
     scheme: str
     options: dict[str, Any] = field(default_factory=dict)

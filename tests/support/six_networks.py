@@ -16,15 +16,19 @@ SIZE = (3, 16, 16)
 
 
 class Inverted(nn.Module):
-    """A linear bottleneck whose second filters read one channel, with the eps and momentum of mobile networks."""
+    """A linear bottleneck whose second filters read one channel, with the eps and momentum of
+    mobile networks.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         wide = 2 * channels
-        self.expand, self.bn1 = nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, 1e-3, 0.03)
+        self.expand = nn.Conv2d(channels, wide, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(wide, 1e-3, 0.03)
         self.depth = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False)
         self.bn2 = nn.BatchNorm2d(wide, 1e-3, 0.03)
-        self.project, self.bn3 = nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels, 1e-3, 0.03)
+        self.project = nn.Conv2d(wide, channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels, 1e-3, 0.03)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn1(self.expand(x)).relu()
@@ -32,14 +36,21 @@ class Inverted(nn.Module):
 
 
 class Joined(nn.Module):
-    """Maps of two scales side by side, up by a grouped transposed convolution; no branch, norms before layers."""
+    """Maps of two scales side by side, up by a grouped transposed convolution; no branch, norms
+    before layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
-        self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2, groups=2), nn.Conv2d(8, 4, 1)
-        self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8))
-        self.drop, self.head = nn.Dropout2d(0.3), nn.Linear(4, 4)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 6, 3, 2, 1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, 2, groups=2)
+        self.out = nn.Conv2d(8, 4, 1)
+        self.bn1, self.bn2, self.bn3, self.bn4 = (
+            nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8)
+        )
+        self.drop = nn.Dropout2d(0.3)
+        self.head = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         skip = self.drop(self.bn1(self.stem(x)).relu())
@@ -70,12 +81,17 @@ def images(count: int, seed: int = 0) -> Tensor:
     """Smooth ones of unequal brightness, in float64."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, *SIZE, generator=generator, dtype=torch.float64)
-    return nn.functional.avg_pool2d(noise, 3, 1, 1) * 2 + torch.rand(count, 1, 1, 1, generator=generator).double()
+    return (
+        nn.functional.avg_pool2d(noise, 3, 1, 1) * 2
+        + torch.rand(count, 1, 1, 1, generator=generator).double()
+    )
 
 
 @functools.cache
 def trained(name: str, seed: int = 0) -> nn.Module:
-    """The network of this name in float64; nobody may change it. Its statistics are those of `images(8)`, roughly."""
+    """The network of this name in float64; nobody may change it. Its statistics are those of
+    `images(8)`, roughly.
+    """
     torch.manual_seed(seed)
     model = lived_in(SIX[name](), images(8), seed)
     for i, path in enumerate(batchnorms(model)):
@@ -85,7 +101,9 @@ def trained(name: str, seed: int = 0) -> nn.Module:
 
 
 def measured(model: nn.Module, x: Tensor) -> nn.Module:
-    """`model` itself, whose running statistics are now exactly those of what reaches each norm on `x`."""
+    """`model` itself, whose running statistics are now exactly those of what reaches each norm on
+    `x`.
+    """
     handles = []
 
     def measure(norm: Any, args: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,8 @@
-"""Small trainings: a tiny network, a few random images, a recipe; as a script, one process of a run.
+"""Small trainings: a tiny network, a few random images, a recipe; as a script, one process of a
+run.
 
-python tests/support/small_trainings.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill UPDATE] [--nap SECONDS]
+python tests/support/small_trainings.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill
+UPDATE] [--nap SECONDS]
 """
 
 import argparse
@@ -25,11 +27,16 @@ import normswap
 from normswap.training.engine import Result, TrainingProgress, finetune
 from normswap.training.recipe import Recipe
 
-TINY: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (2, 1, 1, 1)}  # a block without downsample, and some with
+TINY: dict[str, Any] = {
+    "channels": (4, 4, 8, 8),
+    "layers": (2, 1, 1, 1),
+}  # a block without downsample, and some with
 CLASSES = [f"class{i}" for i in range(10)]
 
 
-def write_images(folder: Path, per_class: int = 4, classes: list[str] = CLASSES, side: int = 32) -> Path:
+def write_images(
+    folder: Path, per_class: int = 4, classes: list[str] = CLASSES, side: int = 32
+) -> Path:
     random = np.random.default_rng(0)
     for name in classes:
         (folder / name).mkdir(parents=True)
@@ -49,7 +56,12 @@ def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) 
 def made(scheme: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model("resnet18", num_classes=10, **TINY, zero_init_last=False)
-    known = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "interpolation": "bilinear"}
+    known = {
+        **model.pretrained_cfg,
+        "input_size": (3, 32, 32),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+    }
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
     with torch.no_grad():  # statistics that the network has: alphas are matched to them
         model.train()(torch.randn(64, 3, 32, 32))
@@ -73,8 +85,11 @@ def recipe(images: Path | str, **parts: Any) -> Recipe:
 
 def merged(base: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """Keys of both, those of parts where they differ; tables within tables likewise."""
-    both = {key: merged(base[key], value) for key, value in parts.items()
-            if isinstance(base.get(key), dict) and isinstance(value, dict)}  # fmt: skip
+    both = {
+        key: merged(base[key], value)
+        for key, value in parts.items()
+        if isinstance(base.get(key), dict) and isinstance(value, dict)
+    }
     return {**base, **parts, **both}
 
 
@@ -96,9 +111,16 @@ def main() -> None:
     for name in ("images", "out", "scheme", "parts"):
         parser.add_argument(name)
     parser.add_argument("--resume")
-    parser.add_argument("--kill", type=int, default=0, help="SIGKILL process 1, or the only one, once, at this update")
+    parser.add_argument(
+        "--kill",
+        type=int,
+        default=0,
+        help="SIGKILL process 1, or the only one, once, at this update",
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--nap", type=float, default=0.0, help="seconds per update, so that it can be killed")
+    parser.add_argument(
+        "--nap", type=float, default=0.0, help="seconds per update, so that it can be killed"
+    )
     given = parser.parse_args()
     parts = json.loads(given.parts)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -119,7 +141,12 @@ def main() -> None:
         TrainingRun._update = dying  # type: ignore[method-assign]
     model = network(given.scheme, double=parts.pop("double", False))
     train(
-        model, recipe(given.images, **parts), Path(given.out), resume=given.resume, progress=watch, device=given.device
+        model,
+        recipe(given.images, **parts),
+        Path(given.out),
+        resume=given.resume,
+        progress=watch,
+        device=given.device,
     )
 
 

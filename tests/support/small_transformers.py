@@ -6,15 +6,32 @@ import timm
 import torch
 from torch import Tensor, nn
 
-TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 10}
-SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4),
-        "num_classes": 10}  # fmt: skip
+TINY = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 10,
+}
+SWIN = {
+    "img_size": 32,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 8,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "num_classes": 10,
+}
 CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 24), "num_classes": 10}
 
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", TINY),
     "vit without qkv bias": ("vit_tiny_patch16_224", {**TINY, "qkv_bias": False}),
-    "vit with registers, averaged": ("vit_tiny_patch16_224", {**TINY, "reg_tokens": 2, "global_pool": "avg"}),
+    "vit with registers, averaged": (
+        "vit_tiny_patch16_224",
+        {**TINY, "reg_tokens": 2, "global_pool": "avg"},
+    ),
     "vit, parallel": ("vit_small_patch16_36x1_224", TINY),
     "deit": ("deit_tiny_patch16_224", TINY),
     "deit, distilled": ("deit_tiny_distilled_patch16_224", TINY),
@@ -48,13 +65,20 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def inhabit(model: nn.Module, seed: int = 0) -> nn.Module:
-    """`model` itself, every gamma, beta, bias, embedding and LayerScale random; some gammas negative, some zero."""
+    """`model` itself, every gamma, beta, bias, embedding and LayerScale random; some gammas
+    negative, some zero.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
-    norms = {id(parameter) for m in model.modules() if isinstance(m, nn.LayerNorm) for parameter in m.parameters()}
+    norms = {
+        id(parameter)
+        for m in model.modules()
+        if isinstance(m, nn.LayerNorm)
+        for parameter in m.parameters()
+    }
     with torch.no_grad():
         for path, value in model.named_parameters():
             if id(value) in norms and path.endswith("weight"):

@@ -1,4 +1,6 @@
-"""Parts of tiny networks: a module whose forward fits on a line, and what makes a norm hard to move."""
+"""Parts of tiny networks: a module whose forward fits on a line, and what makes a norm hard to
+move.
+"""
 
 import copy
 from collections.abc import Callable
@@ -33,11 +35,22 @@ def bn(channels: int = C, **kwargs: Any) -> BatchNorm2d:
 
 def net(body: Callable[..., Any], /, **kinds: Any) -> Callable[[], nn.Module]:
     """Build a `Net` from factories, or from prototypes that are copied."""
-    return lambda: Net(body, **{name: kind() if callable(kind) and not isinstance(kind, nn.Module)
-                                else copy.deepcopy(kind) for name, kind in kinds.items()})  # fmt: skip
+    return lambda: Net(
+        body,
+        **{
+            name: (
+                kind()
+                if callable(kind) and not isinstance(kind, nn.Module)
+                else copy.deepcopy(kind)
+            )
+            for name, kind in kinds.items()
+        },
+    )
 
 
-def aliased(body: Callable[..., Any], original: str, alias: str, **kinds: Any) -> Callable[[], nn.Module]:
+def aliased(
+    body: Callable[..., Any], original: str, alias: str, **kinds: Any
+) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = net(body, **kinds)()
         setattr(model, alias, getattr(model, original))

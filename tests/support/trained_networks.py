@@ -1,4 +1,6 @@
-"""The trained networks beside the repository and in the package, the test images, and what networks say of them."""
+"""The trained networks beside the repository and in the package, the test images, and what networks
+say of them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,9 @@ NETWORKS = {
 
 
 @torch.inference_mode()
-def logits(models: list[nn.Module], loader: Iterator[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+def logits(
+    models: list[nn.Module], loader: Iterator[tuple[Tensor, Tensor]]
+) -> tuple[list[Tensor], Tensor]:
     """The logits of each model on the same images, and the labels."""
     found: list[list[Tensor]] = [[] for _ in models]
     labels = []

@@ -1,7 +1,8 @@
 """Small networks of every kind, for images of 32 px: what approximate conversions are measured on.
 
-`python tests/lab/benchmarks/kinds_zoo.py` trains them; weights, accuracy and recipe are in `tests/data/zoo`. As MODEL
-they are `zoo_networks:NAME` with `--weights tests/data/zoo/NAME.safetensors`, where `tests` is on PYTHONPATH.
+`python tests/lab/benchmarks/kinds_zoo.py` trains them; weights, accuracy and recipe are in
+`tests/data/zoo`. As MODEL they are `zoo_networks:NAME` with `--weights
+tests/data/zoo/NAME.safetensors`, where `tests` is on PYTHONPATH.
 """
 
 import functools
@@ -21,9 +22,13 @@ from torch import Tensor, nn
 
 DATA = Path(__file__).parents[1] / "data" / "zoo"
 PREPROCESSING = {
-    "input_size": (3, 32, 32), "mean": (0.491, 0.482, 0.447), "std": (0.247, 0.243, 0.262), "crop_pct": 1.0,
-    "interpolation": "bilinear", "num_classes": 10,
-}  # fmt: skip
+    "input_size": (3, 32, 32),
+    "mean": (0.491, 0.482, 0.447),
+    "std": (0.247, 0.243, 0.262),
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
+    "num_classes": 10,
+}
 
 
 def _seen(model: nn.Module) -> nn.Module:
@@ -37,7 +42,15 @@ def _tagged(model: nn.Module, **values: Any) -> nn.Module:
     return model
 
 
-def _conv(fan: int, out: int, *, stride: int = 1, after: bool = False, kind: Any = nn.Conv2d, norm: Any = None) -> Any:
+def _conv(
+    fan: int,
+    out: int,
+    *,
+    stride: int = 1,
+    after: bool = False,
+    kind: Any = nn.Conv2d,
+    norm: Any = None,
+) -> Any:
     """A 3 x 3 convolution, its norm and a ReLU; `after`: the norm behind the ReLU."""
     norm = (norm or nn.BatchNorm2d)(out)
     act = nn.ReLU(inplace=not after)
@@ -47,7 +60,11 @@ def _conv(fan: int, out: int, *, stride: int = 1, after: bool = False, kind: Any
 def plain(*, after: bool = False) -> nn.Module:
     """VGG-like, no skips."""
     widths = ((3, 24, 1), (24, 32, 2), (32, 40, 1), (40, 64, 2), (64, 64, 1), (64, 96, 2))
-    layers = [layer for fan, out, stride in widths for layer in _conv(fan, out, stride=stride, after=after)]
+    layers = [
+        layer
+        for fan, out, stride in widths
+        for layer in _conv(fan, out, stride=stride, after=after)
+    ]
     return _seen(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)))
 
 
@@ -57,12 +74,21 @@ def plain_norm_after() -> nn.Module:
 
 
 def _inverted(arch: list[list[str]], **options: Any) -> nn.Module:
-    return _seen(EfficientNet(decode_arch_def(arch), num_classes=10, num_features=160, stem_size=16, **options))
+    return _seen(
+        EfficientNet(
+            decode_arch_def(arch), num_classes=10, num_features=160, stem_size=16, **options
+        )
+    )
 
 
 def depthwise() -> nn.Module:
     """MobileNetV2: inverted residuals with depthwise convolutions, ReLU6."""
-    arch = [["ds_r1_k3_s1_c12"], ["ir_r1_k3_s1_e4_c16"], ["ir_r2_k3_s2_e6_c24"], ["ir_r2_k3_s2_e6_c40"]]
+    arch = [
+        ["ds_r1_k3_s1_c12"],
+        ["ir_r1_k3_s1_e4_c16"],
+        ["ir_r2_k3_s2_e6_c24"],
+        ["ir_r2_k3_s2_e6_c40"],
+    ]
     return _inverted(arch, act_layer=nn.ReLU6)
 
 
@@ -79,21 +105,27 @@ def efficient() -> nn.Module:
 
 def dense() -> nn.Module:
     """DenseNet: concatenations, pre-activation."""
-    model = timm.create_model("densenet121", num_classes=10, growth_rate=12, block_config=(3, 3, 3), bn_size=3)
+    model = timm.create_model(
+        "densenet121", num_classes=10, growth_rate=12, block_config=(3, 3, 3), bn_size=3
+    )
     model.features.conv0.stride = (1, 1)  # 32 px leave nothing to halve twice at once
     return _seen(model)
 
 
 def regnet() -> nn.Module:
     """RegNet: bottlenecks with grouped convolutions."""
-    model = RegNet(RegNetCfg(depth=7, w0=24, wa=14.0, wm=1.6, group_size=8, stem_width=24), num_classes=10)
+    model = RegNet(
+        RegNetCfg(depth=7, w0=24, wa=14.0, wm=1.6, group_size=8, stem_width=24), num_classes=10
+    )
     model.stem.conv.stride = (1, 1)
     return _seen(model)
 
 
 def preact() -> nn.Module:
     """ResNetV2: norm and activation begin each branch."""
-    model = timm.create_model("resnetv2_18", num_classes=10, layers=(1, 2, 1), channels=(24, 48, 96), stem_chs=24)
+    model = timm.create_model(
+        "resnetv2_18", num_classes=10, layers=(1, 2, 1), channels=(24, 48, 96), stem_chs=24
+    )
     model.stem.conv.stride = (1, 1)
     return _seen(model)
 
@@ -105,7 +137,9 @@ class UNet(nn.Module):
         super().__init__()
         self.one = nn.Sequential(*_conv(3, width), *_conv(width, width))
         self.two = nn.Sequential(*_conv(width, 2 * width, stride=2), *_conv(2 * width, 2 * width))
-        self.three = nn.Sequential(*_conv(2 * width, 4 * width, stride=2), *_conv(4 * width, 4 * width))
+        self.three = nn.Sequential(
+            *_conv(2 * width, 4 * width, stride=2), *_conv(4 * width, 4 * width)
+        )
         self.up = nn.Upsample(scale_factor=2)
         self.four = nn.Sequential(*_conv(6 * width, 2 * width))
         self.five = nn.Sequential(*_conv(3 * width, width))
@@ -119,7 +153,9 @@ class UNet(nn.Module):
 
 
 def unet() -> nn.Module:
-    """Per pixel: the ground, an ellipse of another picture, or a rectangle of one (`kinds_images.pasted`)."""
+    """Per pixel: the ground, an ellipse of another picture, or a rectangle of one
+    (`kinds_images.pasted`).
+    """
     return _tagged(_seen(UNet(3)), num_classes=3)
 
 
@@ -128,20 +164,32 @@ def one_d() -> nn.Module:
     conv: Any = functools.partial(_conv, kind=nn.Conv1d, norm=nn.BatchNorm1d)
     widths = ((96, 64, 1), (64, 64, 1), (64, 96, 2), (96, 96, 1), (96, 128, 2), (128, 128, 1))
     layers = [layer for fan, out, stride in widths for layer in conv(fan, out, stride=stride)]
-    return _tagged(nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(128, 10)), num_classes=10)
+    return _tagged(
+        nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(128, 10)),
+        num_classes=10,
+    )
 
 
 def three_d() -> nn.Module:
     """A 3-D network over short clips, (N, 3, 4, 16, 16): a picture that moves along its diagonal."""
     conv: Any = functools.partial(_conv, kind=nn.Conv3d, norm=nn.BatchNorm3d)
     layers = [*conv(3, 16), *conv(16, 32, stride=2), *conv(32, 32), *conv(32, 64, stride=2)]
-    return _tagged(nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 10)), num_classes=10)
+    return _tagged(
+        nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 10)),
+        num_classes=10,
+    )
 
 
 def vit() -> nn.Module:
     """A ViT of patches of 4 px: LayerNorms."""
     model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=10, img_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=2
+        "vit_tiny_patch16_224",
+        num_classes=10,
+        img_size=32,
+        patch_size=4,
+        embed_dim=64,
+        depth=4,
+        num_heads=2,
     )
     return _seen(model)
 
@@ -154,7 +202,9 @@ class Columns(nn.Module):
 
 
 class Clip(nn.Module):
-    """From images (N, C, H, W) to four frames of half their size, (N, C, 4, H/2, W/2), each moved by two pixels."""
+    """From images (N, C, H, W) to four frames of half their size, (N, C, 4, H/2, W/2), each moved
+    by two pixels.
+    """
 
     def forward(self, images: Tensor) -> Tensor:
         frames = [images.roll((2 * t, 2 * t), (2, 3)) for t in range(4)]
@@ -163,16 +213,27 @@ class Clip(nn.Module):
 
 FRONTS: dict[str, Callable[[], nn.Module]] = {"one_d": Columns, "three_d": Clip}
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "depthwise": depthwise, "plain": plain, "plain_norm_after": plain_norm_after, "efficient": efficient,
-    "dense": dense, "regnet": regnet, "preact": preact, "unet": unet, "one_d": one_d, "three_d": three_d, "vit": vit,
-}  # fmt: skip
+    "depthwise": depthwise,
+    "plain": plain,
+    "plain_norm_after": plain_norm_after,
+    "efficient": efficient,
+    "dense": dense,
+    "regnet": regnet,
+    "preact": preact,
+    "unet": unet,
+    "one_d": one_d,
+    "three_d": three_d,
+    "vit": vit,
+}
 
 
 def trained(kind: str) -> nn.Module:
     """A network of the zoo with its weights, in float32 and eval mode."""
     model = KINDS[kind]()
     stored = load_file(DATA / f"{kind}.safetensors")
-    model.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in stored.items()})
+    model.load_state_dict(
+        {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
+    )
     return model.eval()
 
 

@@ -1,4 +1,6 @@
-"""What is proved is true: known-bad results are rejected at the tolerances we ship, and blindness is reported."""
+"""What is proved is true: known-bad results are rejected at the tolerances we ship, and blindness
+is reported.
+"""
 
 import copy
 import dataclasses
@@ -99,8 +101,10 @@ def test_the_right_result_passes() -> None:
     assert report.passed
     assert report.vacuous == ()
     assert [(error.precision, error.size) for error in report.logits] == [
-        ("float64", (1, 3, 48, 48)), ("float32", (2, 3, 48, 48)), ("float32", (2, 3, 33, 33)),
-    ]  # fmt: skip
+        ("float64", (1, 3, 48, 48)),
+        ("float32", (2, 3, 48, 48)),
+        ("float32", (2, 3, 33, 33)),
+    ]
     assert report.tolerance["float64"] == 1e-12
     assert report.tolerance["float32"] <= 1.1e-5
 
@@ -151,20 +155,31 @@ def test_sites_say_where() -> None:
 EDITS: dict[str, Callable[[Edit], Edit | None]] = {
     "alpha off by 1 %": lambda e: _with(e, "Scale", alpha=lambda a: a * 1.01),
     "gain off": lambda e: _with(e, "Folded", gain=lambda g: g * 0.99),
-    "gamma left out": lambda e: dataclasses.replace(e, takes=tuple(Absorption(AbsorbMode.AFTER_UNIT) for _ in e.takes)),
-    "norm not taken": lambda e: dataclasses.replace(e, args={}, reads=(), takes=()) if e.layer == "Folded" else e,
+    "gamma left out": lambda e: dataclasses.replace(
+        e, takes=tuple(Absorption(AbsorbMode.AFTER_UNIT) for _ in e.takes)
+    ),
+    "norm not taken": lambda e: (
+        dataclasses.replace(e, args={}, reads=(), takes=()) if e.layer == "Folded" else e
+    ),
     "norm not removed": lambda e: None if e.path.endswith("bn1") else e,
-    "norm removed twice": lambda e: dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e,
-    "another's norm": lambda e: dataclasses.replace(e, reads=tuple(r.replace("bn1", "bn2") for r in e.reads)),
-    "norm kept as an affine map too": lambda e: dataclasses.replace(e, layer="ChannelAffine")
-    if e.layer == "Vacant" else e,
-}  # fmt: skip
+    "norm removed twice": lambda e: (
+        dataclasses.replace(e, layer="Vacant", args={}) if e.layer == "Folded" else e
+    ),
+    "another's norm": lambda e: dataclasses.replace(
+        e, reads=tuple(r.replace("bn1", "bn2") for r in e.reads)
+    ),
+    "norm kept as an affine map too": lambda e: (
+        dataclasses.replace(e, layer="ChannelAffine") if e.layer == "Vacant" else e
+    ),
+}
 
 
 def _with(edit: Edit, layer: str, **changes: Callable[[Any], Any]) -> Edit:
     if edit.layer != layer or not changes.keys() <= edit.args.keys():
         return edit
-    return dataclasses.replace(edit, args={**edit.args, **{key: new(edit.args[key]) for key, new in changes.items()}})
+    return dataclasses.replace(
+        edit, args={**edit.args, **{key: new(edit.args[key]) for key, new in changes.items()}}
+    )
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -173,7 +188,9 @@ def test_plans_edited_into_nonsense_are_rejected(name: str) -> None:
     edits = tuple(edit for old in planned.edits if (edit := EDITS[name](old)))
     assert edits != planned.edits
     with pytest.raises((VerificationError, PlanError)):
-        carrying_out.carry_out(Network(source(), inputs()), Step("skipinit", planned.options, edits))
+        carrying_out.carry_out(
+            Network(source(), inputs()), Step("skipinit", planned.options, edits)
+        )
     assert carrying_out.carry_out(Network(source(), inputs()), planned).report.passed
 
 
@@ -181,11 +198,16 @@ def test_dead_branches_are_reported() -> None:
     torch.manual_seed(0)
     fresh = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32))
     report = conversion.convert(fresh, "folded", inputs=inputs()).report
-    assert [line.split(":")[0] for line in report.vacuous] == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    assert [line.split(":")[0] for line in report.vacuous] == [
+        f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)
+    ]
 
 
 def test_one_image_is_warned_of_nothing() -> None:
-    assert comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).vacuous == ()
+    assert (
+        comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).vacuous
+        == ()
+    )
 
 
 def test_an_input_that_moves_nothing_is_reported() -> None:
@@ -196,7 +218,9 @@ def test_an_input_that_moves_nothing_is_reported() -> None:
     quiet = copy.deepcopy(source())
     quiet.get_submodule("fc").weight.data.mul_(1e-6)  # type: ignore[union-attr]
     quiet.get_submodule("fc").bias.data.mul_(1e-6)  # type: ignore[union-attr]
-    assert conversion.convert(quiet, "folded", inputs=inputs()).report.vacuous == (), "small answers that move are fine"
+    assert conversion.convert(quiet, "folded", inputs=inputs()).report.vacuous == (), (
+        "small answers that move are fine"
+    )
 
 
 def test_a_nan_source_is_rejected() -> None:
@@ -229,10 +253,16 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["gamma not taken", "gamma's sign lost", "bias dropped", "channels permuted"])
+@pytest.mark.parametrize(
+    "name", ["gamma not taken", "gamma's sign lost", "bias dropped", "channels permuted"]
+)
 @pytest.mark.one_in(2)
-def test_half_precision_refuses_a_wrong_result_without_float64(name: str, dtype: torch.dtype) -> None:
-    """Allowed is three times what the format's own rounding costs the source, here against a copy in float64."""
+def test_half_precision_refuses_a_wrong_result_without_float64(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Allowed is three times what the format's own rounding costs the source, here against a copy
+    in float64.
+    """
     model = copy.deepcopy(source()).to(dtype)
     wide = copy.deepcopy(model).double()
 
@@ -240,7 +270,9 @@ def test_half_precision_refuses_a_wrong_result_without_float64(name: str, dtype:
         right = run(wide, x.double())
         return float((right - run(model, x)).norm() / right.norm())
 
-    xs = sorted((x.to(dtype) for x in inputs()), key=rounding, reverse=True)  # the most, not the last, is allowed
+    xs = sorted(
+        (x.to(dtype) for x in inputs()), key=rounding, reverse=True
+    )  # the most, not the last, is allowed
     good: Any = applying.apply_step(model, step(model, "skipinit")[0])
     found = comparison.verify(model, good, xs)
     assert found.passed
@@ -252,14 +284,19 @@ def test_half_precision_refuses_a_wrong_result_without_float64(name: str, dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_number_that_was_rounded_well_by_chance_refuses_nothing(dtype: torch.dtype) -> None:
-    """Twenty regressions of one number on one input: some are rounded to nearly what they are in float64."""
+    """Twenty regressions of one number on one input: some are rounded to nearly what they are in
+    float64.
+    """
     for seed in range(20):
         torch.manual_seed(seed)
         head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
         model = lived_in(
-            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), head), torch.randn(4, 3, 9, 9).double()
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), head),
+            torch.randn(4, 3, 9, 9).double(),
         ).to(dtype)
-        assert conversion.convert(model, "folded", inputs=torch.randn(1, 3, 9, 9).to(dtype)).report.passed
+        assert conversion.convert(
+            model, "folded", inputs=torch.randn(1, 3, 9, 9).to(dtype)
+        ).report.passed
 
 
 class Cancelled(nn.Module):
@@ -267,26 +304,39 @@ class Cancelled(nn.Module):
 
     def __init__(self, by: float) -> None:
         super().__init__()
-        self.by, self.conv = by, nn.Conv2d(3, 8, 3)
+        self.by = by
+        self.conv = nn.Conv2d(3, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return ((self.conv(x) + self.by) - self.by).flatten(1)
 
 
 @pytest.mark.parametrize(("by", "said"), [(64.0, 1), (0.0, 0)])
-def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(by: float, said: int) -> None:
+def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(
+    by: float, said: int
+) -> None:
     torch.manual_seed(0)
-    model, x = Cancelled(by).bfloat16().eval(), torch.randn(2, 3, 9, 9).bfloat16()
+    model = Cancelled(by).bfloat16().eval()
+    x = torch.randn(2, 3, 9, 9).bfloat16()
     wide = run(copy.deepcopy(model).double(), x.double())
     assert (float((wide - run(model, x)).norm() / wide.norm()) > 0.1) == bool(said)
-    vacuous = [line for line in comparison.verify(model, copy.deepcopy(model), x).vacuous if "bfloat16 alone" in line]
+    vacuous = [
+        line
+        for line in comparison.verify(model, copy.deepcopy(model), x).vacuous
+        if "bfloat16 alone" in line
+    ]
     assert len(vacuous) == said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_rounding_costs_in_half_precision_is_finite_however_wrong_a_result_is(dtype: torch.dtype) -> None:
-    """Inputs that differ in the last digit are compared at the same outputs; infinity would allow any error."""
-    model, x = copy.deepcopy(source()).to(dtype), inputs()[0].to(dtype)
+def test_what_rounding_costs_in_half_precision_is_finite_however_wrong_a_result_is(
+    dtype: torch.dtype,
+) -> None:
+    """Inputs that differ in the last digit are compared at the same outputs; infinity would allow
+    any error.
+    """
+    model = copy.deepcopy(source()).to(dtype)
+    x = inputs()[0].to(dtype)
     network = Network(model, [x])
     outputs = running.run(model, network.calls[0])[0]
     error = Error("logits", str(dtype).removeprefix("torch."), tuple(x.shape), 0.9, 0.9)
@@ -296,13 +346,16 @@ def test_what_rounding_costs_in_half_precision_is_finite_however_wrong_a_result_
 def test_reports_survive_json() -> None:
     reader = TypeAdapter(Report)
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
-    full = Report(False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8))
+    full = Report(
+        False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8)
+    )
     for report in (compared(none), compared(MUTANTS["not a number"]), full):
         assert reader.validate_json(json.dumps(dataclasses.asdict(report))) == report
 
 
 def test_measuring_leaves_no_trace() -> None:
-    model, converted = copy.deepcopy(source()).train(), result(none).train()
+    model = copy.deepcopy(source()).train()
+    converted = result(none).train()
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
     comparison.compare(Network(model, inputs()), converted)
@@ -318,7 +371,9 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 26 * 26, 3)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4 * 26 * 26, 3)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.bn(self.conv(x))
@@ -342,7 +397,8 @@ class Chaotic(nn.Module):
 
     def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
-        self.conv, self.gain = nn.Conv2d(1, 4, 3), gain
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gain * torch.sin(1e8 * self.conv(x))
@@ -350,14 +406,17 @@ class Chaotic(nn.Module):
 
 def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
     torch.manual_seed(0)
-    model, wrong = Chaotic(), Chaotic(gain=2.0)
+    model = Chaotic()
+    wrong = Chaotic(gain=2.0)
     wrong.load_state_dict(model.state_dict())
     wrong.conv.bias.data += 1e-3  # type: ignore[union-attr]
     x = torch.randn(2, 1, 8, 8)
     assert not comparison.verify(model, wrong, inputs=x).passed
     precise = comparison.compare_double(Network(model, x), lambda: copy.deepcopy(wrong).double())
     assert not comparison.compare(Network(model, x), wrong, precise=precise, traced=False).passed
-    assert not comparison.verify(copy.deepcopy(model).double(), wrong.double(), inputs=x.double()).passed
+    assert not comparison.verify(
+        copy.deepcopy(model).double(), wrong.double(), inputs=x.double()
+    ).passed
 
 
 class Picky(nn.Module):
@@ -365,7 +424,8 @@ class Picky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != 32:
@@ -376,7 +436,8 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("sides", [(32,), (48, 32)])
 def test_a_result_that_does_not_run_is_said_whatever_it_raises(sides: tuple[int, ...]) -> None:
     """On the second size, too, where it runs on the first."""
-    source, result = nn.Conv2d(3, 4, 3).eval(), Picky().eval()
+    source = nn.Conv2d(3, 4, 3).eval()
+    result = Picky().eval()
     if len(sides) == 1:
         result.forward = {}.__getitem__  # type: ignore[method-assign]
     with pytest.raises(VerificationError, match=r"the result does not run on .*"):

@@ -24,7 +24,8 @@ class Fault(nn.Module):
 
     def __init__(self, output: float, gradient: float) -> None:
         super().__init__()
-        self.output, self.gradient = output, gradient
+        self.output = output
+        self.gradient = gradient
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -35,7 +36,9 @@ class Fault(nn.Module):
 def departed(output: float = 1.0, gradient: float = 0.0) -> list[str]:
     torch.manual_seed(0)
     body = nn.Conv2d(3, 4, 3), Fault(output, gradient), nn.BatchNorm2d(4), nn.Dropout(0.5)
-    network = Network(nn.Sequential(*body, nn.Flatten(), nn.Linear(144, 2)), torch.randn(4, 3, 8, 8))
+    network = Network(
+        nn.Sequential(*body, nn.Flatten(), nn.Linear(144, 2)), torch.randn(4, 3, 8, 8)
+    )
     departures = compiling.compare(network, network.calls[0])
     assert len(departures) == 2
     apart = compiling.first_apart(network, network.calls[0], departures)
@@ -46,7 +49,9 @@ def departed(output: float = 1.0, gradient: float = 0.0) -> list[str]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile records the network, and generates no code."""
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager")
+    )
 
 
 @pytest.mark.slow
@@ -60,7 +65,10 @@ def test_what_departs_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_network_that_is_not_compiled_is_no_proof() -> None:
-    with torch.compiler.set_stance("force_eager"), pytest.raises(VerificationError, match="compiled nothing"):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(VerificationError, match="compiled nothing"),
+    ):
         departed()
 
 
@@ -69,14 +77,18 @@ def test_a_network_that_is_not_compiled_is_no_proof() -> None:
 def test_no_compiler_is_one_line() -> None:
     with (
         torch._inductor.config.patch({"cpp.cxx": (None, "nowhere")}),
-        pytest.raises(VerificationError, match=r"cannot compile the network here: .*nowhere.* such as g\+\+"),
+        pytest.raises(
+            VerificationError, match=r"cannot compile the network here: .*nowhere.* such as g\+\+"
+        ),
     ):
         departed()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = str(tmp_path / "out")
     assert main(["convert", "demo", "--to", "dyt", "-o", out]) == 0
     command = ["verify", out, "--compile", "--data", "demo", "--samples", "4", "--workers", "0"]
@@ -90,13 +102,16 @@ def test_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
     monkeypatch.setattr(DynamicTanh, "forward", faulty)
     assert main(command) == 1
     failure = (
-        "FAILED: under torch.compile the output differs from eager mode, first at conv1.1 (DynamicTanh): relative L2"
+        "FAILED: under torch.compile the output differs from eager mode, first at conv1.1"
+        " (DynamicTanh): relative L2"
     )
     assert failure in capfd.readouterr().out
 
 
 def constant_groups(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """GroupNorm of one group per channel, on a map that is 1 but for rounding: in eager mode, and compiled."""
+    """GroupNorm of one group per channel, on a map that is 1 but for rounding: in eager mode, and
+    compiled.
+    """
     kind = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
     model = nn.Sequential(kind(shape[1]), nn.ELU(), nn.GroupNorm(shape[1], shape[1])).eval()
     torch._dynamo.reset()
@@ -121,19 +136,26 @@ def test_posted_cases(shape: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_posted_cases_are_rounding_of_constant_groups() -> None:
-    """A constant group's output is 0; rounding of its mean, times 1 / sqrt(eps), is what both modes give instead."""
+    """A constant group's output is 0; rounding of its mean, times 1 / sqrt(eps), is what both modes
+    give instead.
+    """
     rounding = torch.finfo(torch.float32).eps / 1e-5**0.5
     for values in constant_groups((4, 5, 6, 6)):
         assert float(values.abs().max()) < rounding
 
 
 class Gated(nn.Module):
-    """Its gate is 0.5 and hardly moves: an error of `gate` is 1e-4 of that in what the gate multiplies."""
+    """Its gate is 0.5 and hardly moves: an error of `gate` is 1e-4 of that in what the gate
+    multiplies.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.act, self.gate = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)
-        self.body, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.act = nn.ReLU()
+        self.gate = nn.Conv2d(8, 8, 1)
+        self.body = nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.stem(x))
@@ -145,11 +167,15 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("faulty", ["stem", "gate", "body", "head", "", "stem gate body"])
 def test_the_layer_is_named(faulty: str, fused: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    network, values = Gated().eval(), dict[str, object]()
-    other, example = copy.deepcopy(network), Example((torch.randn(2, 3, 12, 12),))
+    network = Gated().eval()
+    values = dict[str, object]()
+    other = copy.deepcopy(network)
+    example = Example((torch.randn(2, 3, 12, 12),))
     for layer in faulty.split():
         other.get_parameter(f"{layer}.weight").data.mul_(1.3)
-    recording.record_once(other, example, lambda name, value: values.update({name: copy.deepcopy(value)}))
+    recording.record_once(
+        other, example, lambda name, value: values.update({name: copy.deepcopy(value)})
+    )
     results = [value for name, value in values.items() if name not in fused]
     apart = departure.first_apart(network, example, results, 1e-6)
     assert (apart and apart.site) == next(iter(faulty.split()), None)

@@ -21,13 +21,16 @@ class Gives(nn.Module):
 
     def __init__(self, output: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.anchor, self.output = nn.Parameter(torch.zeros(1, dtype=torch.float64)), output
+        self.anchor = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.output = output
 
     def forward(self, x: Tensor) -> Any:
         return self.output(x)
 
 
-def compared(one: Callable[[Tensor], Any], other: Callable[[Tensor], Any], exact: bool = False) -> Report:
+def compared(
+    one: Callable[[Tensor], Any], other: Callable[[Tensor], Any], exact: bool = False
+) -> Report:
     return comparison.verify(Gives(one), Gives(other), X, exact=exact)
 
 
@@ -59,9 +62,21 @@ ERRORS: dict[str, tuple[Any, Any, tuple[float, float]]] = {  # relative L2, larg
     "a mask more": (masked(1), masked(1, 2), (INFINITE, INFINITE)),
     "the worst of two": (lambda x: (x, x), lambda x: (x / 2, x), (0.5, 0.5)),
     "another number of boxes": (rows(3), rows(5), (1, 1)),
-    "boxes of other numbers": (rows(3), lambda x: {"boxes": torch.ones(3, 5)}, (INFINITE, INFINITE)),
-    "one output more": (rows(3), lambda x: {**rows(3)(x), "scores": torch.ones(3)}, (INFINITE, INFINITE)),
-    "one output less": (lambda x: {**rows(3)(x), "scores": torch.ones(3)}, rows(3), (INFINITE, INFINITE)),
+    "boxes of other numbers": (
+        rows(3),
+        lambda x: {"boxes": torch.ones(3, 5)},
+        (INFINITE, INFINITE),
+    ),
+    "one output more": (
+        rows(3),
+        lambda x: {**rows(3)(x), "scores": torch.ones(3)},
+        (INFINITE, INFINITE),
+    ),
+    "one output less": (
+        lambda x: {**rows(3)(x), "scores": torch.ones(3)},
+        rows(3),
+        (INFINITE, INFINITE),
+    ),
 }
 
 
@@ -105,7 +120,8 @@ class Block(nn.Module):
 
     def __init__(self, share: float) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        self.conv = nn.Conv2d(3, 3, 1, bias=False)
+        self.norm = nn.BatchNorm2d(3)
         self.norm.weight.data.fill_(share)
         nn.init.dirac_(self.conv.weight)
 
@@ -116,7 +132,13 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("share", "said"),
     [
-        (1e-6, ["0: the residual branch is 1e-06 of the block's output, so this check says nothing about it"]),
+        (
+            1e-6,
+            [
+                "0: the residual branch is 1e-06 of the block's output, so this check says nothing"
+                " about it"
+            ],
+        ),
         (1e-2, []),
     ],
 )

@@ -1,4 +1,6 @@
-"""Laws of the proof: exact means exact whatever a network answers, holds or keeps, and the source stays as it is."""
+"""Laws of the proof: exact means exact whatever a network answers, holds or keeps, and the source
+stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -75,23 +77,31 @@ def test_what_compares_nothing_never_passes(said: str) -> None:
 
 
 def test_labels_that_are_the_same_for_every_input_are_said() -> None:
-    report = normswap.convert(_network(lambda y: y.mean((1, 2, 3)) > 1e6), "folded", inputs=IMAGES).report
+    report = normswap.convert(
+        _network(lambda y: y.mean((1, 2, 3)) > 1e6), "folded", inputs=IMAGES
+    ).report
     assert report.vacuous == ("every input gives the same labels, so this check says little",)
 
 
 def test_a_network_that_amplifies_rounding_in_float64_is_not_called_wrong() -> None:
-    with pytest.raises(VerificationError, match="nothing proves the result of folded: in float64, too"):
+    with pytest.raises(
+        VerificationError, match="nothing proves the result of folded: in float64, too"
+    ):
         normswap.convert(_network(lambda y: (1e9 * (1e9 * y).sin()).sin()), "folded", inputs=IMAGES)
 
 
 def test_a_linear_layer_of_another_axis_is_not_rescaled() -> None:
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(16, 8), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
-    result = normswap.convert(lived_in(nn.Sequential(*layers), IMAGES[:8].double()).float(), "groupnorm", inputs=IMAGES)
+    result = normswap.convert(
+        lived_in(nn.Sequential(*layers), IMAGES[:8].double()).float(), "groupnorm", inputs=IMAGES
+    )
     assert torch.equal(result.model[1].weight, layers[1].weight)
 
 
 def _tables() -> dict[type[nn.Module], set[str]]:
-    """The classes in the tables by which rooms that decide what is folded go, and which tables those are."""
+    """The classes in the tables by which rooms that decide what is folded go, and which tables
+    those are.
+    """
     tables: dict[type[nn.Module], set[str]] = {}
     for room in ("calibration", "folding", "graph", "layers", "schemes"):
         for file in pkgutil.iter_modules([str(Path(normswap.__file__).parent / room)]):
@@ -104,9 +114,19 @@ def _tables() -> dict[type[nn.Module], set[str]]:
 
 
 TABLES = _tables()
-# They take no maps of channels, stand in the same tables as layers that do, and are read by the same code.
+# They take no maps of channels, stand in the same tables as layers that do, and are read by the
+# same code.
 OTHERS = {
-    *("Flatten", "Linear", "LayerNorm", "LayerNormAct", "LayerNormFp32", "RMSNorm", "RmsNorm", "RmsNormAct"),
+    *(
+        "Flatten",
+        "Linear",
+        "LayerNorm",
+        "LayerNormAct",
+        "LayerNormFp32",
+        "RMSNorm",
+        "RmsNorm",
+        "RmsNormAct",
+    ),
     *("RmsNormFp32", "SimpleNorm", "MultiheadAttention", "ModuleDict", "ModuleList"),
 }
 
@@ -127,14 +147,26 @@ def _name(row: Any) -> str:
 
 
 def test_every_class_of_a_table_is_tried() -> None:
-    public = [kind for kind in TABLES if kind.__name__[0] != "_" and not kind.__module__.startswith("normswap.")]
+    public = [
+        kind
+        for kind in TABLES
+        if kind.__name__[0] != "_" and not kind.__module__.startswith("normswap.")
+    ]
     names = {kind.__name__ for kind in public if _layer(kind) is None}
     assert {name for name in names if not name.endswith(("1d", "3d"))} == OTHERS
 
 
-@crossed("kind, scheme", [kind for kind in TABLES if _layer(kind)], ["folded", "tune", "affine"], every=3, ids=_name)
+@crossed(
+    "kind, scheme",
+    [kind for kind in TABLES if _layer(kind)],
+    ["folded", "tune", "affine"],
+    every=3,
+    ids=_name,
+)
 @pytest.mark.one_in(2)
-def test_a_forward_of_its_own_is_never_taken_for_its_class(kind: type[nn.Module], scheme: str) -> None:
+def test_a_forward_of_its_own_is_never_taken_for_its_class(
+    kind: type[nn.Module], scheme: str
+) -> None:
     """It bends values that N(0, 1) noise does not reach."""
     for patched, place in itertools.product((False, True), (0, 1)):
         layer: Any = _layer(kind)
@@ -180,7 +212,9 @@ class Renamed(nn.Module):
 @pytest.mark.parametrize("pattern", ["encoder", "backbone", "backbone.*", "enc*"])
 @pytest.mark.parametrize("scheme", ["folded", "groupnorm", "frozen-bn", "affine", "tune"])
 def test_a_pattern_fits_any_name_of_a_module(scheme: str, pattern: str, option: Any) -> None:
-    done: Any = normswap.convert(Renamed().eval(), scheme, inputs=IMAGES[:2], **{option: [pattern]}).model
+    done: Any = normswap.convert(
+        Renamed().eval(), scheme, inputs=IMAGES[:2], **{option: [pattern]}
+    ).model
     stays = [isinstance(norm, nn.BatchNorm2d) for norm in (done.encoder[1], done.head[1])]
     assert stays == [option == "skip", option == "only"]
 
@@ -188,7 +222,9 @@ def test_a_pattern_fits_any_name_of_a_module(scheme: str, pattern: str, option: 
 @pytest.mark.parametrize("scheme", ["folded", "groupnorm", "tune", "affine"])
 def test_a_result_that_was_made_in_inference_mode_can_be_trained(scheme: str) -> None:
     with torch.inference_mode():
-        model = normswap.convert(_network(ANSWERS["floats"]), scheme, inputs=IMAGES[:4]).model.train()
+        model = normswap.convert(
+            _network(ANSWERS["floats"]), scheme, inputs=IMAGES[:4]
+        ).model.train()
     model(IMAGES[:4]).square().mean().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
 
@@ -207,13 +243,18 @@ class Residual(nn.Sequential):
 
 
 class Keeper(nn.Module):
-    """A layer whose forward keeps things: a count, a buffer, a list, the first batch's moments in a parameter."""
+    """A layer whose forward keeps things: a count, a buffer, a list, the first batch's moments in a
+    parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(1, 4, 1, 1))
         self.register_buffer("total", torch.zeros(1))
-        self.calls, self.sizes, self.cache, self.before = 0, [], {}, None
+        self.calls = 0
+        self.sizes = []
+        self.cache = {}
+        self.before = None
         self.nested: dict[str, Any] = {"deep": ([],)}
 
     total: Tensor
@@ -234,7 +275,15 @@ def _state(model: nn.Module) -> list[object]:
     keeper: Any = model[-1]  # type: ignore[index]
     tensors = [(name, value.tolist()) for name, value in model.state_dict().items()]
     modes = [module.training for module in model.modules()]
-    return [tensors, modes, keeper.calls, list(keeper.sizes), dict(keeper.cache), str(keeper.nested), keeper.before]
+    return [
+        tensors,
+        modes,
+        keeper.calls,
+        list(keeper.sizes),
+        dict(keeper.cache),
+        str(keeper.nested),
+        keeper.before,
+    ]
 
 
 FUNCTIONS: dict[str, Callable[[Any], object]] = {
@@ -242,25 +291,39 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "folded": lambda net: normswap.convert(net, "folded", inputs=IMAGES[:2]),
     "folded on noise": lambda net: normswap.convert(net, "folded", input_size=(3, 16, 16)),
     "groupnorm": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2]),
-    "groupnorm on images": lambda net: normswap.convert(net, "groupnorm", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "groupnorm on images": lambda net: normswap.convert(
+        net, "groupnorm", inputs=IMAGES[:2], calibrate=[IMAGES]
+    ),
     "nf on images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate=[IMAGES]),
-    "nf on synthetic images": lambda net: normswap.convert(net, "nf", inputs=IMAGES[:2], calibrate="synthetic"),
-    "dyt on images": lambda net: normswap.convert(net, "dyt", inputs=IMAGES[:2], calibrate=[IMAGES]),
+    "nf on synthetic images": lambda net: normswap.convert(
+        net, "nf", inputs=IMAGES[:2], calibrate="synthetic"
+    ),
+    "dyt on images": lambda net: normswap.convert(
+        net, "dyt", inputs=IMAGES[:2], calibrate=[IMAGES]
+    ),
     "export": lambda net: normswap.export(net, Path("network.pt2"), inputs=IMAGES[:1]),
     "param_groups": lambda net: normswap.param_groups(net),
     "verify": lambda net: normswap.verify(net, copy.deepcopy(net), IMAGES[:2]),
     "diagnose": lambda net: normswap.diagnose(net, inputs=IMAGES[:2]),
-    "recalibrate": lambda net: recalibration.recalibrate(net, [IMAGES[:32], IMAGES[32:]], inputs=IMAGES[:2]),
-    "signal propagation": lambda net: block_signals.signal_propagation(Network.of(net, inputs=IMAGES[:2]), [IMAGES]),
+    "recalibrate": lambda net: recalibration.recalibrate(
+        net, [IMAGES[:32], IMAGES[32:]], inputs=IMAGES[:2]
+    ),
+    "signal propagation": lambda net: block_signals.signal_propagation(
+        Network.of(net, inputs=IMAGES[:2]), [IMAGES]
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_source_stays_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_stays_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     block = Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), block, nn.Conv2d(8, 4, 1), Keeper()).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), block, nn.Conv2d(8, 4, 1), Keeper()
+    ).eval()
     net[1].train()
     before = _state(net)
     try:
@@ -275,7 +338,8 @@ class Tapped(nn.Module):
 
     def __init__(self, hook: Callable[[Tapped], Callable[..., None]]) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 2, 1)
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Conv2d(8, 2, 1)
         self.features: dict[str, Tensor] = {}
         self.body[2].register_forward_hook(hook(self))
 
@@ -291,7 +355,10 @@ class Called(nn.Module):
 
     def __init__(self, call: Callable[[Any, Any], Any], layers: Any = ()) -> None:
         super().__init__()
-        self.conv, self.norm, self.call, self.layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), call, layers
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.call = call
+        self.layers = layers
 
     def forward(self, x: Any) -> Any:
         return self.call(self, x)
@@ -299,7 +366,8 @@ class Called(nn.Module):
 
 class Record:
     def __init__(self, tensors: Tensor, mask: Tensor) -> None:
-        self.tensors, self.mask = tensors, mask
+        self.tensors = tensors
+        self.mask = mask
 
 
 def _by_list(net: Any, x: Tensor) -> Tensor:
@@ -314,9 +382,18 @@ def _compiled() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a hook that holds the network": (lambda: Tapped(lambda net: lambda *args: net.keep(*args)), "a hook of body.2"),
-    "a norm called by keyword": (lambda: Called(lambda net, x: net.norm(input=net.conv(x))), "norm is called by keyw"),
-    "a layer in a plain list": (lambda: Called(_by_list, [nn.Conv2d(8, 4, 1)]), "no state_dict has"),
+    "a hook that holds the network": (
+        lambda: Tapped(lambda net: lambda *args: net.keep(*args)),
+        "a hook of body.2",
+    ),
+    "a norm called by keyword": (
+        lambda: Called(lambda net, x: net.norm(input=net.conv(x))),
+        "norm is called by keyw",
+    ),
+    "a layer in a plain list": (
+        lambda: Called(_by_list, [nn.Conv2d(8, 4, 1)]),
+        "no state_dict has",
+    ),
     "a compiled layer": (_compiled, "conv is compiled"),
     "a forward that asks its layers": (
         lambda: Called(lambda net, x: net.norm(net.conv(x)) / net.norm.num_features),
@@ -390,12 +467,22 @@ def test_what_a_forward_may_do_folds_exactly(name: str) -> None:
     done = normswap.convert(net, "folded", inputs=inputs)
     assert done.report.passed
     assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
-    assert [fault.name for fault in normswap.diagnose(net, inputs=inputs).faults if fault.name == "shared-norm"] == []
+    assert [
+        fault.name
+        for fault in normswap.diagnose(net, inputs=inputs).faults
+        if fault.name == "shared-norm"
+    ] == []
 
 
 @pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "instancenorm", "dyt"])
 def test_norms_that_the_target_does_not_ask_for_stay(scheme: str) -> None:
-    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8, affine=True)]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.InstanceNorm2d(8, affine=True),
+    ]
     source = lived_in(nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), IMAGES.double()).float()
     norm: Any = source[4]  # type: ignore[index]
     for images in (None, [IMAGES]):
@@ -409,7 +496,9 @@ class Ways(nn.Module):
 
     def __init__(self, way: Callable[[Tensor, Any], int]) -> None:
         super().__init__()
-        self.conv, self.norms, self.way = nn.Conv2d(3, 8, 3), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)), way
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+        self.way = way
 
     def forward(self, x: Tensor, domain: Any = 0) -> Tensor:
         y: Tensor = self.conv(x)
@@ -420,7 +509,10 @@ class Ways(nn.Module):
 WAYS: dict[str, tuple[Callable[[Tensor, Any], int], list[Any]]] = {
     "an argument": (lambda x, domain: domain, [{"x": IMAGES[:2], "domain": i} for i in range(2)]),
     "positional": (lambda x, domain: domain, [(IMAGES[:2], i) for i in range(2)]),
-    "a flag": (lambda x, flag: 2 if flag else 0, [{"x": IMAGES[:2]}, {"x": IMAGES[:2], "domain": True}]),
+    "a flag": (
+        lambda x, flag: 2 if flag else 0,
+        [{"x": IMAGES[:2]}, {"x": IMAGES[:2], "domain": True}],
+    ),
     "a value": (lambda x, _: int(x.mean() > 0), [IMAGES[:2] - 1, IMAGES[:2] + 1]),
 }
 
@@ -455,7 +547,9 @@ class Twice(nn.Sequential):
 def test_a_body_that_is_called_twice_is_refused_for_that(scheme: str) -> None:
     block = Residual(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
     with pytest.raises(NormswapError, match="calls its layers several times"):
-        normswap.convert(Twice(nn.Conv2d(3, 8, 3), block, nn.ReLU()).eval(), scheme, inputs=IMAGES[:2])
+        normswap.convert(
+            Twice(nn.Conv2d(3, 8, 3), block, nn.ReLU()).eval(), scheme, inputs=IMAGES[:2]
+        )
 
 
 def test_input_biases_that_fixup_has_learned_cannot_be_unfolded() -> None:
@@ -471,8 +565,15 @@ def test_input_biases_that_fixup_has_learned_cannot_be_unfolded() -> None:
 
 
 def test_norms_that_share_their_statistics_are_not_recalibrated() -> None:
-    layers: list[Any] = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
-    layers[4].running_mean, layers[4].running_var = layers[1].running_mean, layers[1].running_var
+    layers: list[Any] = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1),
+        nn.BatchNorm2d(8),
+    ]
+    layers[4].running_mean = layers[1].running_mean
+    layers[4].running_var = layers[1].running_var
     with pytest.raises(NormswapError, match="1 and 4 share their running statistics"):
         recalibration.recalibrate(nn.Sequential(*layers).eval(), [IMAGES[:32]], inputs=IMAGES[:2])
 
@@ -482,7 +583,9 @@ class Imaginary(nn.Module):
 
     def __init__(self, *, maps: bool = False) -> None:
         super().__init__()
-        self.conv, self.norm, self.maps = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), maps
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.maps = maps
         self.weight = nn.Parameter(torch.randn(8, 1, 1, dtype=torch.cfloat))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -502,5 +605,7 @@ def test_complex_weights_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_sync_batchnorms_are_recalibrated_as_others() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
     sync = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-    first, second = (recalibration.recalibrate(net, [IMAGES], inputs=IMAGES[:2]).model for net in (plain, sync))
+    first, second = (
+        recalibration.recalibrate(net, [IMAGES], inputs=IMAGES[:2]).model for net in (plain, sync)
+    )
     assert torch.equal(first[1].running_var, second[1].running_var)  # type: ignore[index]

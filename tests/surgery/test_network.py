@@ -83,7 +83,9 @@ def test_inputs_are_the_calls() -> None:
 
 
 def test_what_states_no_size_is_looked_at_as_it_is_calibrated() -> None:
-    series = nn.Sequential(nn.Conv1d(2, 8, 3), nn.BatchNorm1d(8), nn.Flatten(), nn.Linear(8 * 38, 4)).eval()
+    series = nn.Sequential(
+        nn.Conv1d(2, 8, 3), nn.BatchNorm1d(8), nn.Flatten(), nn.Linear(8 * 38, 4)
+    ).eval()
     batches = [torch.randn(8, 2, 40) for _ in range(4)]
     for calibrate in (batches, lambda: iter(batches)):
         done = recalibrate(series, calibrate)
@@ -119,7 +121,9 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
 
 
 def test_weights_that_are_drawn_are_not_those_that_were_there() -> None:
-    loaded, drawn = (provenance.attach(net(), provenance.Provenance(sha256=digest)) for digest in ("ab12", None))
+    loaded, drawn = (
+        provenance.attach(net(), provenance.Provenance(sha256=digest)) for digest in ("ab12", None)
+    )
     assert reverification.unchanged(loaded, loaded) is True
     assert reverification.unchanged(drawn, loaded) is False
     assert reverification.unchanged(loaded, drawn) is None
@@ -137,11 +141,19 @@ def measured_again(network: Network) -> None:
 X = torch.randn(16, *SIZE)
 WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "an exact step": lambda net, _: normswap.convert(net, "skipinit", input_size=SIZE),
-    "an approximate one, of images": lambda net, _: normswap.convert(net, "groupnorm", input_size=SIZE, calibrate=[X]),
+    "an approximate one, of images": lambda net, _: normswap.convert(
+        net, "groupnorm", input_size=SIZE, calibrate=[X]
+    ),
     "of none": lambda net, _: normswap.convert(net, "dyt", input_size=SIZE),
-    "several steps": lambda net, _: normswap.convert(net, "skipinit", input_size=SIZE, purpose="opacus"),
+    "several steps": lambda net, _: normswap.convert(
+        net, "skipinit", input_size=SIZE, purpose="opacus"
+    ),
     "several, of images": lambda net, _: normswap.convert(
-        normswap.convert(net, "groupnorm", input_size=SIZE), "nf", mean="fit", input_size=SIZE, calibrate=[X]
+        normswap.convert(net, "groupnorm", input_size=SIZE),
+        "nf",
+        mean="fit",
+        input_size=SIZE,
+        calibrate=[X],
     ),
     "and back": lambda net, _: normswap.convert(
         normswap.convert(net, "folded", input_size=SIZE), "unfold", input_size=SIZE
@@ -149,7 +161,9 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "measured again": lambda net, _: measured_again(Network(net, size=SIZE)),
     "verify": lambda net, _: normswap.verify(net, copy.deepcopy(net), input_size=SIZE),
     "recalibrate": lambda net, _: recalibrate(net, [X], input_size=SIZE),
-    "planned only": lambda net, _: list(conversion.plan_steps(Network(net, size=SIZE), "skipinit", purpose="opacus")),
+    "planned only": lambda net, _: list(
+        conversion.plan_steps(Network(net, size=SIZE), "skipinit", purpose="opacus")
+    ),
     "advise": lambda net, _: advice.advise(Network(net, size=SIZE), "net", 2),
     "the signal": lambda net, _: signal_propagation(Network(net, X[:4])),
 }

@@ -33,7 +33,9 @@ def broken(tensor: str, value: float) -> nn.Sequential:
 
 
 class WeightedQuantizedModule(nn.Linear):
-    """The name of the base of torch's int8 layers, which old and new versions keep in different places."""
+    """The name of the base of torch's int8 layers, which old and new versions keep in different
+    places.
+    """
 
 
 class Times(nn.Module):
@@ -78,22 +80,46 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "one side": (network, {"input_size": 64}, ["input_size=64", "(C, H, W)"]),
     "the name of a record": (network, {"size": SIZE}, ["scheme 'folded' has no option size"]),
     "a text": (network, {"input_size": "3,64,64"}, ["size='3,64,64'", "(C, H, W)"]),
-    "meta": (lambda: network().to("meta"), {"input_size": SIZE}, ["0.weight has no values", "meta device"]),
-    "NaN": (lambda: broken("0.weight", torch.nan), {"input_size": SIZE}, ["0.weight holds NaN or", "weights again"]),
+    "meta": (
+        lambda: network().to("meta"),
+        {"input_size": SIZE},
+        ["0.weight has no values", "meta device"],
+    ),
+    "NaN": (
+        lambda: broken("0.weight", torch.nan),
+        {"input_size": SIZE},
+        ["0.weight holds NaN or", "weights again"],
+    ),
     "infinite": (
         lambda: broken("0.weight", torch.inf),
         {"input_size": SIZE},
         ["0.weight holds NaN or infinite", "weights again"],
     ),
-    "mean": (lambda: broken("1.running_mean", torch.nan), {"input_size": SIZE}, ["statistics of 1 are broken"]),
+    "mean": (
+        lambda: broken("1.running_mean", torch.nan),
+        {"input_size": SIZE},
+        ["statistics of 1 are broken"],
+    ),
     "variance": (
         lambda: broken("1.running_var", -1),
         {"input_size": SIZE},
         ["statistics of 1 are broken", "below zero"],
     ),
-    "int8": (lambda: WeightedQuantizedModule(8, 8), {"input_size": (8,)}, ["is quantized", "as it was before"]),
-    "complex": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dtype=torch.complex64)), {}, ["complex64 and float32"]),
-    "two kinds of number": (lambda: nn.Sequential(network(), nn.Conv2d(8, 8, 1).half()), {}, ["float32 and float16"]),
+    "int8": (
+        lambda: WeightedQuantizedModule(8, 8),
+        {"input_size": (8,)},
+        ["is quantized", "as it was before"],
+    ),
+    "complex": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dtype=torch.complex64)),
+        {},
+        ["complex64 and float32"],
+    ),
+    "two kinds of number": (
+        lambda: nn.Sequential(network(), nn.Conv2d(8, 8, 1).half()),
+        {},
+        ["float32 and float16"],
+    ),
     "bytes": (network, {"inputs": X.to(torch.uint8)}, ["float32 and uint8", "Cast them"]),
     "doubles": (network, {"inputs": X.double()}, ["float32 and float64"]),
     "no values": (network, {"inputs": X.to("meta")}, ["the inputs have no values"]),
@@ -102,13 +128,33 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
         {"input_size": SIZE},
         ["gives NaN", "too large"],
     ),
-    "inputs and their size": (network, {"inputs": X, "input_size": SIZE}, ["inputs= and input_size=", "Give one"]),
+    "inputs and their size": (
+        network,
+        {"inputs": X, "input_size": SIZE},
+        ["inputs= and input_size=", "Give one"],
+    ),
     "a pattern": (network, {"input_size": SIZE, "only": 3}, ["only=3 is no pattern"]),
     "a seed": (network, {"input_size": SIZE, "seed": "one"}, ['seed="one" is no whole number']),
-    "no image": (network, {"inputs": torch.zeros(0, *SIZE)}, ["no image (0x3x16x16)", "at least one"]),
-    "no pixel in one of two": (network, {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]}, ["(1x3x0x9)"]),
-    "NaN inputs": (network, {"inputs": torch.full((1, *SIZE), torch.nan)}, ["inputs (1x3x16x16) hold NaN"]),
-    "a norm alone": (lambda: nn.BatchNorm2d(3).eval(), {"input_size": SIZE}, ["the network itself: forward reads"]),
+    "no image": (
+        network,
+        {"inputs": torch.zeros(0, *SIZE)},
+        ["no image (0x3x16x16)", "at least one"],
+    ),
+    "no pixel in one of two": (
+        network,
+        {"inputs": [torch.ones(1, *SIZE), torch.ones(1, 3, 0, 9)]},
+        ["(1x3x0x9)"],
+    ),
+    "NaN inputs": (
+        network,
+        {"inputs": torch.full((1, *SIZE), torch.nan)},
+        ["inputs (1x3x16x16) hold NaN"],
+    ),
+    "a norm alone": (
+        lambda: nn.BatchNorm2d(3).eval(),
+        {"input_size": SIZE},
+        ["the network itself: forward reads"],
+    ),
     "nothing returned": (Silent, {"input_size": SIZE}, ["gives no tensor", "nothing to compare"]),
     "random": (Restless, {"input_size": SIZE}, ["gives another answer each time"]),
 }
@@ -133,16 +179,26 @@ VERBS: dict[str, Callable[[Any], object]] = {
 
 
 OTHERS: dict[str, tuple[Callable[..., object], list[str]]] = {
-    "a recipe's name": (lambda: normswap.finetune(network(), cast(Any, "skipinit"), "run"), ["load_recipe"]),
-    "another option": (lambda: normswap.export(network(), "net.onnx", **cast(Any, {"precision": "fp16"})),
-                       ["no option precision", "dtype"]),
-    "no class": (lambda: normswap.register_norm(cast(Any, 3)), ["a class of norms is wanted, not 3"]),
+    "a recipe's name": (
+        lambda: normswap.finetune(network(), cast(Any, "skipinit"), "run"),
+        ["load_recipe"],
+    ),
+    "another option": (
+        lambda: normswap.export(network(), "net.onnx", **cast(Any, {"precision": "fp16"})),
+        ["no option precision", "dtype"],
+    ),
+    "no class": (
+        lambda: normswap.register_norm(cast(Any, 3)),
+        ["a class of norms is wanted, not 3"],
+    ),
     "no plan": (lambda: normswap.Plan.from_json("[1]", "p.json"), ["p.json is no plan", "list"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_arguments_of_another_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_another_kind(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     call, words = OTHERS[case]
     with pytest.raises(NormswapError) as caught:
@@ -152,7 +208,9 @@ def test_arguments_of_another_kind(case: str, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_asks_for_a_network(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_asks_for_a_network(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match="a network is wanted, not something of type str"):
         VERBS[verb]("resnet50")
@@ -173,20 +231,33 @@ PYTHON: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("to", "options", "message"), PYTHON, ids=[str(row[0]) for row in PYTHON])
-def test_options_are_spelled_as_the_reader_writes_them(to: str, options: dict[str, Any], message: str) -> None:
+def test_options_are_spelled_as_the_reader_writes_them(
+    to: str, options: dict[str, Any], message: str
+) -> None:
     """In Python `calibrate=`; what the command line says, its own tests hold."""
     with pytest.raises(NormswapError, match=message) as caught:
         normswap.convert(network(), to, input_size=SIZE, **options)
     assert "--" not in str(caught.value)
-    assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == ("calibrate=DATA", "force=True")
+    assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == (
+        "calibrate=DATA",
+        "force=True",
+    )
     with command_line():
-        assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == ("--calibrate DATA", "--force")
-        assert (spelled("purpose", "opacus"), spelled("only", "a b")) == ("--for opacus", "--only 'a b'")
+        assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == (
+            "--calibrate DATA",
+            "--force",
+        )
+        assert (spelled("purpose", "opacus"), spelled("only", "a b")) == (
+            "--for opacus",
+            "--only 'a b'",
+        )
 
 
 def test_a_conversion_shows_its_report_first() -> None:
     done = normswap.convert(network(), "folded", input_size=SIZE)
-    assert re.fullmatch(r"Conversion\(passed, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done))
+    assert re.fullmatch(
+        r"Conversion\(passed, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done)
+    )
 
 
 def test_an_output_inside_a_network_is_refused(tmp_path: Path) -> None:

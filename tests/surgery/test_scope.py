@@ -1,4 +1,5 @@
-"""Law of scope: what `only` and `skip` leave out stays to the last bit; what they take gets the whole plan's edits.
+"""Law of scope: what `only` and `skip` leave out stays to the last bit; what they take gets the
+whole plan's edits.
 
 Then conversions of a part: loading, patterns that cannot be, where norms stood.
 """
@@ -28,18 +29,29 @@ from normswap.graph.inspection import Anatomy, inspect
 from normswap.plan import Step
 from normswap.surgery.network import Network
 
-FITTED = (Row("groupnorm"), Row("dyt"), Row("nf"), Row("nf", {"stem": "fit"}), Row("centered-weightnorm"))
+FITTED = (
+    Row("groupnorm"),
+    Row("dyt"),
+    Row("nf"),
+    Row("nf", {"stem": "fit"}),
+    Row("centered-weightnorm"),
+)
 
 
-# Two rules whose factors of the sums go into the branches behind, and so depend on which sums are scaled.
+# Two rules whose factors of the sums go into the branches behind, and so depend on which sums are
+# scaled.
 SUMS_TOO = ("balduzzi", "rescale")
 
 
 def choices() -> Iterator[Row]:
-    """A row for each word that an option of a scheme may be, but for what needs images to say where norms go."""
+    """A row for each word that an option of a scheme may be, but for what needs images to say where
+    norms go.
+    """
     for scheme in {row.scheme for row in ROWS} - {"batchnorm"}:
         for option in schemes.get(scheme).options:
-            yield from (Row(scheme, {option.name: word}) for word in option.choices if word not in SUMS_TOO)
+            yield from (
+                Row(scheme, {option.name: word}) for word in option.choices if word not in SUMS_TOO
+            )
 
 
 PLANNED = sorted({str(row): row for row in choices()}.items())
@@ -69,7 +81,8 @@ def units(name: str) -> list[tuple[str, ...]]:
 
 def scope_of(name: str, row: Row) -> dict[str, list[str]]:
     """`only` with some of the units, or `skip` with some, but not all."""
-    every, generator = units(name), dice(name, row)
+    every = units(name)
+    generator = dice(name, row)
     some = generator.sample(every, generator.randint(1, len(every) - 1))
     return {generator.choice(["only", "skip"]): [path for unit in some for path in unit]}
 
@@ -85,11 +98,18 @@ def assert_outside_stays(before: nn.Module, after: nn.Module, scope: dict[str, l
     for path, layer in before.named_modules():
         if takes_part(path, **scope) or any(True for _ in layer.children()):
             continue
-        same, state = now[path], layer.state_dict()
-        assert (type(same), same.extra_repr(), same.training) == (type(layer), layer.extra_repr(), layer.training), path
+        same = now[path]
+        state = layer.state_dict()
+        assert (type(same), same.extra_repr(), same.training) == (
+            type(layer),
+            layer.extra_repr(),
+            layer.training,
+        ), path
         assert same.state_dict().keys() == state.keys(), path
         assert all(tensor.equal(state[key]) for key, tensor in same.state_dict().items()), path
-        assert [p.requires_grad for p in same.parameters()] == [p.requires_grad for p in layer.parameters()], path
+        assert [p.requires_grad for p in same.parameters()] == [
+            p.requires_grad for p in layer.parameters()
+        ], path
 
 
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
@@ -100,7 +120,9 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
     assert not builder.refusals
     norms = {path for path in batchnorms(trained(name)) if takes_part(path, **scope)}
     assert norms == builder.outcomes.keys()
-    of_the_whole = {edit.path: edit for edit in whole(name, str(row)).edits if takes_part(edit.path, **scope)}
+    of_the_whole = {
+        edit.path: edit for edit in whole(name, str(row)).edits if takes_part(edit.path, **scope)
+    }
     assert {edit.path: edit for edit in part.edits} == of_the_whole
     if row in ROWS:
         done = normswap.convert(trained(name), row.scheme, inputs=images(2), **scope, **row.options)
@@ -116,7 +138,9 @@ def test_a_fit_changes_nothing_outside(name: str, row: Row) -> None:
     scope = scope_of(name, row)
     batches = [images(24, 1), images(24, 2)]
     source = trained(name)
-    done = normswap.convert(source, row.scheme, inputs=images(2), calibrate=batches, **scope, **row.options)
+    done = normswap.convert(
+        source, row.scheme, inputs=images(2), calibrate=batches, **scope, **row.options
+    )
     assert_outside_stays(source, done.model, scope)
 
 
@@ -127,7 +151,9 @@ def test_half_a_normalizer_free_network() -> None:
     model, x = norm_free("nf_resnet26")
     done = normswap.convert(model, "folded", inputs=x, skip="stages.2")
     assert distance(run(model, x), run(done.model, x)) <= 1e-12
-    left = [path for path, module in done.model.named_modules() if isinstance(module, ScaledStdConv2d)]
+    left = [
+        path for path, module in done.model.named_modules() if isinstance(module, ScaledStdConv2d)
+    ]
     assert left
     assert all(path.startswith("stages.2.") for path in left)
 
@@ -147,23 +173,57 @@ def test_what_cannot_be_read_can_be_left() -> None:
     ("to", "options", "kind", "message"),
     [
         ("folded", {"only": ["layer9"]}, OptionError, 'only="layer9" names no norm.*layer'),
-        ("folded", {"only": ["layer1", "nothing"]}, OptionError, '"nothing".*`normswap inspect` lists their paths'),
-        ("folded", {"only": "fc"}, RefusedError, "nothing to convert to folded: its norms are none"),
+        (
+            "folded",
+            {"only": ["layer1", "nothing"]},
+            OptionError,
+            '"nothing".*`normswap inspect` lists their paths',
+        ),
+        (
+            "folded",
+            {"only": "fc"},
+            RefusedError,
+            "nothing to convert to folded: its norms are none",
+        ),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),
-        ("residual-scale", {"rule": "rescale", "only": "layer3.1"}, RefusedError, "layer3.1: a scale cannot pass"),
+        (
+            "residual-scale",
+            {"rule": "rescale", "only": "layer3.1"},
+            RefusedError,
+            "layer3.1: a scale cannot pass",
+        ),
         ("unfold", {"only": "layer1"}, OptionError, "no option only"),
-        ("folded", {"skip": ["layer1", "layr3.1"]}, OptionError, '"layr3.1" names no.*Did you mean layer3.1 or layer'),
+        (
+            "folded",
+            {"skip": ["layer1", "layr3.1"]},
+            OptionError,
+            '"layr3.1" names no.*Did you mean layer3.1 or layer',
+        ),
     ],
 )
-def test_patterns_that_cannot_be(to: str, options: dict[str, Any], kind: type[NormswapError], message: str) -> None:
+def test_patterns_that_cannot_be(
+    to: str, options: dict[str, Any], kind: type[NormswapError], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         normswap.convert(lived("resnet18")[0], to, input_size=SIZE, **options)
 
 
 def test_patterns() -> None:
-    yes = [("layer3", "layer3"), ("layer3", "layer3.0.bn1"), ("layer3.*", "layer3.0"), ("*.bn2", "layer3.0.bn2"),
-           ("*.down*", "layer2.0.downsample.1"), ("layer[12]", "layer2.0"), ("*", "x")]  # fmt: skip
-    no = [("layer3", "layer30"), ("layer3", "a.layer3"), ("bn1", "layer1.0.bn1"), ("layer3.*", "layer3")]
+    yes = [
+        ("layer3", "layer3"),
+        ("layer3", "layer3.0.bn1"),
+        ("layer3.*", "layer3.0"),
+        ("*.bn2", "layer3.0.bn2"),
+        ("*.down*", "layer2.0.downsample.1"),
+        ("layer[12]", "layer2.0"),
+        ("*", "x"),
+    ]
+    no = [
+        ("layer3", "layer30"),
+        ("layer3", "a.layer3"),
+        ("bn1", "layer1.0.bn1"),
+        ("layer3.*", "layer3"),
+    ]
     assert all(matches(*pair) for pair in yes)
     assert not any(matches(*pair) for pair in no)
 
@@ -172,7 +232,9 @@ def test_parts_of_a_chain_are_at_the_site_of_the_norm() -> None:
     model, x, _ = lived("resnet18")
     anatomy = inspect(normswap.convert(model, "folded", inputs=x).model, x)
     for path in ("bn1", "layer1.0.bn2"):
-        assert {anatomy.original_path(f"{path}{end}") for end in ("", ".inner", ".then", ".inner.then")} == {path}
+        assert {
+            anatomy.original_path(f"{path}{end}") for end in ("", ".inner", ".then", ".inner.then")
+        } == {path}
     assert anatomy.original_path("inner") == ""
 
 
@@ -181,7 +243,11 @@ def test_a_path_is_removed_when_the_plan_says_so() -> None:
     builder = PlanBuilder(inspect(model, x))
     builder.replace("bn1", "WeightNorm")
     builder.remove("layer1.0.bn1")
-    assert [builder.removes(path) for path in ("bn1", "layer1.0.bn1", "layer1.0.bn2")] == [False, True, False]
+    assert [builder.removes(path) for path in ("bn1", "layer1.0.bn1", "layer1.0.bn2")] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_what_was_never_known_is_none() -> None:

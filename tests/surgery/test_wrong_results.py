@@ -1,4 +1,6 @@
-"""The gates let nothing wrong through: an error that float32 cannot see, a wrong way back, a file that is off."""
+"""The gates let nothing wrong through: an error that float32 cannot see, a wrong way back, a file
+that is off.
+"""
 
 import copy
 import re
@@ -43,8 +45,10 @@ class Biased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6, eps=1e-3)
-        self.mid, self.mid_bn = nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.BatchNorm2d(6)
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.bn = nn.BatchNorm2d(6, eps=1e-3)
+        self.mid = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.mid_bn = nn.BatchNorm2d(6)
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +64,9 @@ def biased() -> nn.Module:
 
 def residual() -> nn.Module:
     torch.manual_seed(0)
-    return lived_in(timm.create_model("resnet18", num_classes=10, **ARGS), torch.randn(4, *SIZE).double()).float()
+    return lived_in(
+        timm.create_model("resnet18", num_classes=10, **ARGS), torch.randn(4, *SIZE).double()
+    ).float()
 
 
 @torch.no_grad()
@@ -71,7 +77,8 @@ def slightly(model: nn.Module) -> None:
 
 
 def test_convert_sees_in_float64_what_float32_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, made = residual(), Folded.replacing
+    right = residual()
+    made = Folded.replacing
 
     def wrong(*given: Any, **args: Any) -> Any:
         new: Any = made(*given, **args)
@@ -87,15 +94,25 @@ def test_convert_sees_in_float64_what_float32_cannot_hold(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("make", [biased, residual])
 def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module]) -> None:
-    """And the function; where a gamma is 0, the weights are lost. Biases before a norm may go to its beta."""
+    """And the function; where a gamma is 0, the weights are lost. Biases before a norm may go to
+    its beta.
+    """
     source = make()
-    back = convert(convert(source, "folded", input_size=SIZE).model, "unfold", input_size=SIZE).model
-    x, seen = torch.randn(2, *SIZE, dtype=torch.float64), 0
-    assert distance(run(copy.deepcopy(source).double(), x), run(copy.deepcopy(back).double(), x)) < 1e-6
+    back = convert(
+        convert(source, "folded", input_size=SIZE).model, "unfold", input_size=SIZE
+    ).model
+    x = torch.randn(2, *SIZE, dtype=torch.float64)
+    seen = 0
+    assert (
+        distance(run(copy.deepcopy(source).double(), x), run(copy.deepcopy(back).double(), x))
+        < 1e-6
+    )
     for name, tensor in source.state_dict().items():
         if tensor.ndim == 4:
             gamma = source.get_submodule(_norm_of(name)).get_parameter("weight")
-            assert torch.allclose(back.state_dict()[name][gamma != 0], tensor[gamma != 0], rtol=1e-5, atol=1e-7), name
+            assert torch.allclose(
+                back.state_dict()[name][gamma != 0], tensor[gamma != 0], rtol=1e-5, atol=1e-7
+            ), name
             seen += 1
         elif not name.endswith(".bias"):
             assert torch.equal(back.state_dict()[name], tensor), name
@@ -104,12 +121,15 @@ def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module])
 
 def _norm_of(weight: str) -> str:
     path = weight.removesuffix(".weight")
-    return {"mid": "mid_bn"}.get(path, path.replace("conv", "bn").replace("downsample.0", "downsample.1"))
+    return {"mid": "mid_bn"}.get(
+        path, path.replace("conv", "bn").replace("downsample.0", "downsample.1")
+    )
 
 
 @pytest.mark.parametrize("harm", ["a digit that float32 has not", "a bias", "a sign"])
 def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
-    folded, inverted = convert(biased(), "folded", input_size=SIZE).model, Folded.invert
+    folded = convert(biased(), "folded", input_size=SIZE).model
+    inverted = Folded.invert
 
     def wrong(old: Any, *given: Any, **args: Any) -> None:
         inverted(old, *given, **args)
@@ -127,22 +147,34 @@ def test_a_wrong_unfold_is_refused(monkeypatch: pytest.MonkeyPatch, harm: str) -
 
 def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
     options = schemes.chosen(row.scheme, row.options).options
-    step = Step(row.scheme, options, schemes.get(row.scheme).plan(inspection.inspect(model), **options).edits())
+    step = Step(
+        row.scheme,
+        options,
+        schemes.get(row.scheme).plan(inspection.inspect(model), **options).edits(),
+    )
     return step, applying.apply_step(model, step, double=True)
 
 
 @pytest.mark.parametrize("row", EXACT, ids=str)
 def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
-    """What the step makes was made in float64, and is lent to the network that was made in float32, layer by layer."""
-    model, x = residual(), torch.randn(2, *SIZE)
+    """What the step makes was made in float64, and is lent to the network that was made in float32,
+    layer by layer.
+    """
+    model = residual()
+    x = torch.randn(2, *SIZE)
     step, wide = widely(model, row)
-    result, example = applying.apply_step(model, step), Example((x,)).map_floats(Tensor.double)
+    result = applying.apply_step(model, step)
+    example = Example((x,)).map_floats(Tensor.double)
     before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
     found = running.by_parts(result, example, *applying.doubles(model, result, step))
     assert found is not None
     rounded = running.outputs_double(result, example)[""]
     assert distance(run(wide, x.double()), found[""]) < 1e-14
-    if any(not torch.equal(t, t.float().double()) for t in wide.state_dict().values() if t.is_floating_point()):
+    if any(
+        not torch.equal(t, t.float().double())
+        for t in wide.state_dict().values()
+        if t.is_floating_point()
+    ):
         assert distance(found[""], rounded) > 1e-9
     now = result.state_dict()
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
@@ -153,7 +185,9 @@ class Looking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         reach = self.conv.weight.new_ones(()) * self.head.bias.sum()
@@ -165,7 +199,9 @@ class Again(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -184,7 +220,8 @@ def test_where_parts_say_something_else_the_whole_decides(kind: Callable[[], nn.
     def parts(example: Example) -> Any:
         return running.by_parts(result, example, *applying.doubles(model, result, step))
 
-    x, made = torch.randn(2, *SIZE), []
+    x = torch.randn(2, *SIZE)
+    made = []
 
     def whole() -> nn.Module:
         made.append(applying.apply_step(model, step, double=True))
@@ -212,7 +249,8 @@ class Adapted(nn.Linear):
 
 def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(5, 5), Adapted(), nn.Linear(5, 3)), torch.randn(4, 5)
+    model = nn.Sequential(nn.Linear(5, 5), Adapted(), nn.Linear(5, 3))
+    x = torch.randn(4, 5)
     found = running.by_parts(model, Example((x,)).map_floats(Tensor.double))
     assert found is not None
     assert distance(run(copy.deepcopy(model).double(), x.double()), found[""]) < 1e-14
@@ -220,7 +258,8 @@ def test_linear_layers_inside_each_other_have_their_own_weights_in_float64() -> 
 
 def test_what_the_making_of_a_layer_rounds_stays_rounded() -> None:
     """The layer is made while a forward runs in which all is widened."""
-    model, x = nn.Sequential(nn.Linear(5, 5)), torch.randn(4, 5, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(5, 5))
+    x = torch.randn(4, 5, dtype=torch.float64)
     weight = torch.randn(5, 5, dtype=torch.float64)
 
     def made() -> nn.Module:
@@ -250,15 +289,25 @@ def off(by: float) -> Callable[[Tensor], Tensor]:
     return lambda x: (1 + by) * x.flatten(1)
 
 
-@pytest.mark.parametrize(("dtype", "costs", "right", "wrong"), [
-    ("fp32", None, 5e-6, 1e-4), ("int8", None, 0.5, 1.1),
-    *((half, costs, 2.8 * costs, 3.5 * costs) for half in ("fp16", "bf16") for costs in (1e-3, 1e-2)),
-    ("fp16", 1e-7, 5e-6, 1e-4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "costs", "right", "wrong"),
+    [
+        ("fp32", None, 5e-6, 1e-4),
+        ("int8", None, 0.5, 1.1),
+        *(
+            (half, costs, 2.8 * costs, 3.5 * costs)
+            for half in ("fp16", "bf16")
+            for costs in (1e-3, 1e-2)
+        ),
+        ("fp16", 1e-7, 5e-6, 1e-4),
+    ],
+)
 def test_exported_files_may_be_off_by_what_their_precision_costs(
     dtype: str, costs: float | None, right: float, wrong: float
 ) -> None:
-    """In half precision three times what rounding costs the network in PyTorch passes, whatever that is."""
+    """In half precision three times what rounding costs the network in PyTorch passes, whatever
+    that is.
+    """
     x = torch.randn(8, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     rounded = None if costs is None else off(costs)
     reference = replace(reference_of(Scores()), rounded=rounded)
@@ -300,11 +349,15 @@ def test_agreement_counts_places_of_maps() -> None:
     found = checks.check(reference, other, [(10 * x, None)], dtype="int8")
     assert (found.answers, found.unit, found.count) == (12, "pixels", 2)
     assert found.agreement == pytest.approx(11 / 12)
-    assert checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8").agreement is None, "features"
+    assert (
+        checks.check(reference_of(Map()), other, [(10 * x, None)], dtype="int8").agreement is None
+    ), "features"
 
 
 def test_probabilities_are_held_to_what_their_scores_may_be_off_by() -> None:
-    """|dp| / |p| <= 2 max |dz|: scores of up to 20 that are off by 1e-5 of it pass, ten times that is wrong."""
+    """|dp| / |p| <= 2 max |dz|: scores of up to 20 that are off by 1e-5 of it pass, ten times that
+    is wrong.
+    """
     x = 20 * torch.rand(64, 3, 2, 2, generator=torch.Generator().manual_seed(0)) - 10
     x[0, 0, 0, 0] = 20
     sign = torch.randn(64, 12, generator=torch.Generator().manual_seed(1)).sign()
@@ -331,7 +384,9 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     found = checks.check(reference_of(Scores()), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
-    assert comparison.agreements({"": torch.eye(3)}, {"": torch.eye(4)[:3]}, None) == {}, "answers of other classes"
+    assert comparison.agreements({"": torch.eye(3)}, {"": torch.eye(4)[:3]}, None) == {}, (
+        "answers of other classes"
+    )
 
     class Other(Scores):
         def forward(self, x: Tensor) -> Tensor:
@@ -341,11 +396,14 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
 
 
 class Picks(nn.Module):
-    """The samples whose first number is above a bound, as a detector gives the boxes that it is sure of."""
+    """The samples whose first number is above a bound, as a detector gives the boxes that it is
+    sure of.
+    """
 
     def __init__(self, bound: float) -> None:
         super().__init__()
-        self.weight, self.bound = nn.Parameter(torch.tensor(1.0)), bound
+        self.weight = nn.Parameter(torch.tensor(1.0))
+        self.bound = bound
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.weight * x.flatten(1)
@@ -375,7 +433,8 @@ class Borrows(nn.Module):
 
 def test_float64_reaches_weights_of_layers_that_are_not_called() -> None:
     torch.manual_seed(0)
-    model, x = Borrows().requires_grad_(False), torch.randn(2, 3, 2, 2, dtype=torch.float64)
+    model = Borrows().requires_grad_(False)
+    x = torch.randn(2, 3, 2, 2, dtype=torch.float64)
     expected = copy.deepcopy(model).double()(x)
     assert distance(expected, running.outputs_double(model, Example((x,)))[""]) < 1e-14
     assert model.inner.weight.dtype == torch.float32
@@ -395,9 +454,12 @@ def test_there_is_no_float64_on_apples_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_number_is_no_choice(tmp_path: Path) -> None:
-    """A network with one output, a regression or a yes or no, has no largest score: nothing is said to agree."""
+    """A network with one output, a regression or a yes or no, has no largest score: nothing is said
+    to agree.
+    """
     x = torch.randn(8, 5)
-    one, two = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
+    one = torch.nn.Linear(5, 1)
+    two = torch.nn.Linear(5, 1)
     assert verify(one, two, x, exact=False).logits[0].agreement is None
     kept = held_out.measured(one, two, [Example((x,))])
     assert kept is not None
@@ -405,7 +467,13 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     found = checks.check(reference_of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
     assert found.points_lost is None
-    parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)
+    parts = (
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 1),
+    )
     done = convert(nn.Sequential(*parts).eval(), "folded", input_size=(3, 9, 9))
     save(done, tmp_path / "one")
     (row,) = re.findall(r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(), re.M)

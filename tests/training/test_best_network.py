@@ -1,4 +1,6 @@
-"""Which network best/ holds, by accuracies that are made up; and the loss that a run reports, by hand."""
+"""Which network best/ holds, by accuracies that are made up; and the loss that a run reports, by
+hand.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,14 @@ EMA = {"decay": 0.5, "warmup": False}
 )
 @pytest.mark.one_in(2)
 def test_best_is_the_network_that_was_most_accurate(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[int], averaged: list[int] | None,
-    epoch: int, which: str,
-) -> None:  # fmt: skip
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[int],
+    averaged: list[int] | None,
+    epoch: int,
+    which: str,
+) -> None:
     """Its tensors are those that the network, or its average, had when that accuracy was measured."""
     calls: list[tuple[str, int, dict[str, Tensor]]] = []
 
@@ -46,7 +53,9 @@ def test_best_is_the_network_that_was_most_accurate(
         second = bool(averaged) and began and len(calls) % 2 == 0
         name = "averaged" if second else "own"
         at = sum(one == name for one, _, _ in calls)
-        calls.append((name, at + (name == "averaged"), {k: v.clone() for k, v in model.state_dict().items()}))
+        calls.append(
+            (name, at + (name == "averaged"), {k: v.clone() for k, v in model.state_dict().items()})
+        )
         top1 = averaged[at] if second and averaged else own[at]
         return Evaluation(top1, 100.0, 1.0, 10, 1.0)
 
@@ -75,13 +84,19 @@ def test_best_is_the_network_that_was_most_accurate(
         ({}, float("-inf")),
     ],
 )
-def test_the_score_is_the_best_accuracy_or_the_loss_where_none_is_known(known: Any, expected: float) -> None:
+def test_the_score_is_the_best_accuracy_or_the_loss_where_none_is_known(
+    known: Any, expected: float
+) -> None:
     assert score({**dict.fromkeys(COLUMNS), **known}) == expected
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
-def test_the_loss_that_is_reported_is_the_mean_over_the_batch(images: Path, tmp_path: Path, accumulate: int) -> None:
-    """However many parts it comes in: of the first update of ten images, the cross-entropy of the untrained network."""
+def test_the_loss_that_is_reported_is_the_mean_over_the_batch(
+    images: Path, tmp_path: Path, accumulate: int
+) -> None:
+    """However many parts it comes in: of the first update of ten images, the cross-entropy of the
+    untrained network.
+    """
     plan = recipe(images, data={"batch_size": 10}, train={"epochs": 1, "accumulate": accumulate})
     model: Any = network("skipinit", double=True)
     result = train(model, plan, tmp_path / "out")

@@ -38,7 +38,12 @@ from normswap.training.training_images import (
     transform,
 )
 
-RECORD = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "interpolation": "bilinear"}
+RECORD = {
+    "input_size": (3, 32, 32),
+    "mean": (0.5, 0.4, 0.3),
+    "std": (0.2, 0.3, 0.25),
+    "interpolation": "bilinear",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +51,31 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("data") / "images")
 
 
-def order(first: int = 0, last: int = 6, *, batch: int = 8, seed: int = 0, **share: int) -> list[list[tuple[int, int]]]:
+def order(
+    first: int = 0, last: int = 6, *, batch: int = 8, seed: int = 0, **share: int
+) -> list[list[tuple[int, int]]]:
     return list(Order(27, batch, Share(**share), seed, first, last))
 
 
-@pytest.mark.parametrize(("world", "accumulate", "batch"), [(1, 1, 8), (2, 1, 8), (1, 4, 8), (2, 2, 8), (4, 1, 4)])
+@pytest.mark.parametrize(
+    ("world", "accumulate", "batch"), [(1, 1, 8), (2, 1, 8), (1, 4, 8), (2, 2, 8), (4, 1, 4)]
+)
 def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch: int) -> None:
     alone = order(batch=batch)
-    shares = [order(batch=batch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)]
+    shares = [
+        order(batch=batch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)
+    ]
     for update, whole in enumerate(alone):
         parts = [own[update * accumulate + part] for own in shares for part in range(accumulate)]
         assert sorted(at for part in parts for at in part) == sorted(whole)
-        mirror = dict(zip(whole, reversed(whole), strict=True))  # the partners of mixup stay together
+        mirror = dict(
+            zip(whole, reversed(whole), strict=True)
+        )  # the partners of mixup stay together
         size = batch // world // accumulate
         assert size % 2 or all(
-            mirror[at] == other for part in parts for at, other in zip(part, part[::-1], strict=True)
+            mirror[at] == other
+            for part in parts
+            for at, other in zip(part, part[::-1], strict=True)
         )
 
 
@@ -131,7 +146,8 @@ def test_without_augmentation_images_are_those_of_evaluation(images: Path) -> No
 def test_places(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / name / "a").mkdir(parents=True)
-    train, test = str(tmp_path / "train"), str(tmp_path / "test")
+    train = str(tmp_path / "train")
+    test = str(tmp_path / "test")
     assert places(Data(root=str(tmp_path))) == (train, test)
     assert places(Data(root=train)) == (train, test)
     assert places(Data(root=train, validation="v")) == (train, "v")
@@ -163,7 +179,10 @@ EXPECTED: dict[str, tuple[Schedule, Callable[[int], float]]] = {
     "cosine": (Schedule(warmup=0.5, min_lr=0.1), lambda u: 2 * (u + 1) / 6 if u < 5 else cosine(u)),
     "poly": (Schedule(name="poly"), lambda u: 2 * (1 - u / 40) ** 0.5),
     "step": (Schedule(name="step", milestones=(1.5,), rate=0.5), lambda u: 2 * 0.5 ** (u // 15)),
-    "multistep": (Schedule(name="multistep", milestones=(1, 3)), lambda u: 2 * 0.1 ** ((u >= 10) + (u >= 30))),
+    "multistep": (
+        Schedule(name="multistep", milestones=(1, 3)),
+        lambda u: 2 * 0.1 ** ((u >= 10) + (u >= 30)),
+    ),
 }
 
 
@@ -182,7 +201,9 @@ def test_scalars_have_a_rate_of_their_own_and_nothing_but_weights_decays() -> No
             scalar = parameter.numel() == 1
             assert group.get("lr_scale", 1.0) == (0.1 if scalar else 1.0), names[id(parameter)]
             assert (group["weight_decay"] > 0) == (parameter.ndim > 1), names[id(parameter)]
-    every = optimizer(model, Optim(weight_decay=0.5)).param_groups  # auto: as Fixup's authors have it
+    every = optimizer(
+        model, Optim(weight_decay=0.5)
+    ).param_groups  # auto: as Fixup's authors have it
     assert {group["weight_decay"] for group in every} == {0.5}
     with pytest.raises(OptionError, match="no_such_thing"):
         optimizer(model, Optim(name="no_such_thing"))
@@ -205,12 +226,19 @@ class HeadFirst(nn.Module):
     ("make", "head"),
     [
         (HeadFirst, "head."),
-        (lambda: timm.create_model("resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4), "head.fc."),
+        (
+            lambda: timm.create_model(
+                "resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4
+            ),
+            "head.fc.",
+        ),
         (lambda: timm.create_model("resnet18", num_classes=3, channels=(4, 4, 4, 4)), "fc."),
     ],
     ids=["own", "v2", "v1"],
 )
-def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Module], head: str) -> None:
+def test_adaptive_clipping_leaves_the_classifier_alone(
+    make: Callable[[], nn.Module], head: str
+) -> None:
     torch.manual_seed(0)
     model = make()
     model(torch.randn(2, 3, 32, 32)).square().sum().mul(1e4).backward()
@@ -222,7 +250,11 @@ def test_adaptive_clipping_leaves_the_classifier_alone(make: Callable[[], nn.Mod
         if name.startswith(head):
             assert torch.equal(parameter.grad, before[name])
             continue
-        rows = parameter.detach().reshape(len(parameter), -1) if parameter.ndim > 1 else parameter.detach()[None]
+        rows = (
+            parameter.detach().reshape(len(parameter), -1)
+            if parameter.ndim > 1
+            else parameter.detach()[None]
+        )
         bound = 0.01 * rows.norm(dim=1).clamp(min=1e-3)
         now, old = (g.reshape_as(rows) for g in (parameter.grad, before[name]))
         assert (now.norm(dim=1) <= bound * 1.0001).all()
@@ -245,33 +277,48 @@ def test_adaptive_clipping_of_a_transposed_convolution_goes_by_its_outputs() -> 
 
 
 def distilled(part: Distill, model: nn.Module, teacher: nn.Module) -> Objective:
-    return Objective(Recipe(summary="", distill=part), model, Teacher(copy.deepcopy(teacher), model))
+    return Objective(
+        Recipe(summary="", distill=part), model, Teacher(copy.deepcopy(teacher), model)
+    )
 
 
 def test_distillation_of_logits_is_hintons() -> None:
-    model, teacher = network(), network("skipinit", alpha=0)
-    x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    model = network()
+    teacher = network("skipinit", alpha=0)
+    x = torch.randn(4, 3, 32, 32)
+    y = torch.tensor([0, 1, 2, 3])
     objective = distilled(Distill(weight=0.25, temperature=3.0), model, teacher)
-    ours, theirs = model(x).double(), teacher(x).double()
-    p, q = (theirs / 3).softmax(1), (ours / 3).softmax(1)
+    ours = model(x).double()
+    theirs = teacher(x).double()
+    p = (theirs / 3).softmax(1)
+    q = (ours / 3).softmax(1)
     hard = -ours.log_softmax(1)[range(4), y].mean()
     expected = 0.75 * hard + 0.25 * 9 * (p * (p.log() - q.log())).sum(1).mean()
     assert objective(model, x, y, ()).item() == pytest.approx(expected.item(), rel=1e-5)
     only = distilled(Distill(weight=1.0, temperature=3.0), model, teacher)
-    assert torch.equal(only(model, x, y, ()), only(model, x, y.flip(0) + 50, ()))  # labels are not used
+    assert torch.equal(
+        only(model, x, y, ()), only(model, x, y.flip(0) + 50, ())
+    )  # labels are not used
 
 
 def test_a_teacher_sees_the_images_as_it_was_trained() -> None:
-    model, teacher = network(), network("skipinit", alpha=0)
+    model = network()
+    teacher = network("skipinit", alpha=0)
     theirs: Any = teacher
-    theirs.__dict__["pretrained_cfg"] = {**theirs.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    theirs.__dict__["pretrained_cfg"] = {
+        **theirs.pretrained_cfg,
+        "mean": (0.1, 0.2, 0.3),
+        "std": (0.4, 0.5, 0.6),
+    }
     if (record := provenance.of(teacher)) is not None:
         record.pretrained_cfg.update(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
     x = torch.randn(4, 3, 32, 32)
     ours: Any = model
     mean, std = (torch.tensor(ours.pretrained_cfg[k]).view(1, 3, 1, 1) for k in ("mean", "std"))
     pixels = x * std + mean
-    seen = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1)
+    seen = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)) / torch.tensor(
+        [0.4, 0.5, 0.6]
+    ).view(1, 3, 1, 1)
     with torch.no_grad():
         assert torch.allclose(Teacher(copy.deepcopy(theirs), model)(x), theirs(seen), atol=1e-5)
 
@@ -284,8 +331,11 @@ def test_a_teacher_with_other_classes_is_refused() -> None:
 
 def test_mixup_mixes_mirror_images_and_their_labels() -> None:
     model = network()
-    plan = Recipe.model_validate({"summary": "", "data": {"augment": {"mixup": 0.4}}, "train": {"smoothing": 0.1}})
-    x, y = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    plan = Recipe.model_validate(
+        {"summary": "", "data": {"augment": {"mixup": 0.4}}, "train": {"smoothing": 0.1}}
+    )
+    x = torch.randn(4, 3, 32, 32)
+    y = torch.tensor([0, 1, 2, 3])
     found = Objective(plan, model, None)(model, x.clone(), y, (0, "mixup", 0))
     with drawn_by(0, "mixup", 0):
         np.random.rand()  # timm asks whether to mix at all
@@ -293,7 +343,9 @@ def test_mixup_mixes_mirror_images_and_their_labels() -> None:
     soft = F.one_hot(y, 10) * 0.9 + 0.01
     target = share * soft + (1 - share) * soft.flip(0)
     logits = model(share * x + (1 - share) * x.flip(0))
-    assert found.item() == pytest.approx(-(target * logits.log_softmax(1)).sum(1).mean().item(), rel=1e-5)
+    assert found.item() == pytest.approx(
+        -(target * logits.log_softmax(1)).sum(1).mean().item(), rel=1e-5
+    )
 
 
 def by_hand(model: nn.Module, x: Tensor, y: Tensor, updates: int) -> None:
@@ -317,17 +369,23 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
 
     model = network("skipinit", double=True)
     optim = {"lr": 0.01, "weight_decay": 0.01, "decay": "all"}
-    plan = recipe(images, optim=optim, data={"batch_size": 40}, train={"epochs": 4, "accumulate": accumulate})
+    plan = recipe(
+        images, optim=optim, data={"batch_size": 40}, train={"epochs": 4, "accumulate": accumulate}
+    )
     result = train(model, plan, tmp_path / "out")
     known: Any = model
     files = sorted(images.rglob("*.png"))
     mean, std = (torch.tensor(known.pretrained_cfg[k]).view(3, 1, 1) for k in ("mean", "std"))
-    pixels = [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1).float() / 255 for file in files]
+    pixels = [
+        torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1).float() / 255
+        for file in files
+    ]
     x = torch.stack([(image - mean) / std for image in pixels]).double()
     y = torch.tensor([int(file.parent.name.removeprefix("class")) for file in files])
     twin = copy.deepcopy(model).train()
     by_hand(twin, x, y, 4)
-    moved, found = 0.0, weights(result.last)
+    moved = 0.0
+    found = weights(result.last)
     for name, tensor in twin.state_dict().items():
         assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-10), name
         moved = max(moved, float((tensor - model.state_dict()[name]).abs().max()))
@@ -340,8 +398,12 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path, accumulate: int) -> None:
-    model, seen = network("skipinit", double=True), []
-    plan = recipe(images, train={"epochs": 0.6, "accumulate": accumulate, "ema": {"decay": 0.5, "warmup": False}})
+    model = network("skipinit", double=True)
+    seen = []
+    plan = recipe(
+        images,
+        train={"epochs": 0.6, "accumulate": accumulate, "ema": {"decay": 0.5, "warmup": False}},
+    )
     from normswap.training.engine import TrainingRun
 
     run: dict[str, TrainingRun] = {}
@@ -367,7 +429,9 @@ def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path, accumu
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same picture and label forty times, so that the loss of a network that does not change is one number."""
+    """The same picture and label forty times, so that the loss of a network that does not change is
+    one number.
+    """
     folder = tmp_path_factory.mktemp("alike")
     Image.new("RGB", (32, 32), (200, 90, 30)).save(folder / "one.png")
     (folder / "all.csv").write_text("file,label\n" + "one.png,3\n" * 40)
@@ -382,16 +446,23 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint=st.sampled_from([None, 1, 3]),
 )
 def test_every_row_has_the_loss_of_its_updates(
-    alike: Path, tmp_path_factory: pytest.TempPathFactory, epochs: float, batch: int, accumulate: int, checkpoint: Any
+    alike: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    epochs: float,
+    batch: int,
+    accumulate: int,
+    checkpoint: Any,
 ) -> None:
     """The rate is so small that no digit of the loss changes."""
     model = network("affine", double=True)
     with torch.no_grad():
         loss = evaluate(model, make_loader(model, str(alike), workers=0)).loss
     plan = recipe(
-        alike, data={"batch_size": batch}, optim={"lr": 1e-12},
+        alike,
+        data={"batch_size": batch},
+        optim={"lr": 1e-12},
         train={"epochs": epochs, "accumulate": accumulate, "checkpoint": checkpoint},
-    )  # fmt: skip
+    )
     result = train(model, plan, tmp_path_factory.mktemp("run") / "out")
     rows = result.rows[1:]
     assert [row["train_loss"] for row in rows] == pytest.approx([loss] * len(rows), rel=1e-5)
@@ -402,10 +473,12 @@ def test_every_row_has_the_loss_of_its_updates(
 class OneOfTwo:
     """A process of two, of which the other has measured already."""
 
-    device, num_processes = torch.device("cpu"), 1
+    device = torch.device("cpu")
+    num_processes = 1
 
     def __init__(self, other: Tensor | None = None) -> None:
-        self.other, self.sums = other, torch.zeros(0)
+        self.other = other
+        self.sums = torch.zeros(0)
 
     def reduce(self, parts: Tensor, how: str) -> Tensor:
         assert how == "sum"
@@ -423,5 +496,7 @@ def test_two_processes_of_unequal_shares_measure_what_one_does(share: int, tmp_p
     together = engine.measure(model, whole.only(range(share, 40)), second)
     alone = evaluate(model, whole)
     assert together is not None
-    assert (together.top1, together.top5, together.count) == pytest.approx((alone.top1, alone.top5, 40))
+    assert (together.top1, together.top5, together.count) == pytest.approx(
+        (alone.top1, alone.top5, 40)
+    )
     assert together.loss == pytest.approx(alone.loss)

@@ -1,4 +1,6 @@
-"""Every scheme trains: on real images a few SGD steps lower the loss, every parameter moves, and its state survives."""
+"""Every scheme trains: on real images a few SGD steps lower the loss, every parameter moves, and
+its state survives.
+"""
 
 import functools
 from typing import Any
@@ -31,7 +33,9 @@ def images(stride: int = 2) -> tuple[Tensor, Tensor]:
         open_model(str(shipped.FOLDER)), str(shipped.FOLDER / "images.tar"), workers=0, samples=32
     )
     batches = list(loader)
-    return torch.cat([x for x, _ in batches])[:, :, ::stride, ::stride], torch.cat([y for _, y in batches])
+    return torch.cat([x for x, _ in batches])[:, :, ::stride, ::stride], torch.cat(
+        [y for _, y in batches]
+    )
 
 
 @functools.cache
@@ -44,7 +48,9 @@ def source(arch: str) -> nn.Module:
 @crossed("arch, row", NARROW, ROWS, every=len(NARROW))
 @pytest.mark.one_in(2)
 def test_every_scheme_trains(arch: str, row: Row) -> None:
-    x, y = images(1 if row.scheme == "instancenorm" else 2)  # which needs more than a pixel everywhere
+    x, y = images(
+        1 if row.scheme == "instancenorm" else 2
+    )  # which needs more than a pixel everywhere
     x = x.double()
     done = normswap.convert(source(arch), row.scheme, inputs=x[:2], **row.options)
     model: Any = done.model.train()
@@ -61,7 +67,11 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
         loss = F.cross_entropy(model(x), y)
         losses.append(loss.item())
         loss.backward()
-        moved |= {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > NOISE}
+        moved |= {
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None and p.grad.abs().max() > NOISE
+        }
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert losses[-1] < losses[0]

@@ -1,4 +1,6 @@
-"""`normswap finetune` as a user meets it: from a name to a recovered checkpoint, and what is said of bad input."""
+"""`normswap finetune` as a user meets it: from a name to a recovered checkpoint, and what is said
+of bad input.
+"""
 
 import csv
 import sys
@@ -48,13 +50,17 @@ def write(file: Path, **parts: Any) -> Path:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("answer", ["maps", "two outputs", "features", "two heads"])
-def test_any_network_learns_again_from_its_source(answer: str, images: Path, tmp_path: Path) -> None:
+def test_any_network_learns_again_from_its_source(
+    answer: str, images: Path, tmp_path: Path
+) -> None:
     """On other images of the kind, it ends at most two thirds as far from the source as it began."""
     answers: dict[str, Any] = {"maps": lambda y: {"out": y}, "features": lambda y: y.mean((2, 3))}
     answers["two outputs"] = lambda y: (y, y.sigmoid()[:, :1])
     answers["two heads"] = lambda y: {"policy": y.mean((2, 3)), "value": y.amax((1, 2, 3))}
     torch.manual_seed(0)
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    mean, std = (
+        torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    )
     x = (torch.rand(16, 3, 32, 32) - mean) / std
     source = lived_in(Answers(answers[answer]), x.double()).float()
     if answer == "features":
@@ -65,7 +71,9 @@ def test_any_network_learns_again_from_its_source(answer: str, images: Path, tmp
     how["data"] = {"input_size": 32, "augment": {"scale": [1, 1]}}
     plan = recipe(images / "train", optim={"lr": 0.003, "name": "adamw", "weight_decay": 0}, **how)
     result = train(source, plan, tmp_path / "run")
-    before, after = (normswap.verify(source, m, x, exact=False).worst.relative_l2 for m in (start, result.model))
+    before, after = (
+        normswap.verify(source, m, x, exact=False).worst.relative_l2 for m in (start, result.model)
+    )
     assert after < before * 2 / 3
 
 
@@ -73,7 +81,15 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     images: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "r.yaml", convert={"to": "skipinit"}, distill={})
-    words = ["finetune", str(source), "train.epochs=1", "--recipe", str(file), "--data", str(images)]
+    words = [
+        "finetune",
+        str(source),
+        "train.epochs=1",
+        "--recipe",
+        str(file),
+        "--data",
+        str(images),
+    ]
     words += ["-o", str(tmp_path / "run"), "--device", "cpu"]
     assert main(words) == 0
     shown = capsys.readouterr()
@@ -87,17 +103,45 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert tuple(rows[0]) == COLUMNS
     assert recipe_files.load_recipe(tmp_path / "run/recipe.yaml").train.epochs == 1
-    found = evaluate(last, make_loader(last, str(images / "val"), workers=0))  # what `normswap evaluate` says
+    found = evaluate(
+        last, make_loader(last, str(images / "val"), workers=0)
+    )  # what `normswap evaluate` says
     assert float(rows[-1]["top1"]) == pytest.approx(found.top1)
     assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)
     assert main(words) == 2
     assert "holds a run. --resume auto continues it" in capsys.readouterr().err
     # As docs/train.md has it: the folder knows network, recipe and images.
-    assert main(["finetune", "--resume", "auto", "-o", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
+    assert (
+        main(
+            [
+                "finetune",
+                "--resume",
+                "auto",
+                "-o",
+                str(tmp_path / "run"),
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+        == 0
+    )
     body = as_documented(capsys.readouterr().out, "finetune")
     assert body["finished"]
     assert body["updates"] == 5
-    assert main(["convert", str(tmp_path / "run/best"), "--to", "folded", "-o", str(tmp_path / "folded")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "run/best"),
+                "--to",
+                "folded",
+                "-o",
+                str(tmp_path / "folded"),
+            ]
+        )
+        == 0
+    )
 
 
 def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path) -> None:
@@ -108,19 +152,25 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
     assert said == list(result.notes)
     assert "no validation images" in said[0]
     assert "best/ is the network with the lowest loss" in said[0]
-    losses = {row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None}
+    losses = {
+        row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None
+    }
     assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
 
 
 def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
     """What a user's script does: nothing that is not a name of `normswap` itself."""
-    (tmp_path / "mine.yaml").write_text("summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n"
+    )
     given = [f"data.root={images}", "optim.lr=0.01"]
     read = normswap.load_recipe(tmp_path / "mine.yaml", given)
     same = normswap.Recipe.model_validate(read.model_dump())
     assert isinstance(read, normswap.Recipe)
     assert same == read
-    result = normswap.finetune(network("skipinit"), read, tmp_path / "run", device="cpu", track="none")
+    result = normswap.finetune(
+        network("skipinit"), read, tmp_path / "run", device="cpu", track="none"
+    )
     assert isinstance(result, normswap.Result)
     assert (result.updates, result.finished) == (5, True)
     assert not normswap.inspect(normswap.load(result.best)).norms
@@ -130,7 +180,9 @@ def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
         normswap.load_recipe("demo_train", ["optim.lrr=1"])
 
 
-def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: Path, tmp_path: Path) -> None:
+def test_the_given_network_is_not_changed_and_no_random_number_is_lost(
+    images: Path, tmp_path: Path
+) -> None:
     model = network("skipinit")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(7)
@@ -145,7 +197,12 @@ def test_the_given_network_is_not_changed_and_no_random_number_is_lost(images: P
 
 
 def test_mixed_precision_compiled_layout_and_average(images: Path, tmp_path: Path) -> None:
-    train_part = {"precision": "bf16", "channels_last": True, "ema": {"decay": 0.9}, "smoothing": 0.1}
+    train_part = {
+        "precision": "bf16",
+        "channels_last": True,
+        "ema": {"decay": 0.9},
+        "smoothing": 0.1,
+    }
     result = train(network("skipinit"), recipe(images, train=train_part), tmp_path / "out")
     assert next(result.model.parameters()).dtype == torch.float32
     assert result.rows[-1]["ema_top1"] is not None
@@ -167,9 +224,13 @@ def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assembly.trackers("wand")
 
 
-def test_without_accelerate_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_accelerate_the_way_to_get_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(OptionError, match=r"needs the package accelerate.*pip install -e '\.\[train\]'"):
+    with pytest.raises(
+        OptionError, match=r"needs the package accelerate.*pip install -e '\.\[train\]'"
+    ):
         normswap.finetune(network(), recipe(tmp_path), tmp_path / "out")
 
 
@@ -177,28 +238,68 @@ Bad = tuple[str, Callable[[Path], Any], str]
 BAD: list[Bad] = [
     ("no data", lambda p: recipe(p, data={"root": None}), r"no images to train on.*--data PATH"),
     ("no such data", lambda p: recipe(p / "x", data={"validation": None}), r"x does not exist"),
-    ("no images", lambda p: recipe(p / "empty", data={"validation": None}), r"empty is not a dataset of images"),
-    ("other classes", lambda p: recipe(p / "three"), r"has 3 classes \(a, b, c\): the network has 10"),
-    ("other classes to validate", lambda p: recipe(p / "ten", data={"validation": str(p / "three")}), r"three has 3"),
-    ("a large batch", lambda p: recipe(p / "ten", data={"batch_size": 64}), r"batch_size 64 is too large.*10 images"),
+    (
+        "no images",
+        lambda p: recipe(p / "empty", data={"validation": None}),
+        r"empty is not a dataset of images",
+    ),
+    (
+        "other classes",
+        lambda p: recipe(p / "three"),
+        r"has 3 classes \(a, b, c\): the network has 10",
+    ),
+    (
+        "other classes to validate",
+        lambda p: recipe(p / "ten", data={"validation": str(p / "three")}),
+        r"three has 3",
+    ),
+    (
+        "a large batch",
+        lambda p: recipe(p / "ten", data={"batch_size": 64}),
+        r"batch_size 64 is too large.*10 images",
+    ),
     (
         "odd mixup",
         lambda p: recipe(p / "ten", data={"batch_size": 5, "augment": {"mixup": 0.2}}),
         r"even number.*not 5",
     ),
-    ("fp16 on a CPU", lambda p: recipe(p / "ten", train={"precision": "fp16"}), r"fp16 needs a GPU.*bf16"),
-    ("an optimizer", lambda p: recipe(p / "ten", optim={"name": "sdg"}), r"optim.name 'sdg' cannot be used"),
-    ("its argument", lambda p: recipe(p / "ten", optim={"args": {"betta": 1}}), r"optim.args .*'betta'.* cannot"),
-    ("a teacher", lambda p: recipe(p / "ten", distill={"teacher": "resnet19"}), r"unknown model 'resnet19'"),
-    ("a scheme", lambda p: recipe(p / "ten", convert={"to": "skipint"}), r"unknown scheme 'skipint'.*skipinit"),
+    (
+        "fp16 on a CPU",
+        lambda p: recipe(p / "ten", train={"precision": "fp16"}),
+        r"fp16 needs a GPU.*bf16",
+    ),
+    (
+        "an optimizer",
+        lambda p: recipe(p / "ten", optim={"name": "sdg"}),
+        r"optim.name 'sdg' cannot be used",
+    ),
+    (
+        "its argument",
+        lambda p: recipe(p / "ten", optim={"args": {"betta": 1}}),
+        r"optim.args .*'betta'.* cannot",
+    ),
+    (
+        "a teacher",
+        lambda p: recipe(p / "ten", distill={"teacher": "resnet19"}),
+        r"unknown model 'resnet19'",
+    ),
+    (
+        "a scheme",
+        lambda p: recipe(p / "ten", convert={"to": "skipint"}),
+        r"unknown scheme 'skipint'.*skipinit",
+    ),
 ]
 
 
 def test_that_no_images_are_named_is_said_before_anything_is_converted(tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(NormswapError, match="no images to train on"):
-        normswap.finetune(network(), recipe(tmp_path, data={"root": None}, convert={"to": "skipinit"}),
-                          tmp_path / "out", say=said.append)  # fmt: skip
+        normswap.finetune(
+            network(),
+            recipe(tmp_path, data={"root": None}, convert={"to": "skipinit"}),
+            tmp_path / "out",
+            say=said.append,
+        )
     assert not any("converting" in one for one in said)
 
 
@@ -213,7 +314,8 @@ def test_bad_input(tmp_path: Path, name: str, plan: Callable[[Path], Any], probl
 
 
 def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, model = str(write(tmp_path / "r.yaml")), str(checkpoint.save(network(), tmp_path / "m"))
+    file = str(write(tmp_path / "r.yaml"))
+    model = str(checkpoint.save(network(), tmp_path / "m"))
     table: list[tuple[list[str], str]] = [
         ([model], "no recipe is given. --recipe NAME"),
         (["--recipe", file], "nothing to train"),
@@ -222,11 +324,22 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ([model, "other", "--recipe", file], "'other' is neither the MODEL"),
         ([model, "--recipe", "no_such_recipe"], "no recipe is called 'no_such_recipe'"),
         ([model, "--recipe", file, "--data", str(images), "--device", "tpu"], "device 'tpu'"),
-        ([model, "--recipe", file, "--data", str(images), "--resume", "elsewhere"], "resume 'elsewhere' is not auto"),
-        ([str(tmp_path / "none"), "--recipe", file, "--data", str(images)], "is neither a file nor a directory"),
+        (
+            [model, "--recipe", file, "--data", str(images), "--resume", "elsewhere"],
+            "resume 'elsewhere' is not auto",
+        ),
+        (
+            [str(tmp_path / "none"), "--recipe", file, "--data", str(images)],
+            "is neither a file nor a directory",
+        ),
     ]
     if not torch.cuda.is_available():
-        table.append(([model, "--recipe", file, "--data", str(images), "--device", "cuda"], "cuda is not available"))
+        table.append(
+            (
+                [model, "--recipe", file, "--data", str(images), "--device", "cuda"],
+                "cuda is not available",
+            )
+        )
     for words, problem in table:
         assert main(["finetune", *words, "-o", str(tmp_path / "out")]) == 2, words
         shown = capsys.readouterr()

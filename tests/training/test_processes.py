@@ -1,4 +1,6 @@
-"""Several processes: who each is, what torchrun, srun and `accelerate launch` start, and the norms that they share."""
+"""Several processes: who each is, what torchrun, srun and `accelerate launch` start, and the norms
+that they share.
+"""
 
 import os
 import subprocess
@@ -51,7 +53,9 @@ def test_a_task_of_srun_is_one_of_several(slurm: pytest.MonkeyPatch) -> None:
         ({"SLURM_STEP_ID": "0", "RANK": "1"}, "1"),  # what torchrun starts in a task
     ],
 )
-def test_others_are_no_tasks_of_srun(slurm: pytest.MonkeyPatch, variables: dict[str, str], rank: str | None) -> None:
+def test_others_are_no_tasks_of_srun(
+    slurm: pytest.MonkeyPatch, variables: dict[str, str], rank: str | None
+) -> None:
     for name, value in variables.items():
         slurm.setenv(name, value)
     read_slurm()
@@ -66,7 +70,9 @@ def test_norms_that_torch_cannot_synchronize_are_refused() -> None:
         assembly.synchronized(ghost, torch.device("cuda"))
 
 
-def test_a_process_by_itself_has_nothing_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_by_itself_has_nothing_to_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(assembly, "synchronized", lambda *_: pytest.fail("there is one process"))
     images = write_images(tmp_path / "images", 2)
     train(network(), recipe(images, train={"epochs": 0.5, "sync_bn": True}), tmp_path / "out")
@@ -99,11 +105,18 @@ def work(tmp_path: Path) -> Path:
 
 
 def words(work: Path) -> list[str]:
-    return [f"--recipe={work / 'short.yaml'}", f"--data={work / 'images'}", "--track=none", "--device=cpu"]
+    return [
+        f"--recipe={work / 'short.yaml'}",
+        f"--data={work / 'images'}",
+        "--track=none",
+        "--device=cpu",
+    ]
 
 
 def run(command: list[str], **environment: str) -> str:
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -112,7 +125,9 @@ def assert_as_one_process(work: Path, out: Path) -> None:
     plan = normswap.load_recipe(work / "short.yaml", [f"data.root={work / 'images'}"])
     alone = train(checkpoint.open_model(str(shipped.FOLDER)), plan, work / "one")
     rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()[2:]]
-    assert [float(row[3]) for row in rows] == pytest.approx([row["train_loss"] for row in alone.rows[1:]], rel=1e-4)
+    assert [float(row[3]) for row in rows] == pytest.approx(
+        [row["train_loss"] for row in alone.rows[1:]], rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -122,8 +137,19 @@ def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -
         (work / name).write_text(text)
         (work / name).chmod(0o755)
     path = f"{work}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "PATH": path}
-    job = ["bash", str(shipped.recipes() / "finetune.sbatch"), *words(work), "-o", str(work / "run")]
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NTASKS": "2",
+        "PATH": path,
+    }
+    job = [
+        "bash",
+        str(shipped.recipes() / "finetune.sbatch"),
+        *words(work),
+        "-o",
+        str(work / "run"),
+    ]
     assert run(job, **slurm).count("written to") == 1  # by one process
     assert "continuing at update 4 of 4" in run(job, **slurm)
     assert_as_one_process(work, work / "run")
@@ -131,9 +157,16 @@ def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -
 
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes=2", "--main_process_port=29533",
-                   "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"],
-}  # fmt: skip
+    "accelerate": [
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes=2",
+        "--main_process_port=29533",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--num_cpu_threads_per_process=1",
+    ],
+}
 
 
 @pytest.mark.slow

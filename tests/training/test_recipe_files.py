@@ -46,10 +46,20 @@ def test_a_file_is_read_by_the_rules_of_yaml_1_2(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("no", "no"), ("true", True), ("~", None), ("1e-4", 1e-4), ("'1'", "1"), ("[1, a]", [1, "a"]), ("2^-4", "2^-4")],
+    [
+        ("no", "no"),
+        ("true", True),
+        ("~", None),
+        ("1e-4", 1e-4),
+        ("'1'", "1"),
+        ("[1, a]", [1, "a"]),
+        ("2^-4", "2^-4"),
+    ],
 )
 def test_scalars(text: str, value: object) -> None:
-    options = recipe_files.check({"summary": "", "convert": {"to": "x"}}, "", [f"convert.options.y={text}"]).convert
+    options = recipe_files.check(
+        {"summary": "", "convert": {"to": "x"}}, "", [f"convert.options.y={text}"]
+    ).convert
     assert options is not None
     assert options.options["y"] == value
     assert type(options.options["y"]) is type(value)
@@ -77,11 +87,34 @@ def test_what_is_not_yaml_names_the_line(tmp_path: Path, text: str, message: str
 
 
 @pytest.mark.parametrize(
-    "value", [1e-05, 5e-324, 1e300, 0.1, 1.0, -0.0, 3, True, None, "no", "1e5", "1", "", "null", "ü", "2026-01-01",
-              "0x1F", "1_000", [1, 2.5], {"a": {"b": []}}]
-)  # fmt: skip
+    "value",
+    [
+        1e-05,
+        5e-324,
+        1e300,
+        0.1,
+        1.0,
+        -0.0,
+        3,
+        True,
+        None,
+        "no",
+        "1e5",
+        "1",
+        "",
+        "null",
+        "ü",
+        "2026-01-01",
+        "0x1F",
+        "1_000",
+        [1, 2.5],
+        {"a": {"b": []}},
+    ],
+)
 def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
-    recipe = recipe_files.check({"summary": "", "convert": {"to": "x", "options": {"y": value}}}, "test")
+    recipe = recipe_files.check(
+        {"summary": "", "convert": {"to": "x", "options": {"y": value}}}, "test"
+    )
     (tmp_path / "dumped.yaml").write_text(recipe_files.dump(recipe))
     again = recipe_files.load_recipe(tmp_path / "dumped.yaml")
     assert again == recipe
@@ -90,7 +123,13 @@ def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
 
 
 def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
-    given = ["optim.lr=0.05", "train.epochs=10", "data.root=/a=b", "convert.to=skipinit", "convert.options.alpha=0"]
+    given = [
+        "optim.lr=0.05",
+        "train.epochs=10",
+        "data.root=/a=b",
+        "convert.to=skipinit",
+        "convert.options.alpha=0",
+    ]
     recipe = recipe_files.load_recipe(
         file, [*given, "optim.clip.mode=norm", "data.augment.scale=[0.1,1]", "model.name=resnet34"]
     )
@@ -100,8 +139,12 @@ def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     assert recipe.optim.clip == Clip(mode="norm", value=0.01)
     assert recipe.data.augment.scale == (0.1, 1.0)
     assert recipe.model is not None
-    assert (recipe.model.name, recipe.model.args) == ("resnet34", {"channels": [8, 16, 32, 64]}), "the rest stays"
-    assert recipe_files.load_recipe(file, ["optim.clip.value=1", "optim.clip=null"]).optim.clip is None
+    assert (recipe.model.name, recipe.model.args) == ("resnet34", {"channels": [8, 16, 32, 64]}), (
+        "the rest stays"
+    )
+    assert (
+        recipe_files.load_recipe(file, ["optim.clip.value=1", "optim.clip=null"]).optim.clip is None
+    )
 
 
 WRONG = [
@@ -154,11 +197,17 @@ def test_every_key_is_listed_with_what_it_takes() -> None:
     )
     assert rows.keys() == recipe_files.flat(with_every_group).keys()
     assert all(row["help"] for row in rows.values())
-    assert (rows["train.precision"]["takes"], rows["data.samples"]["takes"]) == ("no|bf16|fp16", "whole number")
+    assert (rows["train.precision"]["takes"], rows["data.samples"]["takes"]) == (
+        "no|bf16|fp16",
+        "whole number",
+    )
 
 
 def test_every_error_of_a_recipe_is_told(file: Path) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.lr must be a valid number.*; train\.seed must be a valid integer"):
+    with pytest.raises(
+        RecipeError,
+        match=r"optim\.lr must be a valid number.*; train\.seed must be a valid integer",
+    ):
         recipe_files.load_recipe(file, ["optim.lr=x", "train.seed=y"])
 
 
@@ -186,7 +235,9 @@ def test_files_and_names_that_are_not_there(tmp_path: Path) -> None:
         recipe_files.load_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*: .*Is a directory"):
         recipe_files.load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match=r"no recipe is called 'demo_trian'\. Did you mean demo_train"):
+    with pytest.raises(
+        RecipeError, match=r"no recipe is called 'demo_trian'\. Did you mean demo_train"
+    ):
         recipe_files.load_recipe("demo_trian")
     with pytest.raises(RecipeError, match="`normswap recipes` lists them"):
         recipe_files.text("zzzzzz")

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from normswap.training.engine import Result, finetune
 from normswap.training.recipe import Recipe
 
-BASE: dict[str, Any] = {"train": {"epochs": 0.6}, "data": {"validation_samples": 8}, "optim": {"weight_decay": 0.1}}
+BASE: dict[str, Any] = {
+    "train": {"epochs": 0.6},
+    "data": {"validation_samples": 8},
+    "optim": {"weight_decay": 0.1},
+}
 CLIP = {"optim": {"clip": {"mode": "norm", "value": 0.1}}}
 STEP = {"schedule": {"name": "step", "milestones": [0.2]}}
 DISTILL: dict[str, Any] = {"convert": {"to": "skipinit", "options": {"alpha": 0.5}}, "distill": {}}
@@ -60,11 +64,21 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "distill.temperature": (DISTILL, 5.0),
 }
 ELSEWHERE = {
-    "summary", "source",  # for people
-    "model.name", "model.weights", "model.args", "distill.teacher", "data.root", "data.validation",  # test_finetune
-    "data.workers", "train.accumulate", "train.checkpoint", "train.channels_last", "train.compile",  # the same run
+    "summary",
+    "source",  # for people
+    "model.name",
+    "model.weights",
+    "model.args",
+    "distill.teacher",
+    "data.root",
+    "data.validation",  # test_finetune
+    "data.workers",
+    "train.accumulate",
+    "train.checkpoint",
+    "train.channels_last",
+    "train.compile",  # the same run
     "train.sync_bn",  # test_processes
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +89,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keys(part: type[BaseModel], above: str = "") -> Iterator[str]:
     for name, field in part.model_fields.items():
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        inner = next((kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        inner = next(
+            (kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)),
+            None,
+        )
         if inner is None:
             yield above + name
         else:
@@ -96,7 +113,9 @@ def outcome(result: Result) -> tuple[Any, ...]:
     clocks = ("images_per_s", "seconds")
     rows = [[value for name, value in row.items() if name not in clocks] for row in result.rows]
     average = torch.load(result.last.parent / "state/run.pt", weights_only=True)["ema"] or {}
-    return rows, [tensor.tolist() for part in (result.model.state_dict(), average) for tensor in part.values()]
+    return rows, [
+        tensor.tolist() for part in (result.model.state_dict(), average) for tensor in part.values()
+    ]
 
 
 def run(images: Path, out: Path, parts: dict[str, Any]) -> tuple[Any, ...]:
@@ -127,13 +146,17 @@ def test_another_value_is_another_run(images: Path, tmp_path: Path, before: Any,
 
 def test_the_same_values_are_the_same_run(images: Path, tmp_path: Path, before: Any) -> None:
     assert run(images, tmp_path / "one", {}) == before({})
-    assert run(images, tmp_path / "two", {"data": {"workers": 2}, "train": {"checkpoint": 1}}) == before({})
+    assert run(
+        images, tmp_path / "two", {"data": {"workers": 2}, "train": {"checkpoint": 1}}
+    ) == before({})
 
 
 def test_a_recipe_may_name_its_network(images: Path, tmp_path: Path) -> None:
     part = {"name": "resnet18", "weights": "random", "args": {"num_classes": 10, **TINY}}
     plan = recipe(images, model=part, data={"input_size": 32}, train={"epochs": 0.4})
-    one, two = (finetune(None, plan, tmp_path / name, device="cpu", track="none") for name in ("one", "two"))
+    one, two = (
+        finetune(None, plan, tmp_path / name, device="cpu", track="none") for name in ("one", "two")
+    )
     assert outcome(one) == outcome(two)  # random weights are the seed's
     assert [p.shape for p in one.model.parameters()] == [p.shape for p in network().parameters()]
 
@@ -143,7 +166,9 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 10)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
@@ -172,4 +197,7 @@ def test_on_a_gpu(images: Path, tmp_path: Path, precision: str) -> None:
     assert losses[0] is not None
     assert losses[-1] is not None
     assert losses[-1] < losses[0]
-    assert train(network(), plan, tmp_path / "out", device="cuda", resume="auto").updates == result.updates
+    assert (
+        train(network(), plan, tmp_path / "out", device="cuda", resume="auto").updates
+        == result.updates
+    )

@@ -1,4 +1,6 @@
-"""Nothing is lost: a run that was killed, stopped or restarted ends in the weights of the uninterrupted one."""
+"""Nothing is lost: a run that was killed, stopped or restarted ends in the weights of the
+uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from normswap.errors import NormswapError, OptionError, OutputError, SourceError
 from normswap.training.assembly import Task
 from normswap.training.engine import TrainingProgress, TrainingRun
 
-BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
+BUSY: dict[
+    str, Any
+] = {  # everything that has a state: momentum, EMA, dropout, augmentation, mixup, annealed rate
     "data": {"augment": {"hflip": 0.5, "padding": 4, "mixup": 0.2, "erase": 0.2}},
     "train": {"epochs": 3, "ema": {"decay": 0.9}, "smoothing": 0.1},
     "schedule": {"warmup": 1},
@@ -33,7 +37,9 @@ BUSY: dict[str, Any] = {  # everything that has a state: momentum, EMA, dropout,
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the processes started here: other threads add in another order, in the making of the network as well."""
+    """As the processes started here: other threads add in another order, in the making of the
+    network as well.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     made.cache_clear()
@@ -107,9 +113,13 @@ def test_the_scale_of_gradients_in_half_precision_is_continued() -> None:
     def task(scaler: Any) -> Any:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=1)
-        return SimpleNamespace(raw=model, ema=None, optimizer=optimizer, engine=SimpleNamespace(scaler=scaler))
+        return SimpleNamespace(
+            raw=model, ema=None, optimizer=optimizer, engine=SimpleNamespace(scaler=scaler)
+        )
 
-    before, after, fresh = (task(torch.amp.GradScaler("cpu", init_scale=scale)) for scale in (8.0, 4.0, 2.0))
+    before, after, fresh = (
+        task(torch.amp.GradScaler("cpu", init_scale=scale)) for scale in (8.0, 4.0, 2.0)
+    )
     Task.restore(after, Task.parts(before))
     assert after.engine.scaler.get_scale() == 8
     Task.restore(fresh, Task.parts(task(None)))
@@ -118,7 +128,9 @@ def test_the_scale_of_gradients_in_half_precision_is_continued() -> None:
 
 
 def test_the_comparison_notices(images: Path, whole: Path, tmp_path: Path) -> None:
-    train(busy(), recipe(images, **{**BUSY, "train": {**BUSY["train"], "seed": 1}}), tmp_path / "two")
+    train(
+        busy(), recipe(images, **{**BUSY, "train": {**BUSY["train"], "seed": 1}}), tmp_path / "two"
+    )
     assert not same(whole, tmp_path / "two")
 
 
@@ -140,45 +152,79 @@ def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_scheduler_terminates_every_process_of_a_job(images: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_scheduler_terminates_every_process_of_a_job(
+    images: Path, whole: Path, tmp_path: Path
+) -> None:
     """Those that load images as well: the run still saves and ends with 0."""
     parts = {**BUSY, "data": {**BUSY["data"], "workers": 2}}
-    words = command(images, tmp_path / "cut", "regularized-skipinit", json.dumps(parts), "--nap", 0.3)
-    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    words = command(
+        images, tmp_path / "cut", "regularized-skipinit", json.dumps(parts), "--nap", 0.3
+    )
+    process = subprocess.Popen(
+        words, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+    )
     while not (tmp_path / "cut/state/run.pt").exists() and process.poll() is None:
         time.sleep(0.02)
     time.sleep(0.8)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait() == 0
     assert not same(whole, tmp_path / "cut")
-    train(busy(), recipe(images, **BUSY), tmp_path / "cut", resume="auto")  # loaded otherwise, and yet the same
+    train(
+        busy(), recipe(images, **BUSY), tmp_path / "cut", resume="auto"
+    )  # loaded otherwise, and yet the same
     assert same(whole, tmp_path / "cut")
 
 
-def spawn(images: Path, out: Path, parts: dict[str, Any], *words: object, scheme: str = "skipinit", **run: Any) -> None:
+def spawn(
+    images: Path,
+    out: Path,
+    parts: dict[str, Any],
+    *words: object,
+    scheme: str = "skipinit",
+    **run: Any,
+) -> None:
     """Two processes under torchrun."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     torchrun += ["--max-restarts", str(run.get("restarts", 0))]
     whole = [*torchrun, *command(images, out, scheme, json.dumps(parts), *words)[1:]]
-    subprocess.run(whole, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    subprocess.run(
+        whole, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True
+    )
 
 
 @pytest.mark.slow
 def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
-    """In float64, so that only the order of additions differs. Mixup, EMA, accumulation and clipping as well."""
-    parts = {**BUSY, "train": {**BUSY["train"], "accumulate": 2}, "data": {**BUSY["data"], "batch_size": 16}}
+    """In float64, so that only the order of additions differs. Mixup, EMA, accumulation and
+    clipping as well.
+    """
+    parts = {
+        **BUSY,
+        "train": {**BUSY["train"], "accumulate": 2},
+        "data": {**BUSY["data"], "batch_size": 16},
+    }
     spawn(images, tmp_path / "two", {**parts, "double": True})
     train(network("skipinit", double=True), recipe(images, **parts), tmp_path / "one")
-    one, two = table(tmp_path / "one"), table(tmp_path / "two")
+    one = table(tmp_path / "one")
+    two = table(tmp_path / "two")
     assert len(one) == 5  # a header, and four rows
     assert one == two  # six digits of the losses
-    ours, theirs = weights(tmp_path / "one/last"), weights(tmp_path / "two/last")
+    ours = weights(tmp_path / "one/last")
+    theirs = weights(tmp_path / "two/last")
     for name, tensor in ours.items():
         assert torch.allclose(tensor, theirs[name], rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_restarted_by_torchrun_and_continues(images: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted_by_torchrun_and_continues(
+    images: Path, tmp_path: Path
+) -> None:
     parts = {**BUSY, "train": {**BUSY["train"], "checkpoint": 2}}
     spawn(images, tmp_path / "whole", parts)
     spawn(images, tmp_path / "cut", parts, "--kill", 5, "--resume", "auto", restarts=1)
@@ -225,7 +271,8 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
 
 
 def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None:
-    plan, file = recipe(images), tmp_path / "out/state/run.pt"
+    plan = recipe(images)
+    file = tmp_path / "out/state/run.pt"
     train_until(4, network("skipinit"), plan, tmp_path / "out")
     body = torch.load(file, weights_only=True)
 

@@ -1,4 +1,6 @@
-"""The shipped recipes: their commands can be run, their networks train, and they come with the package."""
+"""The shipped recipes: their commands can be run, their networks train, and they come with the
+package.
+"""
 
 import functools
 import json
@@ -22,17 +24,26 @@ from normswap.training.sweep import parse_rates
 CHECKOUT = Path(__file__).parents[2]
 WANTED = {
     *(f"finetune_imagenet_{to}" for to in ("skipinit", "nf", "groupnorm")),
-    *(f"cifar10_recover_{to}" for to in ("bn", "skipinit", "regularized_skipinit", "nf", "groupnorm", "fixup")),
+    *(
+        f"cifar10_recover_{to}"
+        for to in ("bn", "skipinit", "regularized_skipinit", "nf", "groupnorm", "fixup")
+    ),
     *(f"de_smith_table1_skipinit_{alpha}" for alpha in ("alpha1", "inv_sqrt_depth", "alpha0")),
-    "de_smith_table1_bn", "de_smith_table1_sqrt2", "pets_kim2022", "demo_train", "recover_unlabelled",
-}  # fmt: skip
+    "de_smith_table1_bn",
+    "de_smith_table1_sqrt2",
+    "pets_kim2022",
+    "demo_train",
+    "recover_unlabelled",
+}
 NAMES = recipe_files.names()
 
 
 def header(name: str) -> str:
     """The comment a recipe begins with, without its marks; continued lines are joined."""
     lines = [line for line in recipe_files.text(name).splitlines() if line.startswith("#")]
-    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines).replace("\\\n", " ")
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines).replace(
+        "\\\n", " "
+    )
 
 
 def commands(name: str) -> list[list[str]]:
@@ -71,11 +82,19 @@ def help_of(command: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-TINY = ("model.name=resnet18", "model.weights=random", "model.args={channels: [8, 8, 16, 16], num_classes: 10}")
+TINY = (
+    "model.name=resnet18",
+    "model.weights=random",
+    "model.args={channels: [8, 8, 16, 16], num_classes: 10}",
+)
 SMALL = {
-    "finetune": TINY, "cifar10": (*TINY, "data.augment.padding=2"), "pets": TINY, "demo": TINY, "recover": TINY,
+    "finetune": TINY,
+    "cifar10": (*TINY, "data.augment.padding=2"),
+    "pets": TINY,
+    "demo": TINY,
+    "recover": TINY,
     "de": ("model.args.depth=10", "model.args.width=1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries that train
@@ -85,10 +104,20 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from normswap.training.engine import finetune
 
-    # Not smaller: at 16 px layer4 sees 1 x 1 maps, and torch's gradient of its first convolution was NaN now and then.
-    given = [f"data.root={FOLDER / 'images.tar'}", f"data.validation={FOLDER / 'images.tar'}", "data.batch_size=16",
-             "data.samples=32", "data.validation_samples=16", "data.workers=0", "data.input_size=32",
-             "train.epochs=1", "schedule.warmup=0.5", "optim.lr=1e-4"]  # fmt: skip
+    # Not smaller: at 16 px layer4 sees 1 x 1 maps, and torch's gradient of its first convolution
+    # was NaN now and then.
+    given = [
+        f"data.root={FOLDER / 'images.tar'}",
+        f"data.validation={FOLDER / 'images.tar'}",
+        "data.batch_size=16",
+        "data.samples=32",
+        "data.validation_samples=16",
+        "data.workers=0",
+        "data.input_size=32",
+        "train.epochs=1",
+        "schedule.warmup=0.5",
+        "optim.lr=1e-4",
+    ]
     recipe = recipe_files.load_recipe(name)
     if recipe.convert and recipe.convert.calibrate:  # takes its time
         needed = recipe.convert.to == "nf" or "cifar10" in name
@@ -99,7 +128,11 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
     assert result.rows[-1]["train_loss"] is not None
     assert recipe_files.load_recipe(tmp_path / "run" / "recipe.yaml").summary == recipe.summary
     again = normswap.load(result.last)
-    assert recipe.convert is None or recipe.convert.to in ("groupnorm", "folded") or not has_batchnorm(again)
+    assert (
+        recipe.convert is None
+        or recipe.convert.to in ("groupnorm", "folded")
+        or not has_batchnorm(again)
+    )
 
 
 def has_batchnorm(model: object) -> bool:
@@ -109,20 +142,42 @@ def has_batchnorm(model: object) -> bool:
 @pytest.mark.filterwarnings("ignore")
 def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
-    words = ["model.args.depth=10", "model.args.width=1", f"data.root={FOLDER / 'images.tar'}", "data.batch_size=16",
-             f"data.validation={FOLDER / 'images.tar'}", "data.samples=32", "data.validation_samples=16",
-             "data.workers=0", "data.input_size=8", "train.epochs=1"]  # fmt: skip
-    command = ["sweep", "de_smith_table1_skipinit_alpha0", *words, "--lr", "0.01,1e30", "--device", "cpu"]
+    words = [
+        "model.args.depth=10",
+        "model.args.width=1",
+        f"data.root={FOLDER / 'images.tar'}",
+        "data.batch_size=16",
+        f"data.validation={FOLDER / 'images.tar'}",
+        "data.samples=32",
+        "data.validation_samples=16",
+        "data.workers=0",
+        "data.input_size=8",
+        "train.epochs=1",
+    ]
+    command = [
+        "sweep",
+        "de_smith_table1_skipinit_alpha0",
+        *words,
+        "--lr",
+        "0.01,1e30",
+        "--device",
+        "cpu",
+    ]
     assert main([*command, "-o", str(tmp_path / "s"), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert [(one["lr"], one["state"]) for one in body["trials"]] == [(0.01, "done"), (1e30, "diverged")]
+    assert [(one["lr"], one["state"]) for one in body["trials"]] == [
+        (0.01, "done"),
+        (1e30, "diverged"),
+    ]
     assert body["lines"][0]["best"]
     assert (Path(body["trials"][0]["folder"]) / "metrics.csv").is_file()
 
 
 def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
-    assert [row["name"] for row in as_documented(capsys.readouterr().out, "recipes")] == sorted(WANTED)
+    assert [row["name"] for row in as_documented(capsys.readouterr().out, "recipes")] == sorted(
+        WANTED
+    )
     assert main(["recipes"]) == 0
     assert "demo_train" in capsys.readouterr().out
     assert main(["recipes", "demo_train"]) == 0
@@ -138,24 +193,52 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     """Unpacked as pip would, and run where the checkout is out of sight."""
     source = tmp_path / "source"
     source.mkdir()
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, tracked.split("\0")):
         if (CHECKOUT / name).is_file() and not name.startswith("tests/"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((CHECKOUT / name).read_bytes())
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), "."]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
     subprocess.run(build, cwd=source, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "site")
     packed_files = {file.name for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()}
-    assert packed_files == {*(f"{name}.yaml" for name in WANTED), "wide_resnet.py", "finetune.sbatch"}
+    assert packed_files == {
+        *(f"{name}.yaml" for name in WANTED),
+        "wide_resnet.py",
+        "finetune.sbatch",
+    }
     code = (
         "from normswap import shipped; from normswap.training import recipe_files as r; "
         "print(shipped.recipes(), len(r.names()))"
     )
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(tmp_path / 'site'), *sys.path]!r}; {code}"],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.stdout.split() == [str(tmp_path / "site" / "normswap" / "recipes"), str(len(WANTED))]
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path[:0] = {[str(tmp_path / 'site'), *sys.path]!r}; {code}",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.split() == [
+        str(tmp_path / "site" / "normswap" / "recipes"),
+        str(len(WANTED)),
+    ]

@@ -1,4 +1,6 @@
-"""The network of a run: its classifier, its teacher, what is said of it; and that one forward of it is recorded."""
+"""The network of a run: its classifier, its teacher, what is said of it; and that one forward of it
+is recorded.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ class HeadFirst(nn.Module):
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
         self.head = nn.Linear(4, classes)
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.conv(x)).mean((2, 3)))
@@ -38,7 +41,10 @@ class HeadFirst(nn.Module):
     [
         (HeadFirst(), "head"),
         (timm.create_model("resnet18", num_classes=3, channels=(4, 4, 4, 4)), "fc"),
-        (timm.create_model("resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4), "head.fc"),
+        (
+            timm.create_model("resnetv2_18", num_classes=3, channels=(4, 4, 4, 4), stem_chs=4),
+            "head.fc",
+        ),
     ],
 )
 def test_the_classifier_is_known_by_its_path(model: nn.Module, path: str) -> None:
@@ -72,7 +78,9 @@ def test_what_the_recipe_converts_learns_from_what_it_was(tmp_path: Path) -> Non
     asked = recipe(tmp_path, convert={"to": "skipinit", "options": {"alpha": 0}})
     subject = converted(begin(network(), asked), asked, said.append)
     assert said[0] == "converting to skipinit"
-    assert any(isinstance(module, nn.BatchNorm2d) for module in subject.teacher(Distill()).modules())
+    assert any(
+        isinstance(module, nn.BatchNorm2d) for module in subject.teacher(Distill()).modules()
+    )
     assert not any(isinstance(module, nn.BatchNorm2d) for module in subject.module.modules())
 
 
@@ -84,17 +92,27 @@ def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:
 
 
 def test_images_without_labels_are_fitted_to_and_taught_on(tmp_path: Path) -> None:
-    """A flat folder, by the recipe for such: what its values are fitted to wants no labels, nor what it learns."""
+    """A flat folder, by the recipe for such: what its values are fitted to wants no labels, nor
+    what it learns.
+    """
     folder = write_images(tmp_path / "classes", per_class=8)
     flat = tmp_path / "flat"
     flat.mkdir()
     for i, file in enumerate(sorted(folder.rglob("*.png"))):
         file.rename(flat / f"{i}.png")
-    words = [f"data.root={flat}", "data.batch_size=8", "convert.samples=8", "train.epochs=1", "schedule.warmup=0.5"]
+    words = [
+        f"data.root={flat}",
+        "data.batch_size=8",
+        "convert.samples=8",
+        "train.epochs=1",
+        "schedule.warmup=0.5",
+    ]
     plan = recipe_files.load_recipe("recover_unlabelled", words)
     done = finetune(network(), plan, tmp_path / "run", device="cpu", track="none")
     assert done.updates == len(list(flat.iterdir())) // 8
-    assert [step.scheme for step in Network.of(normswap.load(done.last)).provenance.plan.steps] == ["groupnorm"]
+    assert [step.scheme for step in Network.of(normswap.load(done.last)).provenance.plan.steps] == [
+        "groupnorm"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +130,9 @@ def test_processes_share_the_validation_images(images: Path) -> None:
     parts = [[*(validation(record(), data, Share(rank, 3), 0, batch=8) or ())] for rank in range(3)]
     assert [sum(len(batch) for batch, _ in part) for part in parts] == [7, 7, 6]
     seen = torch.cat([batch for part in parts for batch, _ in part])
-    assert {tuple(image.flatten().tolist()) for image in seen} == {tuple(image.flatten().tolist()) for image in whole}
+    assert {tuple(image.flatten().tolist()) for image in seen} == {
+        tuple(image.flatten().tolist()) for image in whole
+    }
 
 
 def test_validation_has_a_number_of_images_of_its_own(images: Path) -> None:
@@ -130,12 +150,15 @@ def test_as_many_images_of_other_names_are_other_images(images: Path, tmp_path: 
         file.rename(file.with_name(f"other{file.name}"))
     same = write_images(tmp_path / "same", 2)
     first, other, again = (
-        TrainingImages(record(), recipe(place).data, 0, labelled=True).digest for place in (images, renamed, same)
+        TrainingImages(record(), recipe(place).data, 0, labelled=True).digest
+        for place in (images, renamed, same)
     )
     assert first == again != other
 
 
-def test_what_is_decided_by_top1_takes_validation_images_that_are_named_or_lie_beside(tmp_path: Path) -> None:
+def test_what_is_decided_by_top1_takes_validation_images_that_are_named_or_lie_beside(
+    tmp_path: Path,
+) -> None:
     write_images(tmp_path / "train")
     lying: dict[str, Any] = {"root": str(tmp_path), "validation": None}
     with pytest.raises(SourceError, match=r"no validation images.*Give data\.validation=PATH"):

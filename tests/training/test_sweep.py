@@ -60,7 +60,20 @@ def test_grids(text: str, values: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fast", "0", "-1", "inf", "0.1,,0.2", "2^99999", "0^-1", "2^1..2^-1", "2^-4..1", "10^-1..2^1", "2^0..2^5000"],
+    [
+        "",
+        "fast",
+        "0",
+        "-1",
+        "inf",
+        "0.1,,0.2",
+        "2^99999",
+        "0^-1",
+        "2^1..2^-1",
+        "2^-4..1",
+        "10^-1..2^1",
+        "2^0..2^5000",
+    ],
 )
 def test_grids_that_make_no_sense(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--lr: .*names no positive rates"):
@@ -84,7 +97,9 @@ def test_mean_and_deviation_of_the_best() -> None:
 def test_runs_that_diverge_are_among_the_worst() -> None:
     few = sweeps.lines(trials(0.1, 90, None, 91, None, 92, 93, 94), 7, 5)[0]
     assert (few.mean, few.lost, few.full) == (92, 2, True)
-    many = sweeps.lines([*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5)
+    many = sweeps.lines(
+        [*trials(0.1, 95, None, None, None, 95, 95, 95), *trials(0.2, *[80.0] * 7)], 7, 5
+    )
     assert [line.best for line in many] == [False, True], "a mean of fewer than k cannot win"
     none = sweeps.lines(trials(0.1, None, None), 2, 2)
     assert (none[0].mean, none[0].std, none[0].best) == (None, None, False)
@@ -99,7 +114,9 @@ def test_how_many_count(seeds: int, kept: int) -> None:
 
 
 def test_a_tie_has_no_winner() -> None:
-    trials = [Trial(lr, 0, "done", top1=top1) for lr, top1 in ((0.1, 80.0), (0.2, 85.0), (0.4, 85.0))]
+    trials = [
+        Trial(lr, 0, "done", top1=top1) for lr, top1 in ((0.1, 80.0), (0.2, 85.0), (0.4, 85.0))
+    ]
     found = sweeps.lines(trials, 1, 1)
     assert not any(line.best for line in found)
     assert sweeps.notes(trials, found, True) == [
@@ -118,9 +135,15 @@ def test_a_best_lr_at_the_edge_is_said() -> None:
 
 def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_apart() -> None:
     """The best has a mean of 91 and a deviation of 1."""
-    runs = [*trials(0.1, 89.8, 89.9), *trials(0.2, 90, 90.2), *trials(0.4, 91 - 0.5**0.5, 91 + 0.5**0.5)]
+    runs = [
+        *trials(0.1, 89.8, 89.9),
+        *trials(0.2, 90, 90.2),
+        *trials(0.4, 91 - 0.5**0.5, 91 + 0.5**0.5),
+    ]
     found = sweeps.lines([*runs, *trials(0.8, 90.5, None)], 2, 2)
-    assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweeps.notes(runs, found, True)
+    assert "good rates: 0.2 to 0.4, within one standard deviation of the best" in sweeps.notes(
+        runs, found, True
+    )
 
 
 def test_every_point_is_run_once(tmp_path: Path) -> None:
@@ -156,7 +179,8 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
 
 def test_workers_share_the_points(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
-    gate, lock = threading.Barrier(3), threading.Lock()
+    gate = threading.Barrier(3)
+    lock = threading.Lock()
     chosen = grid([0.25, 0.5], 3)
 
     def train(recipe: Recipe, folder: Path) -> float:
@@ -230,19 +254,19 @@ def until(file: Path) -> None:
 
 
 def start(place: Path, first: str, then: str) -> subprocess.Popen[str]:
-    """A worker in another process with a quick pulse, that does this in its first run and that in its second."""
+    """A worker in another process with a quick pulse, that does this in its first run and that in
+    its second.
+    """
     code = (
-        "import os, sys, time; from pathlib import Path; import test_sweep as t; t.sweeps.BEAT, t.sweeps.GRACE = 1, 3\n"
-        "left = [2]\n"
-        "def train(recipe, folder):\n"
-        "    left[0] -= 1\n"
-        f"    {first} if left[0] else {then}\n"
-        "    print('ran', folder.name, flush=True)\n"
-        "    return t.score(recipe, folder)\n"
-        "t.sweep(Path(sys.argv[1])).work(train)"
+        "import os, sys, time; from pathlib import Path; import test_sweep as t; t.sweeps.BEAT,"
+        " t.sweeps.GRACE = 1, 3\nleft = [2]\ndef train(recipe, folder):\n    left[0] -= 1\n   "
+        f" {first} if left[0] else {then}\n    print('ran', folder.name, flush=True)\n    return"
+        " t.score(recipe, folder)\nt.sweep(Path(sys.argv[1])).work(train)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(place)]
-    return subprocess.Popen(command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parent, env=environment(), stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +286,9 @@ def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_worker_had_begun_is_begun_again(left: Path, tmp_path: Path, pulse: None) -> None:
+def test_what_a_killed_worker_had_begun_is_begun_again(
+    left: Path, tmp_path: Path, pulse: None
+) -> None:
     shutil.copytree(left, tmp_path / "s")
     found = sweep(tmp_path / "s")
     assert [one.state for one in found.trials()].count("running") == 1
@@ -275,7 +301,9 @@ def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) 
     """It takes longer than a dead one is waited for."""
     go = tmp_path / "go"
     worker = start(tmp_path / "s", f"t.until(Path({str(go)!r}))", "None")
-    while not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials():
+    while (
+        not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials()
+    ):
         time.sleep(0.1)
     assert not found.work(score)
     states = [one.state for one in found.trials()]
@@ -288,15 +316,26 @@ def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) 
 
 
 def changed(key: str, value: str) -> Callable[[], Sweep]:
-    return lambda: sweep(Path("s"), recipe=recipe_files.check(RECIPE.model_dump(), "test", [f"{key}={value}"]))
+    return lambda: sweep(
+        Path("s"), recipe=recipe_files.check(RECIPE.model_dump(), "test", [f"{key}={value}"])
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (changed("optim.weight_decay", "0.1"), "s holds another sweep: optim.weight_decay was 5e-05, is 0.1"),
-        (changed("convert.to", "skipinit"), "s holds another sweep: convert.calibrate was None, is False"),
-        (lambda: sweep(Path("s"), subject={"model": "resnet34"}), "model was 'resnet18', is 'resnet34'"),
+        (
+            changed("optim.weight_decay", "0.1"),
+            "s holds another sweep: optim.weight_decay was 5e-05, is 0.1",
+        ),
+        (
+            changed("convert.to", "skipinit"),
+            "s holds another sweep: convert.calibrate was None, is False",
+        ),
+        (
+            lambda: sweep(Path("s"), subject={"model": "resnet34"}),
+            "model was 'resnet18', is 'resnet34'",
+        ),
         (lambda: sweep(Path("s"), url="nonsense://x"), "nonsense://x is no storage of sweeps"),
     ],
 )
@@ -320,7 +359,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:
-    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe = tmp_path / "mine.yaml"
+    out = tmp_path / "out"
     recipe.write_text("summary: For the tests\n")
     images = ["data.root=demo", "data.validation=demo"]
     model = ["resnet18", "train.epochs=2", *images]
@@ -330,7 +370,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     assert body["done"]
     assert (body["seeds"], body["counted"]) == (3, 2)
     assert [(line["lr"], line["best"], line["runs"]) for line in body["lines"]] == [
-        (0.25, False, 3), (0.5, True, 3), (1.0, False, 3)]  # fmt: skip
+        (0.25, False, 3),
+        (0.5, True, 3),
+        (1.0, False, 3),
+    ]
     assert body["lines"][1]["mean"] == pytest.approx(90.15)
     with (out / "runs.csv").open() as file:
         assert [row["state"] for row in csv.DictReader(file)] == ["done"] * 9
@@ -339,7 +382,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     assert "mean and std of the best 3 of 3 runs" in printed
     line = next(line for line in printed.splitlines() if line.strip().startswith("0.5 "))
     assert line.split() == ["0.5", "90.10", "±", "0.10", "3", "3", "best"]
-    assert f"normswap finetune {' '.join(model)} --recipe {recipe} optim.lr=0.5" in " ".join(printed.split())
+    assert f"normswap finetune {' '.join(model)} --recipe {recipe} optim.lr=0.5" in " ".join(
+        printed.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,8 +393,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
         (["resnet18"], "--lr: '' names no positive rates"),
         (["resnet18", "--lr", "2^3..2^1"], "--lr: '2^3..2^1' names no positive rates"),
         (["--lr", "0.1"], "nothing to train"),
-        (["resnet18", "resnet34", "--lr", "0.1"], "'resnet34' is neither the MODEL (that is resnet18) nor KEY=VALUE"),
-        (["resnet18", "optim.lr=1", "--lr", "0.1"], "optim.lr and train.seed are what a sweep varies"),
+        (
+            ["resnet18", "resnet34", "--lr", "0.1"],
+            "'resnet34' is neither the MODEL (that is resnet18) nor KEY=VALUE",
+        ),
+        (
+            ["resnet18", "optim.lr=1", "--lr", "0.1"],
+            "optim.lr and train.seed are what a sweep varies",
+        ),
         (["resnet18", "optim.lrr=1", "--lr", "0.1"], "unknown key optim.lrr"),
         (["resnet18", "--lr", "0.1", "--seeds", "2", "--best", "3"], "--best 3 of 2 runs"),
     ],
@@ -357,14 +408,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
 def test_the_command_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None, words: list[str], message: str
 ) -> None:
-    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
+    recipe = tmp_path / "mine.yaml"
+    out = tmp_path / "out"
     recipe.write_text("summary: For the tests\n")
     assert main(["sweep", str(recipe), *words, "-o", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_without_optuna_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(OptionError, match=r"pip install -e '\.\[train\]'"):
         sweep(tmp_path / "s")

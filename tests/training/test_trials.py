@@ -1,4 +1,6 @@
-"""Short trials: who goes on, with equal updates and within the minutes; an image is trained on or measured on."""
+"""Short trials: who goes on, with equal updates and within the minutes; an image is trained on or
+measured on.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +26,55 @@ from normswap.training.trials import TargetTrial, Trials
 
 
 @pytest.mark.parametrize("parts", [("",), ("train", "test")])
-def test_no_image_is_both_trained_on_and_measured_on(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_no_image_is_both_trained_on_and_measured_on(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
     """Each image has a color of its own, which no crop or flip changes."""
     for number, (part, label, index) in enumerate(itertools.product(parts, CLASSES, range(4))):
         (folder := tmp_path / part / label).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (2 * number, 0, 0)).save(folder / f"{index}.png")
     tried = Trials(Network(network()), str(tmp_path), 8, 1, "cpu", lambda *_: None)
     batches = [tried.images.batches(Share(), 0, 30), tried.to_fit, tried.held_out]
-    trained, fitted, measured = ({f"{x[0, 0, 0]:.3f}" for images, _ in loader for x in images} for loader in batches)
+    trained, fitted, measured = (
+        {f"{x[0, 0, 0]:.3f}" for images, _ in loader for x in images} for loader in batches
+    )
     assert fitted <= trained
     assert not trained & measured
     assert (len(trained), len(measured)) == ((40, 40) if len(parts) == 2 else (20, 20))
 
 
-def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An update takes 0.1 s, an evaluation 0.5 s; `e` is the best at first, and `d` in the end."""
-    clock, tried = [0.0], Trials.__new__(Trials)
+    clock = [0.0]
+    tried = Trials.__new__(Trials)
     monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
-    state: dict[str, Any] = {"minutes": 3, "begun": 0.0, "updating": 0.1, "evaluating": 0.5, "progress": max}
+    state: dict[str, Any] = {
+        "minutes": 3,
+        "begun": 0.0,
+        "updating": 0.1,
+        "evaluating": 0.5,
+        "progress": max,
+    }
     tried.__dict__.update(state, trials=[])
 
     def trial(advice: Advice, lr: float, updates: int) -> TargetTrial:
         clock[0] += 0.1 * updates + 0.5
-        loss = 9 - "abcde".index(advice.scheme) + 1000 * abs(lr - 8e-4) + 2.5 * (advice.scheme == "e" and updates > 50)
+        loss = (
+            9
+            - "abcde".index(advice.scheme)
+            + 1000 * abs(lr - 8e-4)
+            + 2.5 * (advice.scheme == "e" and updates > 50)
+        )
         tried.trials.append(TargetTrial(advice, lr, updates, 50, 50, loss, torch.zeros(8)))
         return tried.trials[-1]
 
     monkeypatch.setattr(tried, "_trial", trial)
     ended = tried.run([Advice(name, name, "", "", True) for name in "abcde"])
-    rounds = [list(group) for _, group in itertools.groupby(tried.trials, lambda trial: trial.updates)]
+    rounds = [
+        list(group) for _, group in itertools.groupby(tried.trials, lambda trial: trial.updates)
+    ]
     assert [len(group) for group in rounds] == [15, 3, 2]
     assert [group[0].updates for group in rounds] == sorted(group[0].updates for group in rounds)
     assert [trial.advice.scheme for trial in ended] == ["d", "c", "e", "b", "a"]
@@ -69,7 +91,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-def test_trials_end_in_commands_that_can_be_typed(model: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_end_in_commands_that_can_be_typed(
+    model: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each look at the clock takes a tenth of a second."""
     clock = itertools.count(0, 0.1)
     monkeypatch.setattr(trials, "_RATES", (1,))
@@ -77,17 +101,33 @@ def test_trials_end_in_commands_that_can_be_typed(model: str, capfd: Capture, mo
     options = "--input-size 3,32,32 --data images --batch-size 8 --minutes 0.4 --device cpu"
     how = ("advise", model, *options.split())
     body = run_json(capfd, *how)
-    measured, targets = body["measured"], [body["choose"], *body["others"]]
+    measured = body["measured"]
+    targets = [body["choose"], *body["others"]]
     assert measured["seconds"] <= 1.2 * 24
-    assert [target["scheme"] for target in targets] == [trial["target"].split()[0] for trial in measured["ended"]]
+    assert [target["scheme"] for target in targets] == [
+        trial["target"].split()[0] for trial in measured["ended"]
+    ]
     assert {trial["target"] for trial in measured["ended"]} == {
-        "skipinit", "groupnorm", "groupnorm --relative-eps 0", "frozen-bn", "tune"}  # fmt: skip
+        "skipinit",
+        "groupnorm",
+        "groupnorm --relative-eps 0",
+        "frozen-bn",
+        "tune",
+    }
     assert main(how) == 0
     lines = capfd.readouterr().out.splitlines()
-    commands = [shlex.split(line)[2:] for line in lines if line.startswith(("run: normswap ", "next: normswap "))]
+    commands = [
+        shlex.split(line)[2:]
+        for line in lines
+        if line.startswith(("run: normswap ", "next: normswap "))
+    ]
     assert [words[0] for words in commands] == ["convert"] * 5 + ["finetune"]
     for number, words in enumerate(commands):
-        more = [] if words[0] == "convert" else ["train.epochs=1", "schedule.warmup=0", "--device", "cpu"]
+        more = (
+            []
+            if words[0] == "convert"
+            else ["train.epochs=1", "schedule.warmup=0", "--device", "cpu"]
+        )
         assert main([*words, *more, "-o", f"out{number}"]) == 0
 
 
@@ -98,10 +138,23 @@ def test_trials_end_in_commands_that_can_be_typed(model: str, capfd: Capture, mo
         ("--data images --deploy", "--data cannot go with --deploy"),
         ("--data images --minutes 0", "--minutes 0.0: it is a positive number"),
         ("--data images --minutes nan", "--minutes nan: it is a positive number"),
-        ("--data images", "images gives 20 images to train on, and 20 others to measure on: trials need 64 and 20"),
+        (
+            "--data images",
+            (
+                "images gives 20 images to train on, and 20 others to measure on: trials need 64"
+                " and 20"
+            ),
+        ),
         ("--data images/class0", "labels are needed"),
-        ("--data images --batch-size 8 --minutes 0.001", "--minutes 0.001 is too short: an update takes"),
+        (
+            "--data images --batch-size 8 --minutes 0.001",
+            "--minutes 0.001 is too short: an update takes",
+        ),
     ],
 )
-def test_what_cannot_be_tried_is_one_line(options: str, said: str, model: str, tmp_path: Path, capfd: Capture) -> None:
-    refused(("advise", model, "--input-size", "3,32,32", *options.split()), (said,), tmp_path, capfd)
+def test_what_cannot_be_tried_is_one_line(
+    options: str, said: str, model: str, tmp_path: Path, capfd: Capture
+) -> None:
+    refused(
+        ("advise", model, "--input-size", "3,32,32", *options.split()), (said,), tmp_path, capfd
+    )

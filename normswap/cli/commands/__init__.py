@@ -1,6 +1,8 @@
-"""The commands, one file each, `NAME_command.py`: `run`, the keys that its --json prints (`KEYS`), and `EXAMPLES`.
+"""The commands, one file each, `NAME_command.py`: `run`, the keys that its --json prints (`KEYS`),
+and `EXAMPLES`.
 
-Imports: anything. What --help lists of each stands here, because a command is imported only when it is called.
+Imports: anything. What --help lists of each stands here, because a command is imported only when it
+is called.
 """
 
 SUMMARIES = {

@@ -13,18 +13,35 @@ from normswap.errors import OptionError
 from normswap.plan import Body
 
 KEYS = (
-    "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options), others, refused "
-    "(scheme: why), elsewhere (task, ended: top-1 of targets on another network), measured (null without "
-    "--data: seconds, images, held_out, ended and trials, which have target, lr, updates, at_once, after, loss, level)"
+    "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options),"
+    " others, refused (scheme: why), elsewhere (task, ended: top-1 of targets on another network),"
+    " measured (null without --data: seconds, images, held_out, ended and trials, which have"
+    " target, lr, updates, at_once, after, loss, level)"
 )
-_ENDED = {"target": "target", "at_once": "at once", "after": "after", "loss": "loss", "updates": "updates", "lr": "lr"}
-EXAMPLES = ("advise demo --batch-size 2", "advise resnet50 --private", "advise demo --data demo --minutes 3")
-_DATA = "Try the targets on these images of its classes: PATH/train, PATH/val or test; or half is held out."
+_ENDED = {
+    "target": "target",
+    "at_once": "at once",
+    "after": "after",
+    "loss": "loss",
+    "updates": "updates",
+    "lr": "lr",
+}
+EXAMPLES = (
+    "advise demo --batch-size 2",
+    "advise resnet50 --private",
+    "advise demo --data demo --minutes 3",
+)
+_DATA = (
+    "Try the targets on these images of its classes: PATH/train, PATH/val or test; or half is held"
+    " out."
+)
 _NOT_MEASURED = (
-    "networks differ, and on this one nothing was measured: --data IMAGES measures where training ends, --calibrate "
-    "what a conversion keeps"
+    "networks differ, and on this one nothing was measured: --data IMAGES measures where training"
+    " ends, --calibrate what a conversion keeps"
 )
-_NO_NOISE = "these trials add no noise, and clip no gradient of a single image: private training ends lower"
+_NO_NOISE = (
+    "these trials add no noise, and clip no gradient of a single image: private training ends lower"
+)
 _MINUTES = "How long those trials may take [default: 3]."
 
 
@@ -33,15 +50,21 @@ class Trying:
     """The images that targets are tried on, and how."""
 
     data: Annotated[str | None, typer.Option(metavar="PATH", show_default=False, help=_DATA)] = None
-    minutes: Annotated[float | None, typer.Option(metavar="N", show_default=False, help=_MINUTES)] = None
+    minutes: Annotated[
+        float | None, typer.Option(metavar="N", show_default=False, help=_MINUTES)
+    ] = None
     device: Device = "auto"
 
 
 def run(
     model: Model,
     *,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Images that a device or a client sees at a time.")] = 64,
-    private: Annotated[bool, typer.Option("--private", help="For differentially private training.")] = False,
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", help="Images that a device or a client sees at a time.")
+    ] = 64,
+    private: Annotated[
+        bool, typer.Option("--private", help="For differentially private training.")
+    ] = False,
     deploy: Annotated[bool, typer.Option("--deploy", help="For inference.")] = False,
     trying: Trying,
     opening: ImageOpening,
@@ -54,15 +77,20 @@ def run(
     if trying.data is None and trying.minutes is not None:
         raise OptionError("--minutes", "nothing is tried without images", "Give --data IMAGES")
     if trying.data is not None and deploy:
-        raise OptionError("--data cannot go with --deploy", "trials train, and what only runs does not")
+        raise OptionError(
+            "--data cannot go with --deploy", "trials train, and what only runs does not"
+        )
     net = opening.open(model)
     from normswap.analysis.advice import advise, elsewhere
     from normswap.surgery.network import Network
 
-    network, words = Network(net), opening.words(model)
+    network = Network(net)
+    words = opening.words(model)
     with progress.working("looking"):
         how = {"private": private, "deploy": deploy}
-        possible, refused = advise(network, shlex.join(words), batch_size, **how, data=trying.data or "DATA")
+        possible, refused = advise(
+            network, shlex.join(words), batch_size, **how, data=trying.data or "DATA"
+        )
     measured: Body | None = None
     following: list[str] = []
     if trying.data is not None:
@@ -75,12 +103,23 @@ def run(
         remark([*tried.held_out.notes, *[_NO_NOISE] * private])
         possible = [trial.advice for trial in ended]
         records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
-        sizes = {"seconds": tried.seconds(), "images": len(tried.images.images), "held_out": tried.held_out.count}
+        sizes = {
+            "seconds": tried.seconds(),
+            "images": len(tried.images.images),
+            "held_out": tried.held_out.count,
+        }
         measured = {**sizes, "ended": records[0], "trials": records[1]}
         keys = trials.keys(possible[0], ended[0].lr, batch_size)
         following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
-    body = {"source": model, "batch_size": batch_size, **how, "choose": first, "others": others, "refused": refused}
+    body = {
+        "source": model,
+        "batch_size": batch_size,
+        **how,
+        "choose": first,
+        "others": others,
+        "refused": refused,
+    }
     task, ended_elsewhere = elsewhere(network, batch_size, private=private)
     body["elsewhere"] = {"task": task, "ended": ended_elsewhere}
     show({**body, "measured": measured}, json, _print, *following)
@@ -88,7 +127,8 @@ def run(
 
 
 def _print(body: Body) -> None:
-    targets, measured = [body["choose"], *body["others"]], body["measured"]
+    targets = [body["choose"], *body["others"]]
+    measured = body["measured"]
     why = targets[0]["why"]
     if measured is not None:
         why = f"lowest loss on {measured['held_out']} images held out"
@@ -104,10 +144,22 @@ def _print(body: Body) -> None:
         elsewhere = body["elsewhere"]
         functions = {True: "kept", False: "approximate"}
         rows = [
-            (of["target"], functions[of["exact"]], elsewhere["ended"].get(of["target"], ""), of["why"])
+            (
+                of["target"],
+                functions[of["exact"]],
+                elsewhere["ended"].get(of["target"], ""),
+                of["why"],
+            )
             for of in targets
         ]
-        table("Targets that this network admits", ("target", "function", "ended elsewhere", "why"), rows)
+        table(
+            "Targets that this network admits",
+            ("target", "function", "ended elsewhere", "why"),
+            rows,
+        )
         if any(row[2] for row in rows):
-            print(f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md); {_NOT_MEASURED}")
+            print(
+                f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md);"
+                f" {_NOT_MEASURED}"
+            )
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))

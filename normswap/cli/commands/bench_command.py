@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from normswap.models.calling import Example
 
 KEYS = (
-    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low and ms_high: "
-    "quartiles, images_per_s, speedup: over the first row), settings, notes"
+    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low"
+    " and ms_high: quartiles, images_per_s, speedup: over the first row), settings, notes"
 )
 EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
 _COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
@@ -39,25 +39,36 @@ def run(
     *,
     batch_size: Annotated[str, Option(metavar="N,N...", help="Images at a time.")] = "1,8",
     device: Device = "cpu",
-    seconds: Annotated[float, Option(min=0.0, metavar="S", help="Time each for about so long.")] = 3.0,
+    seconds: Annotated[
+        float, Option(min=0.0, metavar="S", help="Time each for about so long.")
+    ] = 3.0,
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Time a network as it is, folded, and exported.
 
-    All take turns in one process, on the same images, with torch's number of threads (OMP_NUM_THREADS): the network in
-    PyTorch, exported files in their own runtimes. Their answers are compared first: a wrong one is reported, not timed.
+    All take turns in one process, on the same images, with torch's number of threads
+    (OMP_NUM_THREADS): the network in PyTorch, exported files in their own runtimes. Their answers
+    are compared first: a wrong one is reported, not timed.
     """
     batches = [text.strip() for text in batch_size.split(",")]
     if not all(batch.isdecimal() and int(batch) for batch in batches):
-        raise OptionError(f"--batch-size {batch_size}", "it is a list of whole numbers from 1 up", "For instance 1,8")
+        raise OptionError(
+            f"--batch-size {batch_size}",
+            "it is a list of whole numbers from 1 up",
+            "For instance 1,8",
+        )
     with progress.working(f"opening {model}") as say:
         import torch
 
         from normswap.benchmarking import timing
         from normswap.models import devices
 
-        settings: Body = {"device": devices.find(device), "threads": torch.get_num_threads(), "seconds": seconds}
+        settings: Body = {
+            "device": devices.find(device),
+            "threads": torch.get_num_threads(),
+            "seconds": seconds,
+        }
         contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
         rows = []
         for batch in map(int, batches):
@@ -67,7 +78,12 @@ def run(
     following = ["export", *opening.words(model), "-o", "FILE.onnx"]
     if Path(model).suffix.lower() in kinds.EXPORTED:
         following = ["evaluate", model, "--data", "IMAGES"]
-    show({"rows": rows, "settings": settings, "notes": notes}, json, partial(_print, model), *following)
+    show(
+        {"rows": rows, "settings": settings, "notes": notes},
+        json,
+        partial(_print, model),
+        *following,
+    )
     return 0
 
 
@@ -88,12 +104,16 @@ def _contenders(
     for name in files:
         file = exported_file(name)
         if file is None:
-            raise OptionError(f"{name} is no exported file", remedy="One network is timed, and files of it")
+            raise OptionError(
+                f"{name} is no exported file", remedy="One network is timed, and files of it"
+            )
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
             what = f"{name} takes images of {size(file.shape[1])}"
             raise OptionError(what, f"{model} is timed on {size(image_size)}")
-        contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
+        contender = Contender(
+            file.file.name, file.form.name, file.network(), precision=file.precision
+        )
         if network is not None:
             request = file.request(network)
             contender.prepare = request.raw
@@ -110,13 +130,17 @@ def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
     if drawn is None:
         return network_input.size(network)
     if len(drawn[0].tensors()) > 1 or not drawn[0].images.is_floating_point():
-        remedy = "`normswap export` writes a file of it, and `normswap verify` compares that with it"
+        remedy = (
+            "`normswap export` writes a file of it, and `normswap verify` compares that with it"
+        )
         takes = f"{name} takes {', '.join(drawn[0].kwargs)}"
         raise OptionError("bench times networks that take one tensor of numbers", takes, remedy)
     return drawn[0].size
 
 
-def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Module, list[Contender], list[str]]:
+def _networks(
+    name: str, opening: Opening, device: torch.device
+) -> tuple[nn.Module, list[Contender], list[str]]:
     import torch
 
     from normswap import provenance
@@ -129,10 +153,12 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     torch.manual_seed(0)
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
-        # The branches of fresh networks begin at zero, and would hide anything that is wrong in them.
+        # The branches of fresh networks begin at zero, and would hide anything that is wrong in
+        # them.
         model = block_signals.awake(model)
     scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
-    networks, notes = {scheme: model}, []
+    networks = {scheme: model}
+    notes = []
     try:
         if scheme != "folded":
             networks["folded"] = conversion.convert(model, "folded").model
@@ -145,7 +171,9 @@ def _networks(name: str, opening: Opening, device: torch.device) -> tuple[nn.Mod
     contenders = []
     for form, network in networks.items():
         answers = partial(run, network.eval().to(device), calling.form(network))
-        contenders.append(Contender(form, "torch", answers, prepare=lambda images: images.to(device)))
+        contenders.append(
+            Contender(form, "torch", answers, prepare=lambda images: images.to(device))
+        )
     return model, contenders, notes
 
 
@@ -158,8 +186,17 @@ def _print(model: str, body: Body) -> None:
         for row in (row for row in rows if row["status"] == "ok"):
             times = f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}"
             speeds = f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"
-            timed.append((f"{row['form']}, {row['runtime']}", *times, *speeds, f"{row['error']:.0e}"))
-        table(f"{model}, batch {batch} of {size(settings['size'])}", _COLUMNS, timed, right=_COLUMNS[1:])
+            timed.append(
+                (f"{row['form']}, {row['runtime']}", *times, *speeds, f"{row['error']:.0e}")
+            )
+        table(
+            f"{model}, batch {batch} of {size(settings['size'])}",
+            _COLUMNS,
+            timed,
+            right=_COLUMNS[1:],
+        )
         untimed = [row for row in rows if row["status"] != "ok"]
-        listing("not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed))
+        listing(
+            "not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed)
+        )
     listing("note", body["notes"])

@@ -11,7 +11,17 @@ from typer import Option
 
 from normswap import schemes
 from normswap.cli import progress, tables
-from normswap.cli.options import Device, Force, ImageOpening, Images, Json, Model, last_part, output_option, trust
+from normswap.cli.options import (
+    Device,
+    Force,
+    ImageOpening,
+    Images,
+    Json,
+    Model,
+    last_part,
+    output_option,
+    trust,
+)
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
@@ -24,13 +34,17 @@ if TYPE_CHECKING:
     from normswap.surgery.network import Batches, Network
 
 KEYS = (
-    "source, output (null for a dry run), plan (file, or null), steps (scheme, options, edits, verdicts and outcomes "
-    "of each norm, alphas, notes, renames, report: null for a dry run; its kept is what held-out images say)"
+    "source, output (null for a dry run), plan (file, or null), steps (scheme, options, edits,"
+    " verdicts and outcomes of each norm, alphas, notes, renames, report: null for a dry run; its"
+    " kept is what held-out images say)"
 )
-EXAMPLES = ("convert demo --to skipinit", "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn")
+EXAMPLES = (
+    "convert demo --to skipinit",
+    "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn",
+)
 _CALIBRATE = (
-    "Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from the statistics of its "
-    "BatchNorms."
+    "Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from"
+    " the statistics of its BatchNorms."
 )
 
 
@@ -38,19 +52,29 @@ _CALIBRATE = (
 class Request:
     """The target, the modules that take part, the purpose, and the files to write."""
 
-    to: Annotated[str | None, Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")] = None
-    output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-SCHEME].")] = None
+    to: Annotated[
+        str | None, Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")
+    ] = None
+    output: Annotated[
+        Path | None, output_option("DIR", "Directory to write [default: ./NAME-SCHEME].")
+    ] = None
     force: Force = False
     only: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable).")
+        list[str] | None,
+        Option(metavar="PATTERN", help="Convert these parts: layer3, *.bn1 (repeatable)."),
     ] = None
-    skip: Annotated[list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")] = None
+    skip: Annotated[
+        list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")
+    ] = None
     purpose: Annotated[
-        str | None, Option("--for", metavar="|".join(schemes.PURPOSES), help="Add what such training needs.")
+        str | None,
+        Option("--for", metavar="|".join(schemes.PURPOSES), help="Add what such training needs."),
     ] = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan, write nothing.")] = False
     plan: Annotated[Path | None, Option(metavar="FILE", help="Save the plan as JSON.")] = None
-    from_plan: Annotated[Path | None, Option(metavar="FILE", help="Apply this plan, edited by hand.")] = None
+    from_plan: Annotated[
+        Path | None, Option(metavar="FILE", help="Apply this plan, edited by hand.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,9 @@ class Fitting:
 
     GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[str | None, Option(metavar="DATA|synthetic", help=_CALIBRATE)] = None
-    samples: Annotated[int | None, Option(min=2, metavar="N", help="Take this many of them [default: 1000].")] = None
+    samples: Annotated[
+        int | None, Option(min=2, metavar="N", help="Take this many of them [default: 1000].")
+    ] = None
     seed: Annotated[int, Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
 
@@ -69,7 +95,9 @@ class Fitting:
 
         images: Batches | str | None = self.calibrate
         if self.calibrate == "synthetic" and self.samples:
-            raise OptionError("--samples cannot go with --calibrate synthetic", "128 images are made")
+            raise OptionError(
+                "--samples cannot go with --calibrate synthetic", "128 images are made"
+            )
         if self.calibrate not in (None, "synthetic"):
             data = Images(data=self.calibrate, split="train", samples=self.samples or 1000)
             images = data.loader(model, seed=self.seed, labelled=False)
@@ -77,11 +105,15 @@ class Fitting:
 
 
 def _scheme_options() -> type[Any]:
-    """Make a dataclass of the options of all schemes from their records; `object`: a word or a number."""
+    """Make a dataclass of the options of all schemes from their records; `object`: a word or a
+    number.
+    """
     fields = []
     for option, names in schemes.all_options().values():
         default = f" [default: {option.default}]" * (option.default != "")
-        info = Option(metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}.")
+        info = Option(
+            metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}."
+        )
         kind = str if option.kind is object else option.kind
         fields.append((option.name, Annotated[kind | None, info], None))
     return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
@@ -94,10 +126,21 @@ else:
 
 
 def run(
-    model: Model, *, request: Request, options: SchemeOptions, fit: Fitting, opening: ImageOpening, json: Json = False
+    model: Model,
+    *,
+    request: Request,
+    options: SchemeOptions,
+    fit: Fitting,
+    opening: ImageOpening,
+    json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    values = {**vars(options), "only": request.only, "skip": request.skip, "purpose": request.purpose}
+    values = {
+        **vars(options),
+        "only": request.only,
+        "skip": request.skip,
+        "purpose": request.purpose,
+    }
     asked = {name: value for name, value in values.items() if value not in (None, [])}
     plan = _requested_plan(request, asked)
     scheme = plan.steps[-1].scheme if plan else str(request.to)
@@ -124,13 +167,19 @@ def run(
             steps = tuple(step for step, _ in planned)
         else:
             converted = conversion.convert(fit.record(net, advance), scheme, **asked)
-            bodies, steps = summary.of_conversion(converted, scheme), converted.plan.steps[-converted.steps :]
+            bodies = summary.of_conversion(converted, scheme)
+            steps = converted.plan.steps[-converted.steps :]
     if converted is not None and not request.dry_run:
         with progress.working(f"writing {place}"):
             checkpoint.save(converted, place, force=request.force)
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
-    body = {"source": model, "output": None if request.dry_run else place, "plan": request.plan, "steps": bodies}
+    body = {
+        "source": model,
+        "output": None if request.dry_run else place,
+        "plan": request.plan,
+        "steps": bodies,
+    }
     following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
     show(body, json, tables.print_conversion, *following)
     return 0
@@ -147,7 +196,9 @@ def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan {file}", getattr(error, "strerror", "it is no text")) from None
+        raise PlanError(
+            f"cannot read the plan {file}", getattr(error, "strerror", "it is no text")
+        ) from None
     plan = Plan.from_json(text, str(file))
     if not any(step.edits for step in plan.steps):
         raise PlanError(f"{file} has no edits", "there is nothing to do")
@@ -173,12 +224,15 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
 
     bodies: list[Body] = []
     converted: Conversion | None = None
-    images, advance = network.images, network.progress
+    images = network.images
+    advance = network.progress
     for step in plan.steps:
         try:
             converted = carry_out(network.fitted_to(images, advance), step)
         except RuntimeError as error:
-            raise PlanError(f"{origin} gives a network that does not run", first_line(error)) from error
+            raise PlanError(
+                f"{origin} gives a network that does not run", first_line(error)
+            ) from error
         network = converted.network
         bodies += summary.of_conversion(converted)
     return converted, bodies

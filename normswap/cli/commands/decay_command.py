@@ -17,15 +17,17 @@ EXAMPLES = ("decay resnet50", "decay demo --policy timm", "decay demo --policy w
 def run(
     model: Model,
     *,
-    policy: Annotated[str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays.")] = "kim2022",
+    policy: Annotated[
+        str, typer.Option(metavar="kim2022|timm|all|weights-only|ROLES", help="Who decays.")
+    ] = "kim2022",
     opening: Opening,
     json: Json = False,
 ) -> int:
     """Show which parameters weight decay applies to, and why.
 
-    `normswap.param_groups` makes the groups for an optimizer; kim2022 sorts the gammas by their place in the network
-    (Kim et al. 2022), timm spares whatever is 1-D. --json lists every parameter. Weights do not matter: what is named,
-    and is no path, is built without.
+    `normswap.param_groups` makes the groups for an optimizer; kim2022 sorts the gammas by their
+    place in the network (Kim et al. 2022), timm spares whatever is 1-D. --json lists every
+    parameter. Weights do not matter: what is named, and is no path, is built without.
     """
     named = opening.weights == "pretrained" and not Path(model.removeprefix("local-dir:")).exists()
     net = (replace(opening, weights="random") if named else opening).open(model)
@@ -39,12 +41,28 @@ def run(
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
     }
-    show(body, json, _print, "finetune", *opening.words(model), "--recipe", "RECIPE", "--data", "IMAGES")
+    show(
+        body,
+        json,
+        _print,
+        "finetune",
+        *opening.words(model),
+        "--recipe",
+        "RECIPE",
+        "--data",
+        "IMAGES",
+    )
     return 0
 
 
 def _print(body: Body) -> None:
-    facts(("network", body["source"]), ("policy", body["policy"]), ("frozen tensors", body["frozen"] or None))
+    facts(
+        ("network", body["source"]),
+        ("policy", body["policy"]),
+        ("frozen tensors", body["frozen"] or None),
+    )
     columns = ("role", "decay", "tensors", "values", "reason")
     rows = [{**row, "decay": "yes" if row["decay"] else "no"} for row in body["roles"]]
-    table("Roles", columns, [[row[column] for column in columns] for row in rows], right=columns[2:4])
+    table(
+        "Roles", columns, [[row[column] for column in columns] for row in rows], right=columns[2:4]
+    )

@@ -27,9 +27,17 @@ def _print(body: Body) -> None:
     network(body["anatomy"])
     rows = []
     for row in body["rows"]:
-        measured = f"{row['top1']:.2f} %", f"{100 * row['agreement']:.2f} %", small(row["relative_l2"])
+        measured = (
+            f"{row['top1']:.2f} %",
+            f"{100 * row['agreement']:.2f} %",
+            small(row["relative_l2"]),
+        )
         rows.append((row["network"], row["norms"], f"{row['parameters']:,}", *measured))
     title = f"Converted, saved, loaded again, and measured on {body['images']} images"
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
-    verdict = "every figure agrees" if body["passed"] else "FAILED: the converted networks disagree with the source"
+    verdict = (
+        "every figure agrees"
+        if body["passed"]
+        else "FAILED: the converted networks disagree with the source"
+    )
     print(f"{verdict}; {body['seconds']:.0f} s")

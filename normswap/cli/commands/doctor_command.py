@@ -10,15 +10,18 @@ from normswap.plan import Body
 
 # The doctor looks at so many images, unless --samples says more.
 _SAMPLES = 256
-KEYS = "source, norms (how many), faults (how many), notes, findings (name, paths, evidence, certainty, cost, mend)"
+KEYS = (
+    "source, norms (how many), faults (how many), notes, findings (name, paths, evidence,"
+    " certainty, cost, mend)"
+)
 EXAMPLES = ("doctor demo", "doctor demo --data demo")
 
 
 def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = False) -> int:
     """Find and name BatchNorm troubles, and how to mend them.
 
-    With --data also what images show: whether they are prepared as in training, and whether statistics fit them (drift,
-    beside its sampling error).
+    With --data also what images show: whether they are prepared as in training, and whether
+    statistics fit them (drift, beside its sampling error).
 
     Exit code 1 where something is wrong.
     """
@@ -29,7 +32,9 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
     if images.data is not None:
         loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
     with progress.working("looking"):
-        diagnosis = diagnose(net, images=loader, name=shlex.join(opening.words(model)), data=images.data or "IMAGES")
+        diagnosis = diagnose(
+            net, images=loader, name=shlex.join(opening.words(model)), data=images.data or "IMAGES"
+        )
     show(body_of(diagnosis, model), json, _print)
     return int(bool(diagnosis.faults))
 

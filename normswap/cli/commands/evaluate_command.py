@@ -6,16 +6,27 @@ from typing import Annotated
 from typer import Option
 
 from normswap.cli import progress, tables
-from normswap.cli.options import Compared, ImageOpening, Images, Json, ModelOrFile, last_part, open_model
+from normswap.cli.options import (
+    Compared,
+    ImageOpening,
+    Images,
+    Json,
+    ModelOrFile,
+    last_part,
+    open_model,
+)
 from normswap.cli.tables import facts, show
 from normswap.models import kinds
 from normswap.plan import Body
 
 KEYS = (
-    "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, against (null, or source, top1, "
-    "agreement, enough)"
+    "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, against (null, or"
+    " source, top1, agreement, enough)"
 )
-EXAMPLES = ("evaluate demo --data demo", "evaluate demo.onnx --data demo --against demo --min-kept 0.99")
+EXAMPLES = (
+    "evaluate demo --data demo",
+    "evaluate demo.onnx --data demo --against demo --min-kept 0.99",
+)
 
 
 @dataclass(frozen=True)
@@ -25,11 +36,18 @@ class Labelled(Images):
     data: Annotated[str, Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
 
-def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: ImageOpening, json: Json = False) -> int:
+def run(
+    model: ModelOrFile,
+    *,
+    compared: Compared,
+    images: Labelled,
+    opening: ImageOpening,
+    json: Json = False,
+) -> int:
     """Accuracy, loss and speed on labelled images.
 
-    With --against also the accuracy of that network, and how often both give the same answer. The exit code is 1 if
-    they agree on less than --min-kept.
+    With --against also the accuracy of that network, and how often both give the same answer. The
+    exit code is 1 if they agree on less than --min-kept.
     """
     if compared.against is None:
         compared.enough(None)
@@ -40,9 +58,18 @@ def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: Im
     with progress.bar(f"evaluating {model}") as advance:
         result, answers = classify(net, images.loader(net), progress=advance)
         if compared.against is not None:
-            source = open_model(compared.against, device=images.device, runs=True, trust_factory=opening.trust_factory)
+            source = open_model(
+                compared.against,
+                device=images.device,
+                runs=True,
+                trust_factory=opening.trust_factory,
+            )
             before, others = classify(source, images.loader(source), progress=advance)
-            against = {"source": compared.against, "top1": before.top1, "agreement": agreement(answers, others)}
+            against = {
+                "source": compared.against,
+                "top1": before.top1,
+                "agreement": agreement(answers, others),
+            }
     enough = True
     if against:
         against["enough"] = enough = compared.enough(against["agreement"])
@@ -55,7 +82,8 @@ def run(model: ModelOrFile, *, compared: Compared, images: Labelled, opening: Im
 
 
 def _print(body: Body) -> None:
-    source, against = body["source"], body["against"]
+    source = body["source"]
+    against = body["against"]
     facts(
         ("network", source),
         ("images", f"{body['count']} of {body['data']}"),

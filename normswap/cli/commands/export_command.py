@@ -22,37 +22,52 @@ if TYPE_CHECKING:
     from normswap.images.datasets import Loader
 
 KEYS = (
-    "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch, figures (null where the "
-    "file was not run), nodes (counts by kind), bytes, notes, seconds, noise_only (it was checked on no images), "
-    "quantized (null but for int8: calibrated_on, weight_bits), inputs (of what takes no images)"
+    "source, file, parts (further files), sidecar, format, dtype, input_size, dynamic_batch,"
+    " figures (null where the file was not run), nodes (counts by kind), bytes, notes, seconds,"
+    " noise_only (it was checked on no images), quantized (null but for int8: calibrated_on,"
+    " weight_bits), inputs (of what takes no images)"
 )
-EXAMPLES = ("export demo -o demo.onnx", "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES")
-_NOT_RUN = f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
+EXAMPLES = (
+    "export demo -o demo.onnx",
+    "export demo -o demo-int8.onnx --precision int8 --calibrate IMAGES",
+)
+_NOT_RUN = (
+    f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
+)
 _FEW = 64
-# So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3 points.
+# So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3
+# points.
 _MEASURED = 2000
 _CALIBRATE = (
-    "For int8: images to set it by, as --data names them. Its cost is measured on --data, or else on other images of "
-    "PATH, at most 2,000."
+    "For int8: images to set it by, as --data names them. Its cost is measured on --data, or else"
+    " on other images of PATH, at most 2,000."
 )
-_WEIGHT_BITS = "For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of bytes."
+_WEIGHT_BITS = (
+    "For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of"
+    " bytes."
+)
 
 
 @dataclass(frozen=True)
 class Written:
     """Which file is written, and how."""
 
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")]
+    output: Annotated[
+        Path, Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")
+    ]
     format: Annotated[
-        str | None, Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]")
+        str | None,
+        Option(metavar="|".join(formats.names()), help="[default: what FILE's ending says]"),
     ] = None
-    dtype: Annotated[str, Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")] = "fp32"
-    dynamic_batch: Annotated[bool, Option("--dynamic-batch", help="Take any number of images at a time, not one.")] = (
-        False
-    )
-    normalize: Annotated[bool, Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")] = (
-        False
-    )
+    dtype: Annotated[
+        str, Option("--precision", metavar="fp32|fp16|bf16|int8", help="bf16: of weights alone.")
+    ] = "fp32"
+    dynamic_batch: Annotated[
+        bool, Option("--dynamic-batch", help="Take any number of images at a time, not one.")
+    ] = False
+    normalize: Annotated[
+        bool, Option("--normalize", help="Take pixels in 0..1: mean and std go into the file.")
+    ] = False
     softmax: Annotated[bool, Option("--softmax", help="Answer with probabilities.")] = False
 
 
@@ -63,7 +78,10 @@ class Checked(Images):
     batch_size: int = field(default=64, init=False)
     workers: Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")] = 0
     samples: Annotated[
-        int | None, Option(min=1, metavar="N", show_default=False, help="Check on this many images of --data [64].")
+        int | None,
+        Option(
+            min=1, metavar="N", show_default=False, help="Check on this many images of --data [64]."
+        ),
     ] = None
 
 
@@ -72,20 +90,33 @@ class Int8:
     """The options of int8."""
 
     GROUP: ClassVar[str] = "int8"
-    calibrate: Annotated[str | None, Option(metavar="PATH", show_default=False, help=_CALIBRATE)] = None
+    calibrate: Annotated[
+        str | None, Option(metavar="PATH", show_default=False, help=_CALIBRATE)
+    ] = None
     calibrate_samples: Annotated[
-        int | None, Option(min=1, metavar="N", show_default=False, help="For int8: set it by this many [512 or half].")
+        int | None,
+        Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="For int8: set it by this many [512 or half].",
+        ),
     ] = None
     weight_bits: Annotated[
-        int | None, Option(min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False, help=_WEIGHT_BITS)
+        int | None,
+        Option(min=SAFE_BITS, max=WHOLE_BITS, metavar="7|8", show_default=False, help=_WEIGHT_BITS),
     ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """The images to calibrate on, and those to measure on."""
         from normswap.images.datasets import split_for_calibration
 
-        some = replace(images, data=self.calibrate, samples=None, split="train").loader(model, labelled=None)
-        calibrate, others = split_for_calibration(some, self.calibrate_samples, most=images.samples or _MEASURED)
+        some = replace(images, data=self.calibrate, samples=None, split="train").loader(
+            model, labelled=None
+        )
+        calibrate, others = split_for_calibration(
+            some, self.calibrate_samples, most=images.samples or _MEASURED
+        )
         return calibrate, others if images.data is None else images.loader(model, labelled=None)
 
 
@@ -101,44 +132,60 @@ def run(
 ) -> int:
     """Fold a network into one file for another runtime.
 
-    Norms, scalars and weight standardization are folded away, whatever the scheme; norms with statistics per sample
-    stay. The file is run in its own runtime against the source, on images of --data or else on smooth noise, before it
-    gets its name. FILE.preprocess.json, beside it, says how an image is prepared. Images and answers are float32
-    whatever --precision is. fp16 weights compute in fp16. bf16 weights compute in fp32, as bf16 arithmetic changes more
-    than 1 answer in 1000.
+    Norms, scalars and weight standardization are folded away, whatever the scheme; norms with
+    statistics per sample stay. The file is run in its own runtime against the source, on images of
+    --data or else on smooth noise, before it gets its name. FILE.preprocess.json, beside it, says
+    how an image is prepared. Images and answers are float32 whatever --precision is. fp16 weights
+    compute in fp16. bf16 weights compute in fp32, as bf16 arithmetic changes more than 1 answer in
+    1000.
 
-    The runtime's own quantizer writes int8, from the folded network and the ranges of --calibrate's images. What int8
-    costs is measured on other images, printed, and written into FILE.preprocess.json.
+    The runtime's own quantizer writes int8, from the folded network and the ranges of --calibrate's
+    images. What int8 costs is measured on other images, printed, and written into
+    FILE.preprocess.json.
     """
     options = {name: value for name, value in vars(written).items() if name != "output"}
     settings = FileSettings(**options, weight_bits=int8.weight_bits, force=force)
     quantized = written.dtype == "int8"
     formats.check(written.output, settings)
     if quantized != (int8.calibrate is not None):
-        missing, needless = "--precision int8 needs --calibrate DATA", "--calibrate is for --precision int8"
+        missing = "--precision int8 needs --calibrate DATA"
+        needless = "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else needless)
     net = opening.open(model, device=images.device)
     with progress.working("exporting") as log:
         from normswap.exporting import exporter
 
-        calibrate, loader = None, None
+        calibrate = None
+        loader = None
         if quantized:
             calibrate, loader = int8.parts(images, net)
         elif images.data is not None:
             loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
-        exported = exporter.export(net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings))
-    figures, following = exported.figures, list[object]()
+        exported = exporter.export(
+            net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings)
+        )
+    figures = exported.figures
+    following = list[object]()
     if figures and figures.answers == figures.count and not exported.inputs:
         following = ["evaluate", exported.file, "--data", "IMAGES"]
     elif figures:
-        following = ["verify", exported.file, "--against", *opening.words(model), "--data", "IMAGES"]
+        following = [
+            "verify",
+            exported.file,
+            "--against",
+            *opening.words(model),
+            "--data",
+            "IMAGES",
+        ]
     show({"source": model, **asdict(exported)}, json, _print, *following)
     return 0
 
 
 def _print(body: Body) -> None:
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
-    figures, quantized, noise_only = body["figures"], body["quantized"], body["noise_only"]
+    figures = body["figures"]
+    quantized = body["quantized"]
+    noise_only = body["noise_only"]
     images = "images" if body["dynamic_batch"] else "one image"
     rows = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
@@ -152,10 +199,25 @@ def _print(body: Body) -> None:
             ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
             ("same answer", tables.same(figures)),
             ("top-1", tables.top1(figures)),
-            ("checked", "on noise only; give --data IMAGES to check it on photographs" if noise_only else ""),
+            (
+                "checked",
+                (
+                    "on noise only; give --data IMAGES to check it on photographs"
+                    if noise_only
+                    else ""
+                ),
+            ),
         ]
     else:
         rows.append(("checked", _NOT_RUN + (", on noise" if noise_only else "")))
     if quantized:
-        rows.append(("weights", f"{quantized['weight_bits']} bits, calibrated on {quantized['calibrated_on']} images"))
+        rows.append(
+            (
+                "weights",
+                (
+                    f"{quantized['weight_bits']} bits, calibrated on {quantized['calibrated_on']}"
+                    " images"
+                ),
+            )
+        )
     facts(*rows, *(("note", note) for note in body["notes"]))

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from normswap.cli import progress
-from normswap.cli.options import Device, ImageOpening, Json, Opening, last_part, output_option, trust
+from normswap.cli.options import (
+    Device,
+    ImageOpening,
+    Json,
+    Opening,
+    last_part,
+    output_option,
+    trust,
+)
 from normswap.cli.tables import show
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -20,34 +28,48 @@ if TYPE_CHECKING:
     from normswap.training.recipe import Recipe
 
 KEYS = (
-    "output, best (directory), last (directory), best_epoch, updates, finished (false after SIGTERM), notes, rows "
-    "(metrics.csv)"
+    "output, best (directory), last (directory), best_epoch, updates, finished (false after"
+    " SIGTERM), notes, rows (metrics.csv)"
 )
 EXAMPLES = (
     "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
     "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
 )
-_WORDS = "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g. optim.lr=0.05."
+_WORDS = (
+    "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g."
+    " optim.lr=0.05."
+)
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """How to train, but for what the recipe says."""
 
-    resume: Annotated[str | None, Option(metavar="auto", help="Continue the run in the output if there is one.")] = None
+    resume: Annotated[
+        str | None, Option(metavar="auto", help="Continue the run in the output if there is one.")
+    ] = None
     device: Device = "auto"
     track: Annotated[
-        str, Option(metavar="auto|none|NAMES", help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard.")
+        str,
+        Option(
+            metavar="auto|none|NAMES",
+            help="Accelerate's trackers: wandb,mlflow ...; auto: tensorboard.",
+        ),
     ] = "auto"
 
 
 def run(
     words: Annotated[list[str] | None, Argument(metavar="MODEL|KEY=VALUE", help=_WORDS)] = None,
     *,
-    recipe: Annotated[str, Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")] = "",
-    output: Annotated[Path | None, output_option("DIR", "The run's folder [default: ./MODEL-RECIPE].")] = None,
+    recipe: Annotated[
+        str, Option("--recipe", metavar="NAME|FILE", help="One of `normswap recipes`, or a file.")
+    ] = "",
+    output: Annotated[
+        Path | None, output_option("DIR", "The run's folder [default: ./MODEL-RECIPE].")
+    ] = None,
     data: Annotated[
-        str | None, Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test.")
+        str | None,
+        Option(metavar="PATH", help="Images, for data.root: PATH/train and PATH/val or test."),
     ] = None,
     training: TrainingOptions,
     opening: ImageOpening,
@@ -55,8 +77,9 @@ def run(
 ) -> int:
     """Train a network by a recipe, which may convert it first.
 
-    SIGTERM saves and ends with exit code 0; `normswap finetune --resume auto -o DIR` continues. On several GPUs:
-    torchrun --nproc-per-node gpu -m normswap finetune ..., `accelerate launch` or srun.
+    SIGTERM saves and ends with exit code 0; `normswap finetune --resume auto -o DIR` continues. On
+    several GPUs: torchrun --nproc-per-node gpu -m normswap finetune ..., `accelerate launch` or
+    srun.
     """
     from normswap.training import recipe_files
 
@@ -77,16 +100,28 @@ def run(
     try:
         source = opening.open(model) if model else None
         with progress.training(quiet=not first) as (show_progress, say):
-            result = finetune(source, plan, place, **vars(training), progress=show_progress, say=say)
+            result = finetune(
+                source, plan, place, **vars(training), progress=show_progress, say=say
+            )
     except KeyboardInterrupt:
         if first and (place / "state" / "run.pt").is_file():
-            print(f"stopped; to go on from the last state: normswap finetune --resume auto -o {place}", file=sys.stderr)
+            print(
+                "stopped; to go on from the last state: normswap finetune --resume auto -o"
+                f" {place}",
+                file=sys.stderr,
+            )
         raise
     if first:
         body = {"output": place, **vars(result)}
         # Without labels there is no accuracy, and perhaps no class.
         measure = "verify" if all(row["top1"] is None for row in result.rows) else "evaluate"
-        following = [measure, result.best, *trust(body.pop("model")), "--data", plan.data.root or "IMAGES"]
+        following = [
+            measure,
+            result.best,
+            *trust(body.pop("model")),
+            "--data",
+            plan.data.root or "IMAGES",
+        ]
         if not result.finished:
             following = ["finetune", "--resume", "auto", "-o", place]
         show(body, json, _print, *following)
@@ -94,7 +129,9 @@ def run(
 
 
 def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening) -> Recipe:
-    """The recipe, which names its network and images, so that its run can be continued by its folder alone."""
+    """The recipe, which names its network and images, so that its run can be continued by its
+    folder alone.
+    """
     from normswap.training.recipe import RecipeNetwork
 
     if data is not None:
@@ -110,8 +147,13 @@ def _print(body: Body) -> None:
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost")
     if rows and rows[-1]["top1"] is not None:
-        best = max(value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None)
+        best = max(
+            value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None
+        )
         now = rows[-1]
-        after = f"{now['top1']:.2f} after epoch {now['epoch']:g}, best {best:.2f} (epoch {body['best_epoch']:g})"
+        after = (
+            f"{now['top1']:.2f} after epoch {now['epoch']:g}, best {best:.2f} (epoch"
+            f" {body['best_epoch']:g})"
+        )
         print(f"top-1: {rows[0]['top1']:.2f} before training, {after}")
     print(f"written to {body['output']}: best, last, metrics.csv")

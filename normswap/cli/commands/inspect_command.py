@@ -9,9 +9,10 @@ from normswap.cli.tables import network, show, span, table
 from normswap.plan import Body
 
 KEYS = (
-    "source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts by class), roles "
-    "(counts), blocks, sites (one per norm), refusals (path, reason); of an exported file: source, format, bytes, "
-    "nodes (operators by kind), metadata (noted inside it), sidecar (FILE.preprocess.json)"
+    "source, class, architecture, parameters, input_size, plan, classifier, dropout, norms (counts"
+    " by class), roles (counts), blocks, sites (one per norm), refusals (path, reason); of an"
+    " exported file: source, format, bytes, nodes (operators by kind), metadata (noted inside it),"
+    " sidecar (FILE.preprocess.json)"
 )
 EXAMPLES = ("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10")
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
@@ -44,7 +45,9 @@ def _print(body: Body) -> None:
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        table("Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=("channels", "beta", "|gamma|"))
+        table(
+            "Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=("channels", "beta", "|gamma|")
+        )
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
@@ -55,19 +58,37 @@ def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
 
     def look(block: Body) -> tuple[object, ...]:
         home = block["path"].partition("+")[0]
-        within = [(block[name] or "").removeprefix(f"{home}.") for name in ("last", "gate", "drop_path")]
+        within = [
+            (block[name] or "").removeprefix(f"{home}.") for name in ("last", "gate", "drop_path")
+        ]
         return block["stage"], block["skip"], block["order"], len(block["norms"]), *within
 
     for (_, skip, order, norms, *inside), group in groupby(blocks, look):
         alike: list[Body] = list(group)
-        first, last = alike[0]["path"], alike[-1]["path"]
+        first = alike[0]["path"]
+        last = alike[-1]["path"]
         names = first if len(alike) == 1 else f"{first} .. {last}"
         alphas = [block["alpha"] for block in alike if block["alpha"] is not None]
-        yield names, len(alike), skip, order, norms, *inside, span((min(alphas), max(alphas))) if alphas else None
+        yield (
+            names,
+            len(alike),
+            skip,
+            order,
+            norms,
+            *inside,
+            span((min(alphas), max(alphas))) if alphas else None,
+        )
 
 
 def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
     for norm in norms:
         outcome = norm["refused"] and f"refused: {norm['refused']}"
         moments = span(norm["mean"]), span(norm["std"])
-        yield norm["path"], norm["class"], norm["channels"], norm["role"], *moments, outcome or norm["folding"]
+        yield (
+            norm["path"],
+            norm["class"],
+            norm["channels"],
+            norm["role"],
+            *moments,
+            outcome or norm["folding"],
+        )

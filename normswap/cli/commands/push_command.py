@@ -19,10 +19,13 @@ EXAMPLES = (
 
 def run(
     directory: Annotated[Path, Argument(metavar="DIR", help="Written by `normswap convert`.")],
-    repo: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
+    repo: Annotated[
+        str, Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")
+    ],
     *,
     license: Annotated[
-        str | None, Option(metavar="NAME", help="Of the weights: apache-2.0 ... [default: the source's].")
+        str | None,
+        Option(metavar="NAME", help="Of the weights: apache-2.0 ... [default: the source's]."),
     ] = None,
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     message: Annotated[str, Option("-m", "--message", metavar="TEXT", help="Of the commit.")] = "",
@@ -31,15 +34,23 @@ def run(
 ) -> int:
     """Publish a converted network on the Hugging Face hub.
 
-    Weights with plan and proof, config, card and the source's norms go up in one commit. `hf-hub:OWNER/NAME` is a MODEL
-    then; where the result is a network that timm builds by itself, `timm.create_model` loads it without normswap.
+    Weights with plan and proof, config, card and the source's norms go up in one commit.
+    `hf-hub:OWNER/NAME` is a MODEL then; where the result is a network that timm builds by itself,
+    `timm.create_model` loads it without normswap.
     """
     with progress.working(f"pushing {directory} to {repo}"):
         from normswap.storage.publishing import push
         from normswap.training.run_folder import check_no_run
 
         check_no_run(directory)
-        pushed = push(directory, repo, license=license, private=private, message=message, trust_factory=trust_factory)
+        pushed = push(
+            directory,
+            repo,
+            license=license,
+            private=private,
+            message=message,
+            trust_factory=trust_factory,
+        )
     show(vars(pushed), json, _print, "inspect", f"hf-hub:{pushed.repo}")
     return 0
 
@@ -49,4 +60,7 @@ def _print(body: Body) -> None:
     if body["alone"]:
         print(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
     else:
-        print(f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such a network")
+        print(
+            f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such"
+            " a network"
+        )

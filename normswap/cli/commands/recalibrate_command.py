@@ -7,13 +7,26 @@ from typing import Annotated, Any, ClassVar
 from typer import Option
 
 from normswap.cli import progress, tables
-from normswap.cli.options import Force, ImageOpening, Images, Json, Model, last_part, open_model, output_option, trust
+from normswap.cli.options import (
+    Force,
+    ImageOpening,
+    Images,
+    Json,
+    Model,
+    last_part,
+    open_model,
+    output_option,
+    trust,
+)
 from normswap.cli.tables import facts, show
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
 
-KEYS = "source, data, output, notes (how much was read), report (how much the outputs change, on noise)"
+KEYS = (
+    "source, data, output, notes (how much was read), report (how much the outputs change, on"
+    " noise)"
+)
 EXAMPLES = (
     "recalibrate demo --data demo",
     "recalibrate resnet50 --data NEW_DOMAIN --samples 1000 -o resnet50-night",
@@ -25,8 +38,12 @@ EXAMPLES = (
 class Domain(Images):
     """Images of the new domain; their labels are not looked at."""
 
-    data: Annotated[str, Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")] = field()
-    split: Annotated[str, Option(metavar="NAME", help="Part of a dataset that has parts.")] = "train"
+    data: Annotated[
+        str, Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")
+    ] = field()
+    split: Annotated[str, Option(metavar="NAME", help="Part of a dataset that has parts.")] = (
+        "train"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,15 +53,22 @@ class Before:
     GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"
     against: Annotated[
         list[str] | None,
-        Option(metavar="SOURCE", help="The network before that; again: each network that MODEL averages."),
+        Option(
+            metavar="SOURCE",
+            help="The network before that; again: each network that MODEL averages.",
+        ),
     ] = None
-    means_only: Annotated[bool, Option("--means-only", help="Change biases alone, no weights.")] = False
+    means_only: Annotated[bool, Option("--means-only", help="Change biases alone, no weights.")] = (
+        False
+    )
 
 
 def run(
     model: Model,
     *,
-    output: Annotated[Path | None, output_option("DIR", "Directory to write [default: ./NAME-recalibrated].")] = None,
+    output: Annotated[
+        Path | None, output_option("DIR", "Directory to write [default: ./NAME-recalibrated].")
+    ] = None,
     before: Before,
     images: Domain,
     seed: Annotated[int, Option(metavar="S", help="Which images.")] = 0,
@@ -54,14 +78,17 @@ def run(
 ) -> int:
     """Measure BatchNorm's statistics anew, on other images.
 
-    Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased variance. Labels are not
-    needed; weights, gamma and beta stay.
+    Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased
+    variance. Labels are not needed; weights, gamma and beta stay.
 
-    A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged: with --against
-    SOURCE every layer's output gets back the mean and variance per channel that it has there.
+    A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged:
+    with --against SOURCE every layer's output gets back the mean and variance per channel that it
+    has there.
     """
     if before.means_only and not before.against:
-        raise OptionError("--means-only without --against", "BatchNorm's statistics are measured together")
+        raise OptionError(
+            "--means-only without --against", "BatchNorm's statistics are measured together"
+        )
     place = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(place, force=force)
     net = opening.open_damaged(model, device=images.device)
@@ -69,13 +96,22 @@ def run(
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
-    sources = [opening.state(open_model(name, device=images.device)) for name in before.against or ()]
+    sources = [
+        opening.state(open_model(name, device=images.device)) for name in before.against or ()
+    ]
     loader = images.loader(net, seed=seed, labelled=False)
     with progress.bar("estimating statistics") as advance:
-        read: dict[str, Any] = {"data": images.data, "samples": images.samples, "batch_size": images.batch_size}
-        recalibrated = recalibrate(net, loader, against=sources, means_only=before.means_only, progress=advance, **read)
+        read: dict[str, Any] = {
+            "data": images.data,
+            "samples": images.samples,
+            "batch_size": images.batch_size,
+        }
+        recalibrated = recalibrate(
+            net, loader, against=sources, means_only=before.means_only, progress=advance, **read
+        )
     checkpoint.save(recalibrated, place, force=force)
-    notes, report = list(recalibrated.notes), summary.of_report(recalibrated.report)
+    notes = list(recalibrated.notes)
+    report = summary.of_report(recalibrated.report)
     body = {"source": model, "data": images.data, "output": place, "notes": notes, "report": report}
     show(body, json, _print, "verify", place, *trust(net), "--data", images.data)
     return 0

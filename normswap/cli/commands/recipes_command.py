@@ -11,8 +11,9 @@ from normswap.cli.tables import show, table, text
 from normswap.plan import Body
 
 KEYS = (
-    "name, summary, source, model (null where the recipe leaves it open), convert (the same); of one: name, text (the "
-    "file), recipe (every key with its value, defaults too); with --keys: key, takes, default, help"
+    "name, summary, source, model (null where the recipe leaves it open), convert (the same); of"
+    " one: name, text (the file), recipe (every key with its value, defaults too); with --keys:"
+    " key, takes, default, help"
 )
 EXAMPLES = ("recipes", "recipes cifar10_recover_skipinit", "recipes --keys")
 _KEYS = ("key", "takes", "default", "help")
@@ -21,7 +22,8 @@ _COLUMNS = ("name", "summary", "source")
 
 def run(
     name: Annotated[
-        str | None, Argument(metavar="NAME", show_default=False, help="Print this one as it is written.")
+        str | None,
+        Argument(metavar="NAME", show_default=False, help="Print this one as it is written."),
     ] = None,
     *,
     keys: Annotated[bool, Option("--keys", help="List every key that a recipe may have.")] = False,
@@ -38,13 +40,20 @@ def run(
         return 0
     if name is not None:
         recipe = recipe_files.load_recipe(name)
-        body = {"name": name, "text": recipe_files.text(name), "recipe": recipe.model_dump(mode="json")}
+        body = {
+            "name": name,
+            "text": recipe_files.text(name),
+            "recipe": recipe.model_dump(mode="json"),
+        }
         show(body, json, lambda body: print(body["text"], end=""))
         return 0
     rows: list[Body] = []
     for name in recipe_files.names():
         recipe = recipe_files.load_recipe(name)
-        names = {"model": recipe.model and recipe.model.name, "convert": recipe.convert and recipe.convert.to}
+        names = {
+            "model": recipe.model and recipe.model.name,
+            "convert": recipe.convert and recipe.convert.to,
+        }
         rows.append({"name": name, "summary": recipe.summary, "source": recipe.source, **names})
     show(rows, json, partial(_print, "Recipes", _COLUMNS))
     return 0

@@ -14,16 +14,20 @@ from normswap.errors import OutputError, require_packages
 from normswap.storage import atomic_write, network_folder
 
 KEYS = (
-    "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside of blocks), alphas, "
-    "sizes, notes, signal (a point per block), signal_inputs, accuracy"
+    "output, source, sha256, arch, steps, digest, versions, report, blocks, others (norms outside"
+    " of blocks), alphas, sizes, notes, signal (a point per block), signal_inputs, accuracy"
 )
 EXAMPLES = ("report demo-skipinit", "report demo-skipinit --data demo -o skipinit.html")
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Written by `normswap convert`.")
+    ],
     *,
-    output: Annotated[Path | None, output_option("FILE", "Page to write [default: ./DIR.html].")] = None,
+    output: Annotated[
+        Path | None, output_option("FILE", "Page to write [default: ./DIR.html].")
+    ] = None,
     images: Images,
     force: Force = False,
     trust_factory: Trust = False,
@@ -31,7 +35,8 @@ def run(
 ) -> int:
     """Write what was done and measured as one HTML page.
 
-    It loads nothing from anywhere. With --data both networks are evaluated, and the signal is measured on those images.
+    It loads nothing from anywhere. With --data both networks are evaluated, and the signal is
+    measured on those images.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
@@ -39,7 +44,9 @@ def run(
     atomic_write.check_writable(file, force=force)
     # A browser shows the text of a page with another ending.
     if file.suffix.lower() not in (".html", ".htm"):
-        raise OutputError(f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html")
+        raise OutputError(
+            f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html"
+        )
     with progress.working("opening and measuring"):
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
@@ -50,5 +57,10 @@ def run(
         atomic_write.text(file, page.render(facts))
     following = ["push", directory, "OWNER/NAME", *["--trust-factory"] * trust_factory]
     body = {"output": file, **asdict(facts)}
-    show(body, json, lambda body: print(f"written to {body['output']}: any browser shows it"), *following)
+    show(
+        body,
+        json,
+        lambda body: print(f"written to {body['output']}: any browser shows it"),
+        *following,
+    )
     return 0

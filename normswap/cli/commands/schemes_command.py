@@ -11,12 +11,17 @@ from normswap.cli.tables import facts, show
 from normswap.errors import flag
 from normswap.plan import Body
 
-KEYS = "name, summary, paper, options (defaults), exact_only_with (options that must keep their default), exact"
+KEYS = (
+    "name, summary, paper, options (defaults), exact_only_with (options that must keep their"
+    " default), exact"
+)
 EXAMPLES = ("schemes", "schemes groupnorm dyt")
 
 
 def run(
-    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Only these.")] = None, *, json: Json = False
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="Only these.")] = None,
+    *,
+    json: Json = False,
 ) -> int:
     """List the schemes, their papers and options.
 
@@ -33,16 +38,24 @@ def _card(name: str) -> Body:
         nothing: Body = {"paper": "", "options": {}, "exact_only_with": []}
         return {"name": name, "summary": schemes.UNFOLD, **nothing, "exact": True}
     scheme = schemes.get(name)
-    options, exact = scheme.defaults, scheme.is_exact(scheme.defaults)
+    options = scheme.defaults
+    exact = scheme.is_exact(scheme.defaults)
     only = [option for option in options if not scheme.is_exact({**options, option: "another"})]
-    described: Body = {"name": name, "summary": scheme.summary, "paper": scheme.paper, "options": options}
+    described: Body = {
+        "name": name,
+        "summary": scheme.summary,
+        "paper": scheme.paper,
+        "options": options,
+    }
     return {**described, "exact_only_with": only, "exact": exact}
 
 
 def _print(bodies: Sequence[Body]) -> None:
     for body in bodies:
         only = body["exact_only_with"]
-        options = ", ".join(f"{flag(name)} (default {value})" for name, value in body["options"].items())
+        options = ", ".join(
+            f"{flag(name)} (default {value})" for name, value in body["options"].items()
+        )
         needed = ", ".join(f"{flag(name)} {body['options'][name]}" for name in only)
         exact = "always" if body["exact"] else "no"
         if only and body["exact"]:

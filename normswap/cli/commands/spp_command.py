@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from normswap.models.calling import Example
 
 KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"
-EXAMPLES = ("spp resnet50 nf_resnet50 --weights random", "spp demo demo-skipinit --data demo -o signal.png")
+EXAMPLES = (
+    "spp resnet50 nf_resnet50 --weights random",
+    "spp demo demo-skipinit --data demo -o signal.png",
+)
 _COLUMNS = ("block", "squared mean", "variance", "branch variance", "added variance")
 _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_variance")
 
@@ -30,7 +33,9 @@ _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_varianc
 class ImagesOrNoise(Images):
     """What the networks run on."""
 
-    data: Annotated[str, Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")] = "noise"
+    data: Annotated[
+        str, Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")
+    ] = "noise"
     batch_size: Annotated[int, Option(min=1, metavar="N")] = 16
     samples: Annotated[int, Option(min=1, metavar="N", help="Take this many images.")] = 16
 
@@ -47,11 +52,15 @@ class ImagesOrNoise(Images):
             return drawn, f"{self.samples} samples of random inputs, seed {seed}"
         size = network_input.size(model)
         noise = network_input.noise(model, size, self.samples, seed)
-        return [noise], f"{self.samples} x N(0, 1) noise, {' x '.join(map(str, size[1:]))}, seed {seed}"
+        return [
+            noise
+        ], f"{self.samples} x N(0, 1) noise, {' x '.join(map(str, size[1:]))}, seed {seed}"
 
 
 def run(
-    models: Annotated[list[str], Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")],
+    models: Annotated[
+        list[str], Argument(metavar="MODEL...", show_default=False, help="As in `inspect`.")
+    ],
     *,
     output: Annotated[Path | None, output_option("FILE", "Picture: .png, .svg ...")] = None,
     force: Force = False,
@@ -62,9 +71,10 @@ def run(
 ) -> int:
     """Plot mean and variance of the signal, block by block.
 
-    Squared mean and variance after every residual sum, and the variance of the branch; several networks in one figure.
-    With --weights random, branches that timm starts from zero are switched on, and BatchNorms take the statistics of
-    the batch, as in the paper's plots (Brock et al. 2021).
+    Squared mean and variance after every residual sum, and the variance of the branch; several
+    networks in one figure. With --weights random, branches that timm starts from zero are switched
+    on, and BatchNorms take the statistics of the batch, as in the paper's plots (Brock et al.
+    2021).
     """
     if output is not None:
         plots.format_of(output)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from normswap.training.sweep import Objective
 
 KEYS = (
-    "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std, counted, lost, "
-    "full, best), trials (one per run: lr, seed, state, top1, note, folder, seconds), notes, done, files"
+    "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std,"
+    " counted, lost, full, best), trials (one per run: lr, seed, state, top1, note, folder,"
+    " seconds), notes, done, files"
 )
 EXAMPLES = (
     "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
@@ -33,7 +34,9 @@ EXAMPLES = (
 )
 _LR = "Numbers and powers: 2^-4..2^1 (every power), or 0.05,0.1."
 _BEST = "Of each lr's runs the best N count [default: all, or all but two of more than four]."
-_STORAGE = "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
+_STORAGE = (
+    "Database that several machines share, by Optuna's URL [default: an SQLite file in the output]."
+)
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,25 @@ class Varied:
     """The options in which the runs of a sweep differ, and which of them count."""
 
     lr: Annotated[str, Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
-    seeds: Annotated[int, Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")] = 1
+    seeds: Annotated[
+        int, Option(min=1, metavar="N", help="Runs of every lr, with seeds 0 .. N - 1.")
+    ] = 1
     best: Annotated[int | None, Option(min=1, metavar="N", show_default=False, help=_BEST)] = None
 
 
 def run(
-    recipe: Annotated[str, Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")],
+    recipe: Annotated[
+        str, Argument(metavar="RECIPE", show_default=False, help="As in `finetune`: NAME or FILE.")
+    ],
     words: Annotated[
-        list[str] | None, Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`.")
+        list[str] | None,
+        Argument(metavar="MODEL|KEY=VALUE", show_default=False, help="As in `finetune`."),
     ] = None,
     *,
     varied: Varied,
-    output: Annotated[Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")] = None,
+    output: Annotated[
+        Path | None, output_option("DIR", "Its folder [default: ./sweep-RECIPE].")
+    ] = None,
     storage: Annotated[str | None, Option(metavar="URL", show_default=False, help=_STORAGE)] = None,
     device: Device = "auto",
     opening: ImageOpening,
@@ -60,21 +70,27 @@ def run(
 ) -> int:
     """Say which learning rates are best, by several seeds of each.
 
-    Start the same command as often as you like, here or on machines that share the output (or the storage): each takes
-    the next run that no one has begun. A killed one's run is continued a minute later. A run that diverges is
-    a row of the table. Writes runs.csv beside the runs.
+    Start the same command as often as you like, here or on machines that share the output (or the
+    storage): each takes the next run that no one has begun. A killed one's run is continued a
+    minute later. A run that diverges is a row of the table. Writes runs.csv beside the runs.
     """
     from normswap.training import recipe_files, sweep as sweeps
 
     model, overrides = recipe_files.split(words or [])
-    plan, rates = recipe_files.load_recipe(recipe, overrides), sweeps.parse_rates(varied.lr)
-    seeds, counted = varied.seeds, sweeps.count_best(varied.seeds, varied.best)
+    plan = recipe_files.load_recipe(recipe, overrides)
+    rates = sweeps.parse_rates(varied.lr)
+    seeds = varied.seeds
+    counted = sweeps.count_best(varied.seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
-        raise OptionError("optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds")
+        raise OptionError(
+            "optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds"
+        )
     place = output or Path(f"sweep-{Path(recipe).stem}")
     name = model or getattr(plan.model, "name", None)
     if name is None:
-        raise OptionError("nothing to train", "neither a MODEL is given nor does the recipe name one")
+        raise OptionError(
+            "nothing to train", "neither a MODEL is given nor does the recipe name one"
+        )
     from normswap.training import training_images
 
     training_images.require_validation(plan.data)
@@ -88,22 +104,41 @@ def run(
     files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
     asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
     notes = sweeps.notes(trials, lines, finished)
-    body = {**asked, "lines": [asdict(line) for line in lines], "trials": rows, "notes": notes, "done": finished}
+    body = {
+        **asked,
+        "lines": [asdict(line) for line in lines],
+        "trials": rows,
+        "notes": notes,
+        "done": finished,
+    }
     typed = [*(opening.words(model) if model else []), *overrides]
     show({**body, "files": files}, json, functools.partial(_print, typed))
     return 0
 
 
 def trainer(
-    model: str | None, opening: ImageOpening, device: str, show_progress: Callable[[TrainingProgress], None]
+    model: str | None,
+    opening: ImageOpening,
+    device: str,
+    show_progress: Callable[[TrainingProgress], None],
 ) -> Objective:
-    """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to stop."""
+    """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to
+    stop.
+    """
 
     def train(recipe: Recipe, folder: Path) -> float | None:
         from normswap.training.engine import finetune
 
         source = opening.open(model) if model else None
-        result = finetune(source, recipe, folder, resume="auto", device=device, track="none", progress=show_progress)
+        result = finetune(
+            source,
+            recipe,
+            folder,
+            resume="auto",
+            device=device,
+            track="none",
+            progress=show_progress,
+        )
         return result.rows[-1]["top1"] if result.finished else None
 
     return train
@@ -114,9 +149,13 @@ def _print(words: Sequence[str], body: Body) -> None:
 
     lines = [Line(**line) for line in body["lines"]]
     rows = [
-        (f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, "best" * line.best) for line in lines
+        (f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, "best" * line.best)
+        for line in lines
     ]
-    print(f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']} runs")
+    print(
+        f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']}"
+        " runs"
+    )
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
     for note in body["notes"]:

@@ -1,13 +1,15 @@
-"""Where training ends after the norms were changed, in the ways that there are: `after_training.md`.
+"""Where training ends after the norms were changed, in the ways that there are:
+`after_training.md`.
 
-    python tests/lab/benchmarks/after_training.py -o tests/lab/benchmarks/after_training.md [--workers 2]
-    python tests/lab/benchmarks/after_training.py --device cuda --workers 9 -o FILE
+    python tests/lab/benchmarks/after_training.py -o tests/lab/benchmarks/after_training.md
+    [--workers 2] python tests/lab/benchmarks/after_training.py --device cuda --workers 9 -o FILE
 
-Every way is tuned alike: each learning rate (and clipping) of the task is tried with half of the updates and one seed,
-scored on held-out training images; the best one trains with other seeds and is scored on test images. SGD with momentum
-0.9 (segmentation and policy: AdamW), a tenth of warm-up, a cosine to 0. What is measured is kept, a line each, in
-runs/after_training.jsonl; a second call measures what is missing. Six hours of two cores, or eight minutes of a GPU,
-where the runs of a way are branches of one CUDA graph.
+Every way is tuned alike: each learning rate (and clipping) of the task is tried with half of the
+updates and one seed, scored on held-out training images; the best one trains with other seeds and
+is scored on test images. SGD with momentum 0.9 (segmentation and policy: AdamW), a tenth of
+warm-up, a cosine to 0. What is measured is kept, a line each, in runs/after_training.jsonl; a
+second call measures what is missing. Six hours of two cores, or eight minutes of a GPU, where the
+runs of a way are branches of one CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import normswap
 from normswap.errors import NormswapError
 
-TRIAL_SEED, DECAY, DELTA = 9, 5e-4, 1e-4
+TRIAL_SEED = 9
+DECAY = 5e-4
+DELTA = 1e-4
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Way:
     """What becomes of the norms before training, and while it goes on.
 
     Args:
-        to: the scheme; "": the source as it is; "fresh" and "copied": a GroupNorm for each BatchNorm.
+        to: the scheme; "": the source as it is; "fresh" and "copied": a GroupNorm for each
+            BatchNorm.
         options: of the scheme.
         fitted: whether the conversion sees 500 training images.
         frozen: BatchNorms stay in eval mode.
@@ -68,7 +73,11 @@ class Way:
             return not_in_place(replaced(source, keep=self.to == "copied"))
         if not self.to:
             return copy.deepcopy(source)
-        options: dict[str, Any] = {**self.options, **task.options, "input_size": tuple(images.shape[1:])}
+        options: dict[str, Any] = {
+            **self.options,
+            **task.options,
+            "input_size": tuple(images.shape[1:]),
+        }
         if self.fitted:
             options["calibrate"] = list(images[:500].split(100))
         return normswap.convert(source, self.to, **options).model
@@ -96,14 +105,21 @@ TO_PLAIN: dict[str, Way] = {
     "`groupnorm`, plain at once": Way("groupnorm", plain_after=0.0, tasks=TAUGHT),
     "`groupnorm`, plain after a half": Way("groupnorm", plain_after=0.5, tasks=TAUGHT),
     "`groupnorm`, plain after nine tenths": Way("groupnorm", plain_after=0.9, tasks=TAUGHT),
-    "`groupnorm`, norm after norm, in a half": Way("groupnorm", plain_after=0.5, front_to_back=True, tasks=TAUGHT),
-    "`groupnorm --relative-eps 0`, taught block by block": Way("groupnorm", PLAIN, blocks=True, tasks=TAUGHT),
+    "`groupnorm`, norm after norm, in a half": Way(
+        "groupnorm", plain_after=0.5, front_to_back=True, tasks=TAUGHT
+    ),
+    "`groupnorm --relative-eps 0`, taught block by block": Way(
+        "groupnorm", PLAIN, blocks=True, tasks=TAUGHT
+    ),
     "`groupnorm`, plain after a half, taught block by block": Way(
         "groupnorm", plain_after=0.5, blocks=True, tasks=TAUGHT
     ),
 }
 ALL = {**WAYS, **TO_PLAIN}
-LOWERED = "The plain norm (eps 1e-5) at the end, the same updates; where eps falls, it does so after `at once`:"
+LOWERED = (
+    "The plain norm (eps 1e-5) at the end, the same updates; where eps falls, it does so after `at"
+    " once`:"
+)
 STAGES = 20  # into which training is cut where eps falls: it is a constant of a stage
 
 
@@ -126,7 +142,9 @@ def not_in_place(model: nn.Module) -> nn.Module:
 
 
 class Plain:
-    """Takes the large eps of GroupNorms down to 1e-5, each output's scale kept for a map of average variance."""
+    """Takes the large eps of GroupNorms down to 1e-5, each output's scale kept for a map of average
+    variance.
+    """
 
     def __init__(self, model: nn.Module, way: Way) -> None:
         self.way = way
@@ -135,7 +153,9 @@ class Plain:
 
     @torch.no_grad()
     def enter(self, progress: float) -> None:
-        """eps of this moment of training; the constant share of variance + eps falls linearly from 0.9."""
+        """eps of this moment of training; the constant share of variance + eps falls linearly from
+        0.9.
+        """
         assert self.way.plain_after is not None
         part = 1.0 if self.way.plain_after == 0 else min(progress / self.way.plain_after, 1.0)
         for place, (norm, variance) in enumerate(zip(self.norms, self.variances, strict=True)):
@@ -156,11 +176,16 @@ class Blocks:
         for model, maps in zip((learner, source), self.maps, strict=True):
             for path, module in model.named_modules():
                 if BLOCKS.fullmatch(path):
-                    module.register_forward_hook(lambda _, __, output, maps=maps: maps.append(output))
+                    module.register_forward_hook(
+                        lambda _, __, output, maps=maps: maps.append(output)
+                    )
 
     def distance(self) -> Tensor:
         pairs = [*zip(*self.maps, strict=True)]
-        distances = [(ours - theirs.detach()).square().sum() / theirs.square().sum() for ours, theirs in pairs]
+        distances = [
+            (ours - theirs.detach()).square().sum() / theirs.square().sum()
+            for ours, theirs in pairs
+        ]
         return torch.stack(distances).mean()
 
     def forget(self) -> None:
@@ -173,9 +198,19 @@ class Run:
     """One network in training, with its rate, clipping and seed."""
 
     def __init__(
-        self, task: Task, way: Way, converted: nn.Module, data: dict[str, Split], rate: float, clip: float, seed: int
+        self,
+        task: Task,
+        way: Way,
+        converted: nn.Module,
+        data: dict[str, Split],
+        rate: float,
+        clip: float,
+        seed: int,
     ) -> None:
-        self.task, self.way, self.rate, self.clip = task, way, rate, clip
+        self.task = task
+        self.way = way
+        self.rate = rate
+        self.clip = clip
         self.inputs, self.targets = data["train"]
         device = self.inputs.device
         self.model = task.learner(converted, seed).to(device)
@@ -197,10 +232,13 @@ class Run:
             self.optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=0.9, fused=True)
         random = torch.Generator().manual_seed(seed)
         rounds = math.ceil(task.batch * task.updates / len(self.inputs))
-        order = torch.cat([torch.randperm(len(self.inputs), generator=random) for _ in range(rounds)])
+        order = torch.cat(
+            [torch.randperm(len(self.inputs), generator=random) for _ in range(rounds)]
+        )
         self.order = order[: task.batch * task.updates].view(task.updates, task.batch).to(device)
         self.flips = (torch.rand(self.order.shape, generator=random) < 0.5 * task.flips).to(device)
-        self.index, self.flip = self.order[0].clone(), self.flips[0].clone()
+        self.index = self.order[0].clone()
+        self.flip = self.flips[0].clone()
         self.stream: Any = None
 
     def prepare(self, update: int, updates: int) -> None:
@@ -213,7 +251,8 @@ class Run:
 
     def step(self) -> None:
         """One update on the images that were chosen."""
-        inputs, targets = self.inputs[self.index], self.targets[self.index]
+        inputs = self.inputs[self.index]
+        targets = self.targets[self.index]
         if self.task.flips:
             inputs = torch.where(self.flip.view(-1, 1, 1, 1), inputs.flip(-1), inputs)
         self.optimizer.zero_grad(set_to_none=True)
@@ -244,7 +283,10 @@ class Run:
         """Three updates that are taken back: a graph needs them before it records."""
         self.stream = self.stream or torch.cuda.Stream()
         model = copy.deepcopy(self.model.state_dict())
-        moments = [{name: value.clone() for name, value in slot.items()} for slot in self.optimizer.state.values()]
+        moments = [
+            {name: value.clone() for name, value in slot.items()}
+            for slot in self.optimizer.state.values()
+        ]
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             for _ in range(3):
@@ -257,7 +299,9 @@ class Run:
 
 
 def together(runs: list[Run], device: str) -> Callable[[], None]:
-    """A function that takes a step of every run; on a GPU one graph, whose branches run side by side."""
+    """A function that takes a step of every run; on a GPU one graph, whose branches run side by
+    side.
+    """
 
     def one_by_one() -> None:
         for run in runs:
@@ -305,7 +349,9 @@ def train(runs: list[Run], updates: int, device: str, split: Split) -> list[Row]
 
 
 def train_privately(runs: list[Run], epochs: int, device: str, split: Split) -> list[Row]:
-    """The same by Opacus, one run after the other, all with the same noise; nothing is measured after a tenth."""
+    """The same by Opacus, one run after the other, all with the same noise; nothing is measured
+    after a tenth.
+    """
     from opacus import PrivacyEngine  # type: ignore[import-untyped]
     from opacus.validators import ModuleValidator  # type: ignore[import-untyped]
     from torch.utils.data import DataLoader, TensorDataset
@@ -319,10 +365,14 @@ def train_privately(runs: list[Run], epochs: int, device: str, split: Split) -> 
         torch.manual_seed(TRIAL_SEED)
         images = TensorDataset(run.inputs, run.targets)
         private, optimizer, loader = PrivacyEngine().make_private_with_epsilon(
-            module=run.model, optimizer=torch.optim.SGD(run.parameters, lr=run.rate), epochs=epochs,
-            data_loader=DataLoader(images, batch_size=run.task.batch), target_delta=DELTA,
-            target_epsilon=run.task.epsilon, max_grad_norm=1.0,
-        )  # fmt: skip
+            module=run.model,
+            optimizer=torch.optim.SGD(run.parameters, lr=run.rate),
+            epochs=epochs,
+            data_loader=DataLoader(images, batch_size=run.task.batch),
+            target_delta=DELTA,
+            target_epsilon=run.task.epsilon,
+            max_grad_norm=1.0,
+        )
         for inputs, targets in (batch for _ in range(epochs) for batch in loader):
             torch.nn.functional.cross_entropy(private(inputs), targets).backward()
             optimizer.step()
@@ -334,9 +384,13 @@ def train_privately(runs: list[Run], epochs: int, device: str, split: Split) -> 
 def measure(job: tuple[str, str], file: Path, device: str) -> str:
     """Every run of a task and a way that is not kept yet; returns what there is to say."""
     name, said = job
-    task, way, kept = TASKS[name], ALL[said], Kept(file)
+    task = TASKS[name]
+    way = ALL[said]
+    kept = Kept(file)
     settings = [(rate, clip) for rate in task.rates for clip in task.clips]
-    trials: list[tuple[str, ...]] = [(name, said, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings]
+    trials: list[tuple[str, ...]] = [
+        (name, said, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings
+    ]
     finals: list[tuple[str, ...]] = [(name, said, "seed", str(seed)) for seed in task.seeds]
     if (name, said) in kept.rows or all(key in kept.rows for key in (*trials, *finals)):
         return ""
@@ -346,13 +400,18 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
         converted = way.convert(task, task.source(), data["train"][0].cpu())
         many, go = (task.updates, train_privately) if task.epsilon else (task.updates // 2, train)
         if not all(key in kept.rows for key in trials):
-            runs = [Run(task, way, converted, data, rate, clip, TRIAL_SEED) for rate, clip in settings]
+            runs = [
+                Run(task, way, converted, data, rate, clip, TRIAL_SEED) for rate, clip in settings
+            ]
             rows = go(runs, many, device, data["held-out"])
             for key, (rate, clip), row in zip(trials, settings, rows, strict=True):
                 kept.add(key, rate=rate, clip=clip, **row)
         best = max((kept.rows[key] for key in trials), key=lambda row: float(row["end"]))
         lacking = [key for key in finals if key not in kept.rows]
-        runs = [Run(task, way, converted, data, best["rate"], best["clip"], int(key[-1])) for key in lacking]
+        runs = [
+            Run(task, way, converted, data, best["rate"], best["clip"], int(key[-1]))
+            for key in lacking
+        ]
         for key, row in zip(lacking, go(runs, task.updates, device, data["test"]), strict=True):
             kept.add(key, rate=best["rate"], clip=best["clip"], device=machine(device), **row)
     except NormswapError as error:
@@ -371,14 +430,21 @@ def cells(kept: Kept, name: str, said: str) -> str:
     """A row of the table; empty if there is nothing yet."""
     if (name, said) in kept.rows:
         return f"| {name} | {said} | {kept.rows[name, said]['refused'].partition(';')[0]} | | | | |"
-    rows = [row for seed in TASKS[name].seeds if (row := kept.rows.get((name, said, "seed", str(seed))))]
+    rows = [
+        row for seed in TASKS[name].seeds if (row := kept.rows.get((name, said, "seed", str(seed))))
+    ]
     if len(rows) < min(3, len(TASKS[name].seeds)):
         return ""
     rate = f"{rows[0]['rate']:g}" + (f", clipped to {rows[0]['clip']:g}" if rows[0]["clip"] else "")
-    before, tenth, end = ([row[when] for row in rows if when in row] for when in ("before", "tenth", "end"))
+    before, tenth, end = (
+        [row[when] for row in rows if when in row] for when in ("before", "tenth", "end")
+    )
     later = f"{mean(tenth):.1f}" if tenth else ""
     spread = f" ± {stdev(end):.1f}" if end[1:] else ""
-    return f"| {name} | {said} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} | {len(end)} |"
+    return (
+        f"| {name} | {said} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} |"
+        f" {len(end)} |"
+    )
 
 
 def lines(kept: Kept) -> Iterator[str]:
@@ -389,14 +455,19 @@ def lines(kept: Kept) -> Iterator[str]:
         f"Percent, mean and standard deviation. On {'; '.join(sorted(machines))}.",
     )
     for name, task in TASKS.items():
-        grid, clips = (", ".join(f"{number:g}" for number in numbers) for numbers in (task.rates, task.clips))
+        grid, clips = (
+            ", ".join(f"{number:g}" for number in numbers) for numbers in (task.rates, task.clips)
+        )
         yield from ("", f"## {task.about}", "")
         length = f"{task.updates} {'epochs' if task.epsilon else 'updates'}"
         yield f"`{task.network}`, {length}; rates {grid}; gradients clipped to {clips} (0: not)."
         for ways, title in ((WAYS, ""), (TO_PLAIN, LOWERED)):
             if rows := [row for said in ways if (row := cells(kept, name, said))]:
                 yield from ("", title, "") if title else ("",)
-                yield f"| task | way | rate | {task.measure}: at once | after a tenth | at the end | seeds |"
+                yield (
+                    f"| task | way | rate | {task.measure}: at once | after a tenth | at the end |"
+                    " seeds |"
+                )
                 yield from ("|---|---|---|---|---|---|---|", *rows)
 
 
@@ -410,7 +481,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.fresh:
         given.rows.unlink(missing_ok=True)
-    jobs = [(name, said) for name in given.tasks for said in given.ways if name in (ALL[said].tasks or TASKS)]
+    jobs = [
+        (name, said)
+        for name in given.tasks
+        for said in given.ways
+        if name in (ALL[said].tasks or TASKS)
+    ]
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         pool.map(prepare, given.tasks, chunksize=1)
         work = functools.partial(measure, file=given.rows, device=given.device)

@@ -32,9 +32,11 @@ class Task:
         about: what the table says of it.
         network: whose norms are changed: of `schemes_table.NETWORKS`, or of the zoo.
         batch, updates: images of an update, and updates of a run; a trial has half as many.
-        rates, clips: learning rates and norms to which gradients are clipped (0: not at all) that each way may choose.
+        rates, clips: learning rates and norms to which gradients are clipped (0: not at all) that
+            each way may choose.
         optimizer: sgd (momentum 0.9) or adamw.
-        teacher: half of the loss is the distance to the source's answers (Hinton et al. 2015, temperature 2).
+        teacher: half of the loss is the distance to the source's answers (Hinton et al. 2015,
+            temperature 2).
         shift: of `recalibrate.shifts`, on every image.
         images: how many there are to train on.
         seeds: of the runs that are shown.
@@ -72,19 +74,25 @@ class Task:
 
     def data(self) -> dict[str, Split]:
         """`train`, `held-out` and `test`, on the CPU."""
-        held_out, name = self.held_out, f"{self.network}-{self.images}"
+        held_out = self.held_out
+        name = f"{self.network}-{self.images}"
         count = self.images + held_out
         train, labels = cached(f"{name}-train", lambda: shuffled(self.source(), "train", count))
-        images, answers = cached(f"{name}-test", lambda: shuffled(self.source(), "test", self.tested))
+        images, answers = cached(
+            f"{name}-test", lambda: shuffled(self.source(), "test", self.tested)
+        )
         change = shifts(self.source())[self.shift] if self.shift != "none" else torch.nn.Identity()
-        train, images = change(train), change(images)
+        train = change(train)
+        images = change(images)
         return {
             "train": (train[held_out:], labels[held_out:]),
             "held-out": (train[:held_out], labels[:held_out]),
             "test": (images, answers),
         }
 
-    def loss(self, learner: nn.Module, inputs: Tensor, targets: Tensor, source: nn.Module) -> Tensor:
+    def loss(
+        self, learner: nn.Module, inputs: Tensor, targets: Tensor, source: nn.Module
+    ) -> Tensor:
         """Of one update."""
         outputs = learner(inputs)
         loss = F.cross_entropy(outputs, targets)
@@ -92,16 +100,22 @@ class Task:
             return loss
         with torch.no_grad():
             answers = F.softmax(source(inputs) / 2, 1)
-        return 0.5 * loss + 0.5 * 4 * F.kl_div(F.log_softmax(outputs / 2, 1), answers, reduction="batchmean")
+        return 0.5 * loss + 0.5 * 4 * F.kl_div(
+            F.log_softmax(outputs / 2, 1), answers, reduction="batchmean"
+        )
 
     def score(self, learner: nn.Module, split: Split) -> float:
-        """Percent of right answers, or, per pixel, the mean over classes of intersection over union."""
+        """Percent of right answers, or, per pixel, the mean over classes of intersection over
+        union.
+        """
         images, targets = split
         return score(logits(learner, images.split(500)), targets)
 
 
 class Segmentation(Task):
-    """segmentation_models_pytorch's Unet, whose encoder is the trained network and whose decoder is fresh."""
+    """segmentation_models_pytorch's Unet, whose encoder is the trained network and whose decoder is
+    fresh.
+    """
 
     part: ClassVar[str] = "encoder"
     measure: ClassVar[str] = "mean IoU"
@@ -112,7 +126,9 @@ class Segmentation(Task):
     def source(self) -> nn.Module:
         state = super().source().state_dict()
         encoder = self._unet().encoder
-        encoder.model.load_state_dict({name: value for name, value in state.items() if not name.startswith("fc.")})
+        encoder.model.load_state_dict(
+            {name: value for name, value in state.items() if not name.startswith("fc.")}
+        )
         return encoder.eval()
 
     def learner(self, converted: nn.Module, seed: int) -> nn.Module:
@@ -126,10 +142,18 @@ class Segmentation(Task):
 
         shape = {"channels": (16, 32, 64, 128), "stem_type": "deep", "stem_width": 8}
         widths = (64, 48, 32, 16, 16)
-        return smp.Unet("tu-resnet18", encoder_weights=None, classes=len(CLASSES), decoder_channels=widths, **shape)
+        return smp.Unet(
+            "tu-resnet18",
+            encoder_weights=None,
+            classes=len(CLASSES),
+            decoder_channels=widths,
+            **shape,
+        )
 
     def data(self) -> dict[str, Split]:
-        pictures, masks = cached("canvases-train", functools.partial(self._draw, "train", self.images + self.held_out))
+        pictures, masks = cached(
+            "canvases-train", functools.partial(self._draw, "train", self.images + self.held_out)
+        )
         return {
             "train": (pictures[: self.images], masks[: self.images]),
             "held-out": (pictures[self.images :], masks[self.images :]),
@@ -180,13 +204,18 @@ class Policy(Task):
             "test": (moments, torch.tensor([2000, 300])),
         }
 
-    def loss(self, learner: nn.Module, inputs: Tensor, targets: Tensor, source: nn.Module) -> Tensor:
+    def loss(
+        self, learner: nn.Module, inputs: Tensor, targets: Tensor, source: nn.Module
+    ) -> Tensor:
         return F.mse_loss(learner(inputs), targets)
 
     @torch.inference_mode()
     def score(self, learner: nn.Module, split: Split) -> float:
-        """Percent of `robot_task`'s episodes that reach the thing; `split`: (mean, std) and (seed, count)."""
-        (mean, std), (seed, count) = split[0], split[1].tolist()
+        """Percent of `robot_task`'s episodes that reach the thing; `split`: (mean, std) and (seed,
+        count).
+        """
+        (mean, std) = split[0]
+        (seed, count) = split[1].tolist()
         task = robot_task.Task(count, seed)
         for _ in range(robot_task.STEPS):
             frames = torch.from_numpy(task.frames()).to(mean.device).float() / 255
@@ -198,24 +227,58 @@ SMALL = (0.0002, 0.0005, 0.001, 0.002, 0.005)
 TASKS: dict[str, Task] = {
     "labels": Task("CIFAR-10, 128 images an update, labels alone"),
     "teacher": Task("CIFAR-10, 128 images an update, the source as teacher", teacher=True),
-    "two": Task("CIFAR-10, two images an update, labels alone", batch=2, updates=1500, rates=SMALL, clips=(0.0, 1.0)),
-    "shifted": Task(
-        "CIFAR-10 blurred, 3,000 images, 32 an update", batch=32, updates=300, images=3000, shift="blurred, 5 x 5"
+    "two": Task(
+        "CIFAR-10, two images an update, labels alone",
+        batch=2,
+        updates=1500,
+        rates=SMALL,
+        clips=(0.0, 1.0),
     ),
-    "preact": Task("a pre-activation network, 128 images an update, teacher", "resnetv2_18_narrow", teacher=True),
-    "depthwise": Task("a network of depthwise convolutions, 128 images an update, teacher", "depthwise", teacher=True),
+    "shifted": Task(
+        "CIFAR-10 blurred, 3,000 images, 32 an update",
+        batch=32,
+        updates=300,
+        images=3000,
+        shift="blurred, 5 x 5",
+    ),
+    "preact": Task(
+        "a pre-activation network, 128 images an update, teacher",
+        "resnetv2_18_narrow",
+        teacher=True,
+    ),
+    "depthwise": Task(
+        "a network of depthwise convolutions, 128 images an update, teacher",
+        "depthwise",
+        teacher=True,
+    ),
     "segmentation": Segmentation(
-        "an encoder in a Unet, two pictures an update", batch=2, updates=400, rates=(0.0003, 0.001, 0.003, 0.01),
-        clips=(1.0,), optimizer="adamw", images=600,
+        "an encoder in a Unet, two pictures an update",
+        batch=2,
+        updates=400,
+        rates=(0.0003, 0.001, 0.003, 0.01),
+        clips=(1.0,),
+        optimizer="adamw",
+        images=600,
     ),
     "policy": Policy(
-        "an encoder in a robot's policy, 32 frames an update", batch=32, updates=250,
-        rates=(0.0001, 0.0003, 0.001, 0.003, 0.01), clips=(0.0, 1.0), optimizer="adamw", seeds=tuple(range(8)),
+        "an encoder in a robot's policy, 32 frames an update",
+        batch=32,
+        updates=250,
+        rates=(0.0001, 0.0003, 0.001, 0.003, 0.01),
+        clips=(0.0, 1.0),
+        optimizer="adamw",
+        seeds=tuple(range(8)),
     ),
     "private": Task(
-        "blurred CIFAR-10, privately: epsilon 3, 500 images an update, 2 epochs of 3,000", batch=500, updates=2,
-        rates=(0.05, 0.1, 0.2, 0.5, 1.0), images=3000, shift="blurred, 5 x 5", options={"purpose": "opacus"},
-        seeds=(0,), epsilon=3.0,
+        "blurred CIFAR-10, privately: epsilon 3, 500 images an update, 2 epochs of 3,000",
+        batch=500,
+        updates=2,
+        rates=(0.05, 0.1, 0.2, 0.5, 1.0),
+        images=3000,
+        shift="blurred, 5 x 5",
+        options={"purpose": "opacus"},
+        seeds=(0,),
+        epsilon=3.0,
     ),
-}  # fmt: skip
+}
 BLOCKS = re.compile(r"(layer\d|stages\.\d\.blocks|stages\.\d|blocks\.\d)\.\d+")

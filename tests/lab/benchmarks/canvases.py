@@ -1,4 +1,6 @@
-"""Pictures to segment and to detect in: two CIFAR-10 objects on a canvas of coloured clouds, and where they are."""
+"""Pictures to segment and to detect in: two CIFAR-10 objects on a canvas of coloured clouds, and
+where they are.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ from torch import Tensor
 
 from normswap.storage.checkpoint import open_model
 
-NETWORK, SIDE, OBJECTS = "resnet18_narrow", 64, 2
+NETWORK = "resnet18_narrow"
+SIDE = 64
+OBJECTS = 2
 CLASSES = ("ground", "vehicle", "animal")
 _KINDS = torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 1, 1])  # of CIFAR-10's classes, in their order
-_SMALLEST, _LARGEST = 28, 44  # sides of an object, in pixels
+_SMALLEST = 28
+_LARGEST = 44  # sides of an object, in pixels
 
 
 @dataclass(frozen=True)
 class Canvases:
-    """Pictures (N, 3, 64, 64), normalized; masks (N, 64, 64) of `CLASSES`; boxes (N, 2, 4) in pixels and their classes
-    (N, 2)."""
+    """Pictures (N, 3, 64, 64), normalized; masks (N, 64, 64) of `CLASSES`; boxes (N, 2, 4) in
+    pixels and their classes (N, 2).
+    """
 
     pictures: Tensor
     masks: Tensor
@@ -28,26 +34,33 @@ class Canvases:
     classes: Tensor
 
     def part(self, chosen: slice | Tensor) -> Canvases:
-        return Canvases(self.pictures[chosen], self.masks[chosen], self.boxes[chosen], self.classes[chosen])
+        return Canvases(
+            self.pictures[chosen], self.masks[chosen], self.boxes[chosen], self.classes[chosen]
+        )
 
     def __len__(self) -> int:
         return len(self.masks)
 
 
 def canvases(split: str, count: int, seed: int) -> Canvases:
-    """`count` of them from twice as many images of `split` (train, test), each used once; by `seed` alone.
+    """`count` of them from twice as many images of `split` (train, test), each used once; by `seed`
+    alone.
 
-    An object is an image within an ellipse, 28 to 44 pixels wide; the second may cover a part of the first.
+    An object is an image within an ellipse, 28 to 44 pixels wide; the second may cover a part of
+    the first.
     """
     images, labels = read(open_model(str(NETWORKS[NETWORK])), archive(split), OBJECTS * count)
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(OBJECTS * count, generator=random)
-    images, labels = images[order], labels[order]
+    images = images[order]
+    labels = labels[order]
     clouds = F.interpolate(torch.randn(count, 3, 5, 5, generator=random), SIDE, mode="bicubic")
     found = Canvases(
-        clouds, torch.zeros(count, SIDE, SIDE, dtype=torch.long), torch.zeros(count, OBJECTS, 4),
+        clouds,
+        torch.zeros(count, SIDE, SIDE, dtype=torch.long),
+        torch.zeros(count, OBJECTS, 4),
         _KINDS[labels].view(count, OBJECTS),
-    )  # fmt: skip
+    )
     sides = torch.randint(_SMALLEST, _LARGEST + 1, (count, OBJECTS), generator=random)
     places = torch.rand(count, OBJECTS, 2, generator=random)
     for index in range(count):
@@ -58,7 +71,9 @@ def canvases(split: str, count: int, seed: int) -> Canvases:
     return found
 
 
-def _paste(found: Canvases, index: int, each: int, image: Tensor, side: int, top: int, left: int) -> None:
+def _paste(
+    found: Canvases, index: int, each: int, image: Tensor, side: int, top: int, left: int
+) -> None:
     small = F.interpolate(image[None], side, mode="bilinear", antialias=True)[0]
     line = torch.linspace(-1, 1, side)
     inside = line[:, None].square() + line.square() <= 1

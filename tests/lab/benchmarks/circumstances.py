@@ -18,14 +18,22 @@ import normswap
 def lines(command: str, device: str) -> list[str]:
     """Command, machine, versions, commit and date, in Markdown."""
     name = torch.cuda.get_device_name() if device == "cuda" else processor()
-    return [f"Command: `{command}`", "",
-            f"On {name}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, timm {timm.__version__}, "
-            f"Python {platform.python_version()}; commit {commit()}, {time.strftime('%Y-%m-%d')}; "
-            f"load {os.getloadavg()[0]:.1f} when it was written.", ""]  # fmt: skip
+    return [
+        f"Command: `{command}`",
+        "",
+        (
+            f"On {name}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, timm"
+            f" {timm.__version__}, Python {platform.python_version()}; commit {commit()},"
+            f" {time.strftime('%Y-%m-%d')}; load {os.getloadavg()[0]:.1f} when it was written."
+        ),
+        "",
+    ]
 
 
 def commit() -> str:
-    """Of the package that was measured, and whether it was changed since; `unknown` outside of a checkout."""
+    """Of the package that was measured, and whether it was changed since; `unknown` outside of a
+    checkout.
+    """
     name = _git("rev-parse", "--short", "HEAD")
     state = "changed since" if _git("status", "--porcelain", ".") else "clean"
     return f"{name} ({state})" if name else "unknown"
@@ -33,7 +41,9 @@ def commit() -> str:
 
 def _git(*words: str) -> str:
     here = Path(normswap.__file__).parent
-    return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=here, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def versions(packages: Iterable[str]) -> str:

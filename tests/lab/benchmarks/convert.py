@@ -1,10 +1,13 @@
-"""Time and peak memory of `normswap convert` against the least that any tool must do: create, load and save.
+"""Time and peak memory of `normswap convert` against the least that any tool must do: create, load
+and save.
 
-    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [-o convert.md]
+    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [-o
+    convert.md]
 
-Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted. Prints the ratio
-of the times pair by pair, and by how many times the checkpoint's size the peak exceeds the baseline's. The last column
-is what a user waits for: the CPU time of the command as it is typed, over that of the baseline's whole process.
+Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted.
+Prints the ratio of the times pair by pair, and by how many times the checkpoint's size the peak
+exceeds the baseline's. The last column is what a user waits for: the CPU time of the command as it
+is typed, over that of the baseline's whole process.
 """
 
 import argparse
@@ -49,18 +52,24 @@ def child(which: str, arch: str, file: Path, to: str) -> None:
         schemes.get(to)
 
     with tempfile.TemporaryDirectory(dir=file.parent) as out:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         (ours if which == "ours" else baseline)(arch, file, Path(out), to)
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        seconds = time.perf_counter() - start
+        cpu = time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", nargs="+", default=["resnet50"])
     parser.add_argument("--to", nargs="+", default=["skipinit"])
-    parser.add_argument("-o", "--output", type=Path, default=Path("convert.md"), help="the table's file")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("convert.md"), help="the table's file"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--child", nargs=2, metavar=("WHICH", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -71,11 +80,29 @@ def main() -> None:
     from kept import markdown_head, write_table
 
     asked = f"--arch {' '.join(args.arch)} --to {' '.join(args.to)} --runs {args.runs}"
-    columns = ("network", "to", "create + load + save", "convert", "time", "CPU time", "peak", "CPU time with imports")
+    columns = (
+        "network",
+        "to",
+        "create + load + save",
+        "convert",
+        "time",
+        "CPU time",
+        "peak",
+        "CPU time with imports",
+    )
     lines = [
-        "`normswap convert` against creating, loading and saving the network, the least that any tool must do; pairs",
-        "of processes in turns, medians (smallest to largest). Peak memory: above the baseline's, in checkpoints.",
-        "Times are without imports, but for the last column: the command as it is typed, over the baseline's process.",
+        (
+            "`normswap convert` against creating, loading and saving the network, the least that"
+            " any tool must do; pairs"
+        ),
+        (
+            "of processes in turns, medians (smallest to largest). Peak memory: above the"
+            " baseline's, in checkpoints."
+        ),
+        (
+            "Times are without imports, but for the last column: the command as it is typed, over"
+            " the baseline's process."
+        ),
         "",
         markdown_head(*columns),
         *(row(arch, to, args.runs) for arch in args.arch for to in args.to),
@@ -88,7 +115,9 @@ def run(command: list[str]) -> tuple[str, float]:
     before = os.times()
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     after = os.times()
-    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    spent = (
+        after.children_user - before.children_user + after.children_system - before.children_system
+    )
     return printed, spent
 
 
@@ -100,23 +129,54 @@ def row(arch: str, to: str, runs: int) -> str:
         file = Path(folder) / "weights.safetensors"
         save_file(dict(timm.create_model(arch).state_dict()), file)
         size = file.stat().st_size
-        pairs, wholes = [], []
+        pairs = []
+        wholes = []
         for _ in range(runs):
-            pair, whole = {}, {}
+            pair = {}
+            whole = {}
             for which in ("baseline", "ours"):
-                command = [sys.executable, __file__, "--arch", arch, "--to", to, "--child", which, str(file)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--arch",
+                    arch,
+                    "--to",
+                    to,
+                    "--child",
+                    which,
+                    str(file),
+                ]
                 printed, whole[which] = run(command)
                 pair[which] = json.loads(printed)
-            typed = [sys.executable, "-m", "normswap", "convert", str(file), "--arch", arch, "--to", to]
+            typed = [
+                sys.executable,
+                "-m",
+                "normswap",
+                "convert",
+                str(file),
+                "--arch",
+                arch,
+                "--to",
+                to,
+            ]
             _, whole["typed"] = run([*typed, "-o", f"{folder}/out", "--force"])
             pairs.append(pair)
             wholes.append(whole["typed"] / whole["baseline"])
     times = [pair["ours"]["seconds"] / pair["baseline"]["seconds"] for pair in pairs]
     cpus = [pair["ours"]["cpu"] / pair["baseline"]["cpu"] for pair in pairs]
     extra = [(pair["ours"]["peak"] - pair["baseline"]["peak"]) / size for pair in pairs]
-    seconds = {which: statistics.median(pair[which]["seconds"] for pair in pairs) for which in ("baseline", "ours")}
-    shown = (f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in (times, cpus, extra, wholes))
-    return f"| {arch} | {to} | {seconds['baseline']:.2f} s | {seconds['ours']:.2f} s | {' | '.join(shown)} |"
+    seconds = {
+        which: statistics.median(pair[which]["seconds"] for pair in pairs)
+        for which in ("baseline", "ours")
+    }
+    shown = (
+        f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
+        for v in (times, cpus, extra, wholes)
+    )
+    return (
+        f"| {arch} | {to} | {seconds['baseline']:.2f} s | {seconds['ours']:.2f} s |"
+        f" {' | '.join(shown)} |"
+    )
 
 
 if __name__ == "__main__":

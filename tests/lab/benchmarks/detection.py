@@ -25,9 +25,17 @@ from tuning import Tuning
 import normswap
 from normswap.storage.checkpoint import open_model
 
-TRAINED, HELD_OUT, TESTED = 600, 100, 300
-BATCH, CLIP, RATES, TRIAL, UPDATES, SEEDS = 2, 1.0, (3e-4, 1e-3, 3e-3), 100, 300, (0, 1)
-FROZEN, FOLDED = "FrozenBatchNorm2d", "the same, folded"
+TRAINED = 600
+HELD_OUT = 100
+TESTED = 300
+BATCH = 2
+CLIP = 1.0
+RATES = (3e-4, 1e-3, 3e-3)
+TRIAL = 100
+UPDATES = 300
+SEEDS = (0, 1)
+FROZEN = "FrozenBatchNorm2d"
+FOLDED = "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
 TUNING = Tuning(RATES, SEEDS, "found")
 HOW = f"""
@@ -47,24 +55,39 @@ def detector(said: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     layers = {f"layer{index}": str(index) for index in (1, 2, 3, 4)}
     backbone = BackboneWithFPN(body, layers, [16, 32, 64, 128], 32, extra_blocks=LastLevelMaxPool())
-    anchors = AnchorGenerator(tuple((size,) for size in (20, 28, 36, 44, 52)), ((0.7, 1.0, 1.4),) * 5)
+    anchors = AnchorGenerator(
+        tuple((size,) for size in (20, 28, 36, 44, 52)), ((0.7, 1.0, 1.4),) * 5
+    )
     model: nn.Module = FasterRCNN(
-        backbone, len(CLASSES), min_size=SIDE, max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3,
-        rpn_anchor_generator=anchors, rpn_pre_nms_top_n_train=200, rpn_post_nms_top_n_train=100,
-        rpn_pre_nms_top_n_test=100, rpn_post_nms_top_n_test=50, box_detections_per_img=20,
-    ).eval()  # fmt: skip
+        backbone,
+        len(CLASSES),
+        min_size=SIDE,
+        max_size=SIDE,
+        image_mean=[0.0] * 3,
+        image_std=[1.0] * 3,
+        rpn_anchor_generator=anchors,
+        rpn_pre_nms_top_n_train=200,
+        rpn_post_nms_top_n_train=100,
+        rpn_pre_nms_top_n_test=100,
+        rpn_post_nms_top_n_test=50,
+        box_detections_per_img=20,
+    ).eval()
     return folded(model) if said == FOLDED else model
 
 
 def folded(model: nn.Module) -> nn.Module:
-    return normswap.convert(model, "folded", inputs=(list(canvases("train", 2, seed=5).pictures),)).model
+    return normswap.convert(
+        model, "folded", inputs=(list(canvases("train", 2, seed=5).pictures),)
+    ).model
 
 
 def targets(pictures: Canvases, batch: Tensor) -> list[dict[str, Tensor]]:
     return [{"boxes": pictures.boxes[one], "labels": pictures.classes[one]} for one in batch]
 
 
-def learned(model: nn.Module, lr: float, seed: int, updates: int, pictures: Canvases) -> tuple[nn.Module, list[float]]:
+def learned(
+    model: nn.Module, lr: float, seed: int, updates: int, pictures: Canvases
+) -> tuple[nn.Module, list[float]]:
     """The trained network, and its losses."""
     model.train()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -73,7 +96,9 @@ def learned(model: nn.Module, lr: float, seed: int, updates: int, pictures: Canv
     random = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     while len(losses) < updates:
-        for batch in torch.randperm(len(pictures), generator=random).split(BATCH)[: updates - len(losses)]:
+        for batch in torch.randperm(len(pictures), generator=random).split(BATCH)[
+            : updates - len(losses)
+        ]:
             loss = sum(model(list(pictures.pictures[batch]), targets(pictures, batch)).values())
             optimizer.zero_grad()
             loss.backward()
@@ -97,15 +122,18 @@ def found(model: nn.Module, pictures: Canvases) -> float:
 
 
 def measure(kept: Kept, write: Callable[[], None]) -> None:
-    train_set, test = canvases("train", TRAINED + HELD_OUT, seed=0), canvases("test", TESTED, seed=1)
-    known, held_out = train_set.part(slice(TRAINED)), train_set.part(slice(TRAINED, None))
+    train_set = canvases("train", TRAINED + HELD_OUT, seed=0)
+    test = canvases("test", TESTED, seed=1)
+    known = train_set.part(slice(TRAINED))
+    held_out = train_set.part(slice(TRAINED, None))
 
     def run(updates: int, on: Canvases, said: str, lr: float, seed: int) -> Row:
         model, losses = learned(detector(said, seed), lr, seed, updates, known)
         first, last = (sum(part) / 100 for part in (losses[:100], losses[-100:]))
         return {"first": first, "last": last, "found": found(model, on)}
 
-    trial, final = functools.partial(run, TRIAL, held_out), functools.partial(run, UPDATES, test)
+    trial = functools.partial(run, TRIAL, held_out)
+    final = functools.partial(run, UPDATES, test)
     TUNING.measure(kept, WAYS, trial, final, write)
 
 
@@ -113,9 +141,14 @@ def trained_table(kept: Kept) -> list[str]:
     lines = ["| norms | lr | training loss | found |", "|---|---|---|---|"]
     for said in WAYS:
         if runs := TUNING.runs(kept, said):
-            first, last, share = (mean(row[what] for row in runs) for what in ("first", "last", "found"))
-            lr, each = runs[0]["lr"], TUNING.each(runs)
-            lines.append(f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |")
+            first, last, share = (
+                mean(row[what] for row in runs) for what in ("first", "last", "found")
+            )
+            lr = runs[0]["lr"]
+            each = TUNING.each(runs)
+            lines.append(
+                f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |"
+            )
     return [*lines, *TUNING.tried(kept, WAYS)]
 
 
@@ -125,7 +158,9 @@ def main() -> None:
 
     def write() -> None:
         made = f"torchvision {torchvision.__version__}"
-        kept.write(given.output, "Detection with two images per update", [HOW, *trained_table(kept)], made)
+        kept.write(
+            given.output, "Detection with two images per update", [HOW, *trained_table(kept)], made
+        )
 
     measure(kept, write)
     write()

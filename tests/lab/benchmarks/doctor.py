@@ -1,10 +1,12 @@
-"""Thirty-three networks with a planted fault, fifteen healthy ones: what the doctor says, what its mend is worth.
+"""Thirty-three networks with a planted fault, fifteen healthy ones: what the doctor says, what its
+mend is worth.
 
     PYTHONPATH=tests:tests/diagnosis python tests/lab/benchmarks/doctor.py > FILE.md
 
-Faults that the network shows by itself are those of tests/diagnosis/test_doctor.py, those that images show are those
-of test_doctor_on_images.py. Top-1 on CIFAR-10 test images that no check has seen: of the network as it was, with the
-fault, and after the mend that the finding names, where that is a command or a line.
+Faults that the network shows by itself are those of tests/diagnosis/test_doctor.py, those that
+images show are those of test_doctor_on_images.py. Top-1 on CIFAR-10 test images that no check has
+seen: of the network as it was, with the fault, and after the mend that the finding names, where
+that is a command or a line.
 """
 
 from __future__ import annotations
@@ -32,14 +34,38 @@ from normswap.models.preprocessing import data_config
 from normswap.storage.checkpoint import open_model
 from normswap.surgery.recalibration import recalibrate
 
-BATCH, LOOKED_AT, TESTED = 32, 256, 512
-COLUMNS = ("fault", "network", "named first", "right", "top-1 before", "with the fault", "after its mend")
+BATCH = 32
+LOOKED_AT = 256
+TESTED = 512
+COLUMNS = (
+    "fault",
+    "network",
+    "named first",
+    "right",
+    "top-1 before",
+    "with the fault",
+    "after its mend",
+)
 WITHOUT = ("infinite mean",)  # NaN in a mean's place is as much
-HARMLESS = {"another eps everywhere": "demo", "another eps in one norm": "demo"}  # whose library is known
-HEALTHY = (*NETWORKS, "depthwise", "efficient", "dense", "regnet", "preact", "plain", "plain_norm_after")
+HARMLESS = {
+    "another eps everywhere": "demo",
+    "another eps in one norm": "demo",
+}  # whose library is known
+HEALTHY = (
+    *NETWORKS,
+    "depthwise",
+    "efficient",
+    "dense",
+    "regnet",
+    "preact",
+    "plain",
+    "plain_norm_after",
+)
 
 Prepare = Callable[[Tensor], Tensor]
-Plant = Callable[[nn.Module, list[Tensor]], list[Tensor]]  # changes the network, or returns other batches
+Plant = Callable[
+    [nn.Module, list[Tensor]], list[Tensor]
+]  # changes the network, or returns other batches
 
 
 @dataclass(frozen=True)
@@ -56,7 +82,9 @@ class Images:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault by what it is called, the network that has it, how it is planted, and the names that are right."""
+    """A fault by what it is called, the network that has it, how it is planted, and the names that
+    are right.
+    """
 
     label: str
     network: str
@@ -65,7 +93,11 @@ class Fault:
 
 
 def opened(name: str) -> nn.Module:
-    return open_model(str(NETWORKS[name])) if name in NETWORKS else copy.deepcopy(zoo_networks.trained(name))
+    return (
+        open_model(str(NETWORKS[name]))
+        if name in NETWORKS
+        else copy.deepcopy(zoo_networks.trained(name))
+    )
 
 
 def mean_and_std(model: nn.Module) -> list[Tensor]:
@@ -133,21 +165,33 @@ def _track(model: nn.Module, images: Images, finding: Finding) -> tuple[nn.Modul
 Case = tuple[str, nn.Module, Images]
 Load = Callable[[str], tuple[nn.Module, Images]]  # a network by name, with its images
 MENDS = {
-    "eps": _set_eps, "preprocessing": _prepare, "training-mode": _evaluate, "thawed": _evaluate,
+    "eps": _set_eps,
+    "preprocessing": _prepare,
+    "training-mode": _evaluate,
+    "thawed": _evaluate,
     "no-statistics": _track,
-    "not-finite": _recalibrate, "negative-variance": _recalibrate, "zero-variance": _recalibrate,
-    "never-updated": _recalibrate, "swapped-statistics": _recalibrate, "stale-statistics": _recalibrate,
-    "wrong-statistics": _recalibrate, "drifted-domain": _recalibrate, "momentum": _recalibrate,
-}  # fmt: skip
+    "not-finite": _recalibrate,
+    "negative-variance": _recalibrate,
+    "zero-variance": _recalibrate,
+    "never-updated": _recalibrate,
+    "swapped-statistics": _recalibrate,
+    "stale-statistics": _recalibrate,
+    "wrong-statistics": _recalibrate,
+    "drifted-domain": _recalibrate,
+    "momentum": _recalibrate,
+}
 
 
 def fault_row(fault: Fault, model: nn.Module, images: Images) -> bool:
-    """Plant the fault, print its row of the table, and return whether one of the right names comes first."""
+    """Plant the fault, print its row of the table, and return whether one of the right names comes
+    first.
+    """
     before = top1(model, images)
     batches = fault.plant(model, [*images.seen, *images.test])
     images = Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
     faults = normswap.diagnose(model, images=images.seen, name="MODEL").faults
-    name, after = "-", "-"
+    name = "-"
+    after = "-"
     if faults:
         name = faults[0].name
         if name in MENDS and not faults[0].mend.startswith("load"):
@@ -162,34 +206,58 @@ def fault_row(fault: Fault, model: nn.Module, images: Images) -> bool:
 
 
 def healthy_row(network: str, model: nn.Module, images: Images) -> bool:
-    """Print a row of the table for a network without a fault, and return whether the alarm is raised."""
-    faults = [finding.name for finding in normswap.diagnose(model, images=images.seen, name="MODEL").faults]
+    """Print a row of the table for a network without a fault, and return whether the alarm is
+    raised.
+    """
+    faults = [
+        finding.name
+        for finding in normswap.diagnose(model, images=images.seen, name="MODEL").faults
+    ]
     figures = (", ".join(faults) or "-", "NO" if faults else "yes", f"{top1(model, images):.1f}")
     print(markdown_row("none", f"`{network}`", *figures, "-", "-"), flush=True)
     return bool(faults)
 
 
-def print_table(faults: Iterable[Fault], healthy: Iterable[str], load: Load, others: Iterable[Case] = ()) -> None:
-    """Print a row for each fault, for each healthy network by name, and for each of the other healthy ones."""
+def print_table(
+    faults: Iterable[Fault], healthy: Iterable[str], load: Load, others: Iterable[Case] = ()
+) -> None:
+    """Print a row for each fault, for each healthy network by name, and for each of the other
+    healthy ones.
+    """
     print(markdown_head(*COLUMNS))
     named = [fault_row(fault, *load(fault.network)) for fault in faults]
-    alarms = [healthy_row(*case) for case in chain(((name, *load(name)) for name in healthy), others)]
-    print(f"\nA right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of {len(alarms)}.")
+    alarms = [
+        healthy_row(*case) for case in chain(((name, *load(name)) for name in healthy), others)
+    ]
+    print(
+        f"\nA right cause first in {sum(named)} of {len(named)}; false alarms: {sum(alarms)} of"
+        f" {len(alarms)}."
+    )
 
 
 def other_domains() -> Iterator[Case]:
     """Networks that were brought to another domain by new statistics, with images of it."""
     shifts: dict[str, tuple[str, Prepare]] = {
         "resnet18_narrow": ("dark", lambda x: 0.4 * x - 0.8),
-        "plain": ("blurred", lambda x: nn.functional.avg_pool2d(x, 5, 1, 2, count_include_pad=False)),
+        "plain": (
+            "blurred",
+            lambda x: nn.functional.avg_pool2d(x, 5, 1, 2, count_include_pad=False),
+        ),
         "depthwise": ("little contrast", lambda x: 0.3 * x),
-        "regnet": ("noise on it", lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))),
+        "regnet": (
+            "noise on it",
+            lambda x: x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)),
+        ),
         "preact": ("inverted", lambda x: -x),
     }
     for name, (label, shift) in shifts.items():
         model = opened(name)
         other = images_for(model, 1024).prepared(shift)
-        yield f"{name}, {label}", recalibrate(model, other.test).model, images_for(model).prepared(shift)
+        yield (
+            f"{name}, {label}",
+            recalibrate(model, other.test).model,
+            images_for(model).prepared(shift),
+        )
 
 
 def in_network(change: Callable[[nn.Module], None]) -> Plant:

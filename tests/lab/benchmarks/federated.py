@@ -1,12 +1,15 @@
-"""A trained network fine-tuned by clients with skewed classes, in Flower's simulation: top-1 by round, by norm.
+"""A trained network fine-tuned by clients with skewed classes, in Flower's simulation: top-1 by
+round, by norm.
 
-    python tests/lab/benchmarks/federated.py -o tests/lab/benchmarks/federated.md      # needs normswap[federated]
+    python tests/lab/benchmarks/federated.py -o tests/lab/benchmarks/federated.md      # needs
+    normswap[federated]
 
-`resnet18_narrow`, trained on CIFAR-10, moves to a domain that it has not seen: the same classes, blurred, or turned by
-90 degrees. The images are dealt to the clients class by class by a Dirichlet distribution, so that each sees few
-classes. First every way is run for a few rounds with each learning rate; the one with the best top-1 on held-out
-training images is then run for all rounds, and measured on test images that nothing was chosen on. What is measured is
-kept, a line each, in runs/federated.jsonl, and a second call measures what is missing.
+`resnet18_narrow`, trained on CIFAR-10, moves to a domain that it has not seen: the same classes,
+blurred, or turned by 90 degrees. The images are dealt to the clients class by class by a Dirichlet
+distribution, so that each sees few classes. First every way is run for a few rounds with each
+learning rate; the one with the best top-1 on held-out training images is then run for all rounds,
+and measured on test images that nothing was chosen on. What is measured is kept, a line each, in
+runs/federated.jsonl, and a second call measures what is missing.
 """
 
 import functools
@@ -25,7 +28,9 @@ from kept import Kept, Row, arguments
 from schemes_table import ROOT
 from tuning import Tuning
 
-TRIAL, ROUNDS, SHOWN = 2, 6, (0, 1, 2, 4, 6)
+TRIAL = 2
+ROUNDS = 6
+SHOWN = (0, 1, 2, 4, 6)
 TUNING = Tuning(rates=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1), score="top1")
 CASES = {f"{shift}, {said}": (shift, said) for shift in SHIFTS for said in WAYS}
 HOW = f"""
@@ -54,9 +59,16 @@ class Strict(FedAvg):
 def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> Row:
     """One federated training; top-1 and top-1 on own classes after it, and top-1 by round."""
     shift, said = CASES[case]
-    asked = {"shift": shift, "lr": lr, "seed": seed, "part": part, "run": f"{case} {lr} {seed} {part}"}
+    asked = {
+        "shift": shift,
+        "lr": lr,
+        "seed": seed,
+        "part": part,
+        "run": f"{case} {lr} {seed} {part}",
+    }
     found: dict[int, MetricRecord] = {}
-    arrays, done = ArrayRecord(clients.source().state_dict()), 0
+    arrays = ArrayRecord(clients.source().state_dict())
+    done = 0
     for way, count in ((BATCHNORM, WAYS[said].after), (said, rounds - WAYS[said].after)):
         if way == said:
             trained = network(BATCHNORM)
@@ -64,7 +76,8 @@ def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> 
             arrays = ArrayRecord(WAYS[said].make(trained.eval()).state_dict())
         if count:
             arrays, seen = stage(grid, arrays, {**asked, "way": way, "done": done}, count, rounds)
-            found, done = {**seen, **found}, done + count
+            found = {**seen, **found}
+            done = done + count
     last = found[max(found)]
     by_round = {str(number): row["top1"] for number, row in found.items()}
     return {"top1": last["top1"], "own": last["own"], "rounds": by_round}
@@ -74,7 +87,9 @@ def stage(
     grid: Grid, arrays: ArrayRecord, asked: dict[str, Any], count: int, rounds: int
 ) -> tuple[ArrayRecord, dict[int, MetricRecord]]:
     """So many rounds of one way: the global network after them, and what it was worth after each."""
-    way, done, part = WAYS[asked["way"]], int(asked["done"]), str(asked["part"])
+    way = WAYS[asked["way"]]
+    done = int(asked["done"])
+    part = str(asked["part"])
 
     def measure(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         at = number + done
@@ -85,10 +100,18 @@ def stage(
         found = clients.by_class(model.eval(), asked["shift"], part)
         return clients.figures(found, clients.shares(int(asked["seed"])))
 
-    everyone = dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), CLIENTS)
+    everyone = dict.fromkeys(
+        ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), CLIENTS
+    )
     strategy = Strict(fraction_evaluate=float(way.local), **everyone)
-    result = strategy.start(grid, arrays, count, train_config=ConfigRecord(dict(asked)),
-                            evaluate_config=ConfigRecord(dict(asked)), evaluate_fn=measure)  # fmt: skip
+    result = strategy.start(
+        grid,
+        arrays,
+        count,
+        train_config=ConfigRecord(dict(asked)),
+        evaluate_config=ConfigRecord(dict(asked)),
+        evaluate_fn=measure,
+    )
     seen = {**result.evaluate_metrics_serverapp, **result.evaluate_metrics_clientapp}
     return result.arrays, {number + done: row for number, row in seen.items()}
 
@@ -100,8 +123,11 @@ def table(kept: Kept) -> list[str]:
     for case, runs in all_runs.items():
         if runs:
             shift, said = CASES[case]
-            top1 = " | ".join(f"{mean(row['rounds'][str(number)] for row in runs):.1f}" for number in SHOWN)
-            each, own = TUNING.each(runs), mean(row["own"] for row in runs)
+            top1 = " | ".join(
+                f"{mean(row['rounds'][str(number)] for row in runs):.1f}" for number in SHOWN
+            )
+            each = TUNING.each(runs)
+            own = mean(row["own"] for row in runs)
             lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")
     if not all(all_runs.values()):
         lines += ["", f"Not run: {'; '.join(case for case, runs in all_runs.items() if not runs)}."]
@@ -111,7 +137,9 @@ def table(kept: Kept) -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="measure these now")
+    parser.add_argument(
+        "--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="measure these now"
+    )
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "federated.jsonl", fresh=given.fresh)
     for shift in SHIFTS:
@@ -126,11 +154,15 @@ def main() -> None:
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
         cases = [case for case, (_, said) in CASES.items() if said in given.ways]
-        trial, final = (functools.partial(one, grid, *how) for how in (("held out", TRIAL), ("test", ROUNDS)))
+        trial, final = (
+            functools.partial(one, grid, *how) for how in (("held out", TRIAL), ("test", ROUNDS))
+        )
         TUNING.measure(kept, cases, trial, final, write)
 
-    resources = {"init_args": {"num_cpus": 1, "object_store_memory": 200_000_000, "log_to_driver": False},
-                 "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}  # fmt: skip
+    resources = {
+        "init_args": {"num_cpus": 1, "object_store_memory": 200_000_000, "log_to_driver": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server, clients.client, CLIENTS, backend_config=resources)  # type: ignore[arg-type]
     write()
 

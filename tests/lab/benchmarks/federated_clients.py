@@ -1,4 +1,5 @@
-"""The clients of `federated.py`: how the norms go through the rounds, each client's images, its training.
+"""The clients of `federated.py`: how the norms go through the rounds, each client's images, its
+training.
 
 A file of its own, as Ray's processes import it.
 """
@@ -9,7 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Ray runs its workers at the lowest priority, which beside other work is a third of their speed
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0", "RAY_worker_niceness": "0"}
+os.environ |= {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
 import numpy as np
 import recalibrate
 import torch
@@ -23,12 +28,18 @@ import normswap
 from normswap.layers import affine
 from normswap.storage.checkpoint import open_model
 
-NETWORK, BATCHNORM = "resnet18_narrow", "FedAvg, BatchNorm"
+NETWORK = "resnet18_narrow"
+BATCHNORM = "FedAvg, BatchNorm"
 TURNED = "turned by 90 degrees"
 SHIFTS = ("blurred, 5 x 5", TURNED)
-CLIENTS, ALPHA = 8, 0.1
-TRAINED, HELD_OUT, TESTED = 1200, 500, 2000
-BATCH, EPOCHS, CLIP = 25, 2, 1.0
+CLIENTS = 8
+ALPHA = 0.1
+TRAINED = 1200
+HELD_OUT = 500
+TESTED = 2000
+BATCH = 25
+EPOCHS = 2
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,8 @@ def shifted(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
     model = source()
     change = {**recalibrate.shifts(model), TURNED: lambda x: x.rot90(1, (2, 3))}[shift]
     (train_images, train_labels), (test_images, test_labels) = (
-        shuffled(model, split, count) for split, count in (("train", TRAINED + HELD_OUT), ("test", TESTED))
+        shuffled(model, split, count)
+        for split, count in (("train", TRAINED + HELD_OUT), ("test", TESTED))
     )
     train_images = change(train_images)
     return {
@@ -87,7 +99,9 @@ def source() -> nn.Module:
 def images(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
     """`shifted`, which every process reads."""
     torch.set_num_threads(1)
-    found: dict[str, tuple[Tensor, Tensor]] = cached(f"federated-{SHIFTS.index(shift)}", lambda: shifted(shift))
+    found: dict[str, tuple[Tensor, Tensor]] = cached(
+        f"federated-{SHIFTS.index(shift)}", lambda: shifted(shift)
+    )
     return found
 
 
@@ -100,7 +114,8 @@ def network(said: str) -> nn.Module:
 @functools.cache
 def dealt(seed: int) -> list[Tensor]:
     """The training images of each client; nobody has fewer than a batch."""
-    labels, random = images(SHIFTS[0])["train"][1].numpy(), np.random.default_rng(seed)
+    labels = images(SHIFTS[0])["train"][1].numpy()
+    random = np.random.default_rng(seed)
     while True:
         hands: list[list[int]] = [[] for _ in range(CLIENTS)]
         for label in range(10):
@@ -115,7 +130,9 @@ def dealt(seed: int) -> list[Tensor]:
 def shares(seed: int) -> Tensor:
     """Of each client's images, the share of each class, (clients, classes)."""
     labels = images(SHIFTS[0])["train"][1]
-    counts = torch.stack([torch.bincount(labels[hand], minlength=10) for hand in dealt(seed)]).double()
+    counts = torch.stack(
+        [torch.bincount(labels[hand], minlength=10) for hand in dealt(seed)]
+    ).double()
     return counts / counts.sum(1, keepdim=True)
 
 
@@ -132,7 +149,8 @@ client = ClientApp()
 
 def opened(message: Message, context: Context) -> tuple[nn.Module, ConfigRecord, int]:
     """The global network as this client has it, what the server asks for, and the client's number."""
-    config, number = message.content["config"], int(context.node_config["partition-id"])
+    config = message.content["config"]
+    number = int(context.node_config["partition-id"])
     model = network(config["way"])
     state = message.content["arrays"].to_torch_state_dict()
     kept = context.state.array_records.get(f"{config['run']}")
@@ -146,10 +164,14 @@ def opened(message: Message, context: Context) -> tuple[nn.Module, ConfigRecord,
 def train(message: Message, context: Context) -> Message:
     """Its epochs; of FedBN's the norms stay in the client's own state."""
     model, config, number = opened(message, context)
-    way, seed = WAYS[config["way"]], int(config["seed"])
-    torch.manual_seed(1000 * seed + 100 * (int(config["server-round"]) + int(config["done"])) + number)
+    way = WAYS[config["way"]]
+    seed = int(config["seed"])
+    torch.manual_seed(
+        1000 * seed + 100 * (int(config["server-round"]) + int(config["done"])) + number
+    )
     model.train(not way.still)
-    (x, y), hand = images(config["shift"])["train"], dealt(seed)[number]
+    x, y = images(config["shift"])["train"]
+    hand = dealt(seed)[number]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=float(config["lr"]))
     for _ in range(EPOCHS):
@@ -171,12 +193,18 @@ def train(message: Message, context: Context) -> Message:
 
 @client.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """The client's own network on its part of the images: the mean over all clients is over all images."""
+    """The client's own network on its part of the images: the mean over all clients is over all
+    images.
+    """
     model, config, number = opened(message, context)
-    shift, part = str(config["shift"]), str(config["part"])
+    shift = str(config["shift"])
+    part = str(config["part"])
     length = len(images(shift)[part][1]) // CLIENTS
     found = by_class(model.eval(), shift, part, slice(number * length, (number + 1) * length))
-    return Message(RecordDict({"metrics": figures(found, shares(int(config["seed"]))[number])}), reply_to=message)
+    return Message(
+        RecordDict({"metrics": figures(found, shares(int(config["seed"]))[number])}),
+        reply_to=message,
+    )
 
 
 def figures(found: Tensor, own: Tensor) -> MetricRecord:

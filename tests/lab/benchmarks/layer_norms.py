@@ -2,9 +2,10 @@
 
     python tests/lab/benchmarks/layer_norms.py -o tests/lab/benchmarks/layer_norms.md
 
-LayerNorms: timm's network, as it is. RMSNorms: `convert --to rmsnorm`, and folded as `export` does it. Operators: those
-of the file, and in brackets those that the runtime runs, where it says so. Times: the fastest of 40 calls with one
-image, the three networks in turn, on one thread. The optional runtimes must be installed.
+LayerNorms: timm's network, as it is. RMSNorms: `convert --to rmsnorm`, and folded as `export` does
+it. Operators: those of the file, and in brackets those that the runtime runs, where it says so.
+Times: the fastest of 40 calls with one image, the three networks in turn, on one thread. The
+optional runtimes must be installed.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ def networks() -> dict[str, nn.Module]:
         for parameter in source.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     rms = normswap.convert(source, to="rmsnorm").model
-    return dict(zip(NETWORKS, (source, fold_for_export(Network(rms)), fold_for_export(Network(source))), strict=True))
+    return dict(
+        zip(
+            NETWORKS,
+            (source, fold_for_export(Network(rms)), fold_for_export(Network(source))),
+            strict=True,
+        )
+    )
 
 
 def run_by(name: str, file: Path) -> int | None:
     """How many operators the runtime runs, without constants."""
     if name == "onnx":
         options = onnxruntime.SessionOptions()
-        options.optimized_model_filepath, options.log_severity_level = f"{file}.optimized", 4
+        options.optimized_model_filepath = f"{file}.optimized"
+        options.log_severity_level = 4
         onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         return len(onnx.load(f"{file}.optimized").graph.node)
     if name == "openvino":
@@ -96,8 +104,14 @@ def line(name: str, row: Row) -> str:
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
-    kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "layer_norms.jsonl", fresh=args.fresh)
-    columns = ("format", *(f"{name}: operators" for name in NETWORKS), *(f"{name}: ms" for name in NETWORKS))
+    kept = Kept(
+        Path(__file__).resolve().parents[3] / "runs" / "layer_norms.jsonl", fresh=args.fresh
+    )
+    columns = (
+        "format",
+        *(f"{name}: operators" for name in NETWORKS),
+        *(f"{name}: ms" for name in NETWORKS),
+    )
     x = torch.randn(1, 3, 224, 224)
     lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in track(formats.names(), transient=True):

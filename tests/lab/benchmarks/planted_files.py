@@ -2,9 +2,10 @@
 
     python tests/lab/benchmarks/planted_files.py -o tests/lab/benchmarks/planted_files.md
 
-A layer's weight is 1.3 times as large in the file (3 times in int8) as in the network that `verify` holds it to: the
-first, the middle and the last linear layer, one after the other. Healthy files are looked at in the same way. The
-demo's network with 64 of its images, the others, with random weights, with smooth noise (in int8 only the demo).
+A layer's weight is 1.3 times as large in the file (3 times in int8) as in the network that `verify`
+holds it to: the first, the middle and the last linear layer, one after the other. Healthy files are
+looked at in the same way. The demo's network with 64 of its images, the others, with random
+weights, with smooth noise (in int8 only the demo).
 """
 
 from __future__ import annotations
@@ -33,11 +34,21 @@ from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
 NETWORKS = ("demo", "mobilenetv2_035", "vit_tiny_patch16_224")
-COLUMNS = ("format", "weights", "network", "named", "seconds of `verify`", "healthy file names", "what was not named")
+COLUMNS = (
+    "format",
+    "weights",
+    "network",
+    "named",
+    "seconds of `verify`",
+    "healthy file names",
+    "what was not named",
+)
 
 
 def network(name: str) -> tuple[nn.Module, Tensor | None, Tensor | None]:
-    """A network; images to check its files on, and others for the ranges of int8, where there are some."""
+    """A network; images to check its files on, and others for the ranges of int8, where there are
+    some.
+    """
     if name == "demo":
         model = zoo.open_source(shipped.NAME).eval()
         images = next(iter(make_loader(model, str(shipped.IMAGES), batch_size=128, workers=0)))[0]
@@ -48,9 +59,13 @@ def network(name: str) -> tuple[nn.Module, Tensor | None, Tensor | None]:
 
 
 def measured(name: str, form: str, dtype: str) -> Row:
-    """For each planted layer, and for none: the layer named, how far the file is off, and the seconds of `verify`."""
+    """For each planted layer, and for none: the layer named, how far the file is off, and the
+    seconds of `verify`.
+    """
     model, images, ranges = network(name)
-    linear = [path for path, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    linear = [
+        path for path, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))
+    ]
     rows = []
     for planted in ("", linear[0], linear[len(linear) // 2], linear[-1]):
         other = copy.deepcopy(model)
@@ -58,32 +73,52 @@ def measured(name: str, form: str, dtype: str) -> Row:
             other.get_parameter(f"{planted}.weight").data.mul_(3 if dtype == "int8" else 1.3)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"network{formats.get(form).ending}"
-            normswap.export(other, file, dtype=dtype, images=images, calibrate=ranges if dtype == "int8" else None)
+            normswap.export(
+                other,
+                file,
+                dtype=dtype,
+                images=images,
+                calibrate=ranges if dtype == "int8" else None,
+            )
             found = exported_file.ExportedFile.find(str(file))
             assert found
             start = time.perf_counter()
             figures = exported_file.verify(found, model, images)
             seconds = time.perf_counter() - start
         named = figures.apart.site if figures.apart else figures.missing.rpartition(".")[0]
-        rows.append({"planted": planted, "named": named, "off": figures.relative_l2, "seconds": seconds})
+        rows.append(
+            {"planted": planted, "named": named, "off": figures.relative_l2, "seconds": seconds}
+        )
     return {"rows": rows}
 
 
 def line(form: str, dtype: str, name: str, row: Row) -> str:
     healthy, *planted = row["rows"]
     right = [each for each in planted if each["named"] == each["planted"]]
-    wrong = [f"{each['planted']}: {each['named'] or 'nothing'}" for each in planted if each not in right]
+    wrong = [
+        f"{each['planted']}: {each['named'] or 'nothing'}" for each in planted if each not in right
+    ]
     seconds = [each["seconds"] for each in planted]
     took = f"{min(seconds):.1f} to {max(seconds):.1f}"
     return markdown_row(
-        form, dtype, name, f"{len(right)} of {len(planted)}", took, healthy["named"] or "nothing", "; ".join(wrong)
+        form,
+        dtype,
+        name,
+        f"{len(right)} of {len(planted)}",
+        took,
+        healthy["named"] or "nothing",
+        "; ".join(wrong),
     )
 
 
 def main() -> None:
-    (parser := arguments(__doc__)).add_argument("--kept", action="store_true", help="measure nothing more")
+    (parser := arguments(__doc__)).add_argument(
+        "--kept", action="store_true", help="measure nothing more"
+    )
     args = parser.parse_args()
-    kept = Kept(Path(__file__).resolve().parents[3] / "runs" / "planted_files.jsonl", fresh=args.fresh)
+    kept = Kept(
+        Path(__file__).resolve().parents[3] / "runs" / "planted_files.jsonl", fresh=args.fresh
+    )
     lines = ["", markdown_head(*COLUMNS)]
     kinds = [(form, dtype) for form in formats.names() for dtype in ("fp32", "int8")]
     for form, dtype in track(kinds, transient=True):

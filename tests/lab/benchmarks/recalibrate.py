@@ -1,8 +1,10 @@
-"""Accuracy on a shifted domain before and after `recalibrate`: CIFAR-10 test images, darkened or blurred.
+"""Accuracy on a shifted domain before and after `recalibrate`: CIFAR-10 test images, darkened or
+blurred.
 
     python tests/lab/benchmarks/recalibrate.py > FILE.md
 
-Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000 test images.
+Statistics from 1000 unlabelled training images under the same shift, batches of 100; all 10,000
+test images.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,9 @@ def shifts(model: nn.Module) -> dict[str, Shift]:
         "none": lambda x: x,
         "darkened to 40 %": on_pixels(lambda x: 0.4 * x),
         "contrast 30 %": on_pixels(lambda x: 0.5 + 0.3 * (x - 0.5)),
-        "blurred, 5 x 5": on_pixels(lambda x: F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), blur, groups=3)),
+        "blurred, 5 x 5": on_pixels(
+            lambda x: F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), blur, groups=3)
+        ),
     }
 
 

@@ -1,11 +1,12 @@
-"""A vision encoder as robot policies build it, BatchNorm to GroupNorm: its features before and after.
+"""A vision encoder as robot policies build it, BatchNorm to GroupNorm: its features before and
+after.
 
     python tests/lab/benchmarks/robot_policy.py -o tests/lab/benchmarks/robot_policy.md
 
-The encoder is `Sequential(*list(resnet18.children())[:-2])` with 16 channels to a group, of two trained narrow
-ResNet-18s. Frames are CIFAR-10 images: those it is fitted to are unlabelled training images (seed 0), those it is
-measured on are test images. Nothing is trained. "loads" asks whether torch loads the result's state_dict, strictly,
-into what diffusion_policy and lerobot build.
+The encoder is `Sequential(*list(resnet18.children())[:-2])` with 16 channels to a group, of two
+trained narrow ResNet-18s. Frames are CIFAR-10 images: those it is fitted to are unlabelled training
+images (seed 0), those it is measured on are test images. Nothing is trained. "loads" asks whether
+torch loads the result's state_dict, strictly, into what diffusion_policy and lerobot build.
 """
 
 import argparse
@@ -26,10 +27,22 @@ from normswap.storage.checkpoint import open_model
 
 SIZE = 16  # channels to a group, as both projects have it
 HOW = (
-    "Relative L2 and cosine: the encoder's feature maps on held-out test images against the source's. Top-1: the",
-    "source's own pooling and classifier on these features, in percent. Loads: its state_dict, strictly and without",
-    "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16, channels)`; or into the",
-    "same with a bias in every convolution, and the result's eps in every norm. Norms of fewer than 16 channels,",
+    (
+        "Relative L2 and cosine: the encoder's feature maps on held-out test images against the"
+        " source's. Top-1: the"
+    ),
+    (
+        "source's own pooling and classifier on these features, in percent. Loads: its state_dict,"
+        " strictly and without"
+    ),
+    (
+        "normswap, into the encoder with every BatchNorm2d replaced by `GroupNorm(channels // 16,"
+        " channels)`; or into the"
+    ),
+    (
+        "same with a bias in every convolution, and the result's eps in every norm. Norms of fewer"
+        " than 16 channels,"
+    ),
     "which a ResNet-18 has not, get one group.",
     "",
 )
@@ -41,7 +54,8 @@ def encoder(network: nn.Module) -> nn.Sequential:
 
 
 def replaced(model: nn.Module, *, keep: bool = False) -> nn.Module:
-    """What diffusion_policy and lerobot do, a fresh GroupNorm for every BatchNorm2d; one group for few channels.
+    """What diffusion_policy and lerobot do, a fresh GroupNorm for every BatchNorm2d; one group for
+    few channels.
 
     Args:
         keep: with its gamma and beta.
@@ -66,7 +80,11 @@ def biased(model: nn.Module) -> nn.Module:
 def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
     """Into which encoder of plain layers the result's tensors go, if that then computes the same."""
     biases = biased(replaced(source))
-    for said, skeleton in (("yes", replaced(source)), ("with biases", biases), ("with biases and eps", biases)):
+    for said, skeleton in (
+        ("yes", replaced(source)),
+        ("with biases", biases),
+        ("with biases and eps", biases),
+    ):
         for path, norm in skeleton.named_modules() if "eps" in said else ():
             if isinstance(norm, nn.GroupNorm):
                 norm.eps = getattr(result.get_submodule(path), "eps", norm.eps)
@@ -98,8 +116,12 @@ def rows(name: str, images: int) -> Iterator[str]:
         "GroupNorm, gamma and beta copied": lambda: replaced(source, keep=True),
         "`groupnorm --relative-eps 0`": lambda: ours("groupnorm", group_size=SIZE, relative_eps=0),
         "`groupnorm`": lambda: ours("groupnorm", group_size=SIZE),
-        "`groupnorm`, 24 frames": lambda: ours("groupnorm", group_size=SIZE, calibrate=frames(network, 24)),
-        "`groupnorm`, 48 frames": lambda: ours("groupnorm", group_size=SIZE, calibrate=frames(network, 48)),
+        "`groupnorm`, 24 frames": lambda: ours(
+            "groupnorm", group_size=SIZE, calibrate=frames(network, 24)
+        ),
+        "`groupnorm`, 48 frames": lambda: ours(
+            "groupnorm", group_size=SIZE, calibrate=frames(network, 48)
+        ),
         "`skipinit`": lambda: ours("skipinit"),
         "`folded`": lambda: ours("folded"),
     }
@@ -109,11 +131,15 @@ def rows(name: str, images: int) -> Iterator[str]:
         took = time.perf_counter() - start
         found = logits(result, batches)
         off = float((found - expected).double().norm() / expected.double().norm())
-        cosine = float(torch.cosine_similarity(found.flatten().double(), expected.flatten().double(), dim=0))
+        cosine = float(
+            torch.cosine_similarity(found.flatten().double(), expected.flatten().double(), dim=0)
+        )
         with torch.inference_mode():
             top1 = 100 * float((head(found).argmax(1) == labels).double().mean())
         where = loads(source, result, batches[0][:4])
-        yield markdown_row(f"`{name}`", said, f"{off:.2g}", f"{cosine:.3f}", f"{top1:.1f}", where, f"{took:.1f}")
+        yield markdown_row(
+            f"`{name}`", said, f"{off:.2g}", f"{cosine:.3f}", f"{top1:.1f}", where, f"{took:.1f}"
+        )
 
 
 def frames(network: nn.Module, count: int) -> list[Tensor]:
@@ -121,9 +147,15 @@ def frames(network: nn.Module, count: int) -> list[Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", default=["resnet18_narrow", "demo"], choices=list(NETWORKS))
-    parser.add_argument("--images", type=int, default=2000, help="test images that it is measured on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--networks", nargs="*", default=["resnet18_narrow", "demo"], choices=list(NETWORKS)
+    )
+    parser.add_argument(
+        "--images", type=int, default=2000, help="test images that it is measured on"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     columns = ("network", "to", "relative L2", "cosine", "top-1", "loads", "seconds")

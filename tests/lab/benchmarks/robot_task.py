@@ -1,7 +1,9 @@
-"""A small control task seen by a camera: a hand reaches for a thing. Numpy, and the same every time.
+"""A small control task seen by a camera: a hand reaches for a thing. Numpy, and the same every
+time.
 
-The world is the unit square from above. Frames show it: a white disc, the hand; a red one, the thing; a green one,
-which is there to be told from it; before a coloured background, another one in every episode. Many episodes go at once.
+The world is the unit square from above. Frames show it: a white disc, the hand; a red one, the
+thing; a green one, which is there to be told from it; before a coloured background, another one in
+every episode. Many episodes go at once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 SIDE = 64  # pixels
 STEPS = 30  # of an episode
-RED, GREEN, WHITE = (220, 0, 0), (0, 200, 0), (255, 255, 255)
+RED = (220, 0, 0)
+GREEN = (0, 200, 0)
+WHITE = (255, 255, 255)
 SPEED, NEAR = 0.06, 0.06  # the longest step; how near is touching, and there
 
 
@@ -60,7 +64,9 @@ _PIXELS = np.stack(np.meshgrid(np.arange(SIDE) + 0.5, np.arange(SIDE) + 0.5), ax
 def _disc(frames: Array, places: Array, colour: tuple[int, ...], radius: float) -> None:
     """Onto each frame, with a smooth rim."""
     away = np.linalg.norm(_PIXELS - SIDE * places[:, None, None, :], axis=-1)
-    frames += np.clip(radius + 0.5 - away, 0, 1)[:, None] * (np.array(colour)[None, :, None, None] - frames)
+    frames += np.clip(radius + 0.5 - away, 0, 1)[:, None] * (
+        np.array(colour)[None, :, None, None] - frames
+    )
 
 
 def _at_most_one(action: Array) -> Array:
@@ -68,20 +74,33 @@ def _at_most_one(action: Array) -> Array:
 
 
 def _background(random: np.random.Generator) -> Array:
-    """(3, SIDE, SIDE) in 40..160: noise whose amplitude falls with the frequency, as that of photographs."""
-    rows, columns = np.fft.fftfreq(SIDE)[:, None], np.fft.rfftfreq(SIDE)
+    """(3, SIDE, SIDE) in 40..160: noise whose amplitude falls with the frequency, as that of
+    photographs.
+    """
+    rows = np.fft.fftfreq(SIDE)[:, None]
+    columns = np.fft.rfftfreq(SIDE)
     size = np.maximum(np.hypot(rows, columns), 1 / SIDE)
-    noise = np.fft.irfft2(np.fft.rfft2(random.standard_normal((3, SIDE, SIDE))) / size, s=(SIDE, SIDE))
-    low, high = noise.min(), noise.max()
+    noise = np.fft.irfft2(
+        np.fft.rfft2(random.standard_normal((3, SIDE, SIDE))) / size, s=(SIDE, SIDE)
+    )
+    low = noise.min()
+    high = noise.max()
     return np.asarray(40 + 120 * (noise - low) / (high - low))
 
 
-def demonstrations(episodes: int, seed: int, jitter: float = 0.5) -> tuple[NDArray[np.uint8], Array]:
-    """Frames (M, 3, SIDE, SIDE) and the expert's actions (M, 2); what it does is shaken, to show the way back."""
-    task, random = Task(episodes, seed), np.random.default_rng(seed + 1)
-    frames, actions = [], []
+def demonstrations(
+    episodes: int, seed: int, jitter: float = 0.5
+) -> tuple[NDArray[np.uint8], Array]:
+    """Frames (M, 3, SIDE, SIDE) and the expert's actions (M, 2); what it does is shaken, to show
+    the way back.
+    """
+    task = Task(episodes, seed)
+    random = np.random.default_rng(seed + 1)
+    frames = []
+    actions = []
     for _ in range(STEPS):
-        going, action = ~task.done, task.expert()
+        going = ~task.done
+        action = task.expert()
         frames.append(task.frames()[going])
         actions.append(action[going])
         task.step(action + jitter * random.standard_normal(action.shape))

@@ -1,4 +1,6 @@
-"""Ways compared with equal tuning: a learning rate for each, chosen on held-out data, then a run for every seed."""
+"""Ways compared with equal tuning: a learning rate for each, chosen on held-out data, then a run
+for every seed.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -21,10 +23,15 @@ class Tuning(NamedTuple):
     seeds: tuple[int, ...]
     score: str
 
-    def measure(self, kept: Kept, ways: Iterable[str], trial: Run, final: Run, write: Callable[[], None]) -> None:
+    def measure(
+        self, kept: Kept, ways: Iterable[str], trial: Run, final: Run, write: Callable[[], None]
+    ) -> None:
         """Every trial and every run that is not kept yet."""
         for said in ways:
-            tried = [self._kept(kept, (said, "trial", str(lr)), trial, lr, self.seeds[0]) for lr in self.rates]
+            tried = [
+                self._kept(kept, (said, "trial", str(lr)), trial, lr, self.seeds[0])
+                for lr in self.rates
+            ]
             best = float(max(tried, key=lambda row: row[self.score])["lr"])
             for seed in self.seeds:
                 self._kept(kept, (said, "test", str(seed)), final, best, seed)
@@ -47,5 +54,8 @@ class Tuning(NamedTuple):
         lines = ["", f"Held-out {self.score} of each learning rate, from which it was chosen:", ""]
         for said in ways:
             rows = [row for lr in self.rates if (row := kept.rows.get((said, "trial", str(lr))))]
-            lines.append(f"- {said}: " + ", ".join(f"{row[self.score]:.1f} (lr {row['lr']:g})" for row in rows))
+            lines.append(
+                f"- {said}: "
+                + ", ".join(f"{row[self.score]:.1f} (lr {row['lr']:g})" for row in rows)
+            )
         return lines

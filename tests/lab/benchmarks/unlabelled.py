@@ -1,4 +1,5 @@
-"""Networks of other kinds learn the plain GroupNorm from their source, without labels; a U-Net's become constants.
+"""Networks of other kinds learn the plain GroupNorm from their source, without labels; a U-Net's
+become constants.
 
     python tests/lab/benchmarks/unlabelled.py -o tests/lab/benchmarks/unlabelled.md
 
@@ -34,8 +35,15 @@ from normswap.storage.checkpoint import open_model
 from normswap.training import recipe_files
 from normswap.training.engine import Result, finetune
 
-IMAGES, TESTED, RATE = 3000, 1500, 1e-3
-KEYS = (f"optim.lr={RATE}", "data.augment.scale=null", "train.epochs=12", "convert.options.relative_eps=0")
+IMAGES = 3000
+TESTED = 1500
+RATE = 1e-3
+KEYS = (
+    f"optim.lr={RATE}",
+    "data.augment.scale=null",
+    "train.epochs=12",
+    "convert.options.relative_eps=0",
+)
 HOW = f"""
 `recover_unlabelled` with `{" ".join(KEYS)}`
 on {IMAGES} CIFAR-10 images, or pictures made of them, of 32 or 64 px, in batches of 16: BatchNorm to the plain norm
@@ -44,8 +52,14 @@ pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvi
 `{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet, and
 its classes the source's classifier tells; two heads give the class, and whether it is an animal (least squares).
 """
-GROUPS: dict[str, tuple[str, ...]] = {"one group": (), "groups of 4 channels": ("convert.options.group_size=4",)}
-COUNTS, RUNTIMES, MOSAIC, LARGE = (100, 1000), ("onnx", "openvino"), 128, 256
+GROUPS: dict[str, tuple[str, ...]] = {
+    "one group": (),
+    "groups of 4 channels": ("convert.options.group_size=4",),
+}
+COUNTS = (100, 1000)
+RUNTIMES = ("onnx", "openvino")
+MOSAIC = 128
+LARGE = 256
 HOW_FOLDED = f"""
 ## GroupNorms as constants
 
@@ -56,7 +70,9 @@ with 16 px less on each side, relative L2. Runtimes: operators; the least of 40 
 
 
 class Kind(NamedTuple):
-    """A network, pictures (N, 3, H, W) to learn on and to test on, and a labelled measure in percent."""
+    """A network, pictures (N, 3, H, W) to learn on and to test on, and a labelled measure in
+    percent.
+    """
 
     network: nn.Module
     pictures: Tensor
@@ -73,9 +89,17 @@ def outputs(network: nn.Module, pictures: Tensor) -> list[Tensor]:
 
 
 def unet() -> Kind:
-    (pictures, _), (tested, labels) = of_kind("unet", "train"), of_kind("unet", "test")
-    tested, labels = tested[:TESTED], labels[:TESTED]
-    return Kind(trained("unet"), pictures, tested, lambda net: score(outputs(net, tested)[0], labels), "mean IoU")
+    pictures, _ = of_kind("unet", "train")
+    tested, labels = of_kind("unet", "test")
+    tested = tested[:TESTED]
+    labels = labels[:TESTED]
+    return Kind(
+        trained("unet"),
+        pictures,
+        tested,
+        lambda net: score(outputs(net, tested)[0], labels),
+        "mean IoU",
+    )
 
 
 class Answers(nn.Module):
@@ -83,7 +107,8 @@ class Answers(nn.Module):
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.backbone, self.head = backbone, head
+        self.backbone = backbone
+        self.head = head
 
     def forward(self, pictures: Tensor) -> Any:
         return self.head(list(self.backbone(pictures).values()))
@@ -93,12 +118,20 @@ def detector() -> Kind:
     torch.manual_seed(0)
     body = open_model(str(NETWORKS[NETWORK]))
     record = image_record(body)
-    backbone = BackboneWithFPN(body, {f"layer{index}": str(index) for index in (2, 3, 4)}, [32, 64, 128], 64)
+    backbone = BackboneWithFPN(
+        body, {f"layer{index}": str(index) for index in (2, 3, 4)}, [32, 64, 128], 64
+    )
     anchors = AnchorGenerator(((24, 30), (32, 38), (40, 46), (44, 50)), ((0.8, 1.25),) * 4)
     whole: Any = RetinaNet(
-        backbone, len(CLASSES), min_size=SIDE, max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3,
-        anchor_generator=anchors, detections_per_img=20,
-    )  # fmt: skip
+        backbone,
+        len(CLASSES),
+        min_size=SIDE,
+        max_size=SIDE,
+        image_mean=[0.0] * 3,
+        image_std=[1.0] * 3,
+        anchor_generator=anchors,
+        detections_per_img=20,
+    )
     whole, _ = learned(whole, RATE, 0, UPDATES, canvases("train", 2000, seed=0))
     tested = canvases("test", 300, seed=1)
     answers = Answers(whole.backbone, whole.head).eval()
@@ -109,7 +142,13 @@ def detector() -> Kind:
         with_it._modules = {**whole._modules, "backbone": net.backbone, "head": net.head}
         return found(with_it, tested)
 
-    return Kind(answers, canvases("train", IMAGES, seed=2).pictures, tested.pictures, measure, "objects found")
+    return Kind(
+        answers,
+        canvases("train", IMAGES, seed=2).pictures,
+        tested.pictures,
+        measure,
+        "objects found",
+    )
 
 
 class Heads(nn.Module):
@@ -117,7 +156,8 @@ class Heads(nn.Module):
 
     def __init__(self, body: nn.Module, heads: dict[str, nn.Module]) -> None:
         super().__init__()
-        self.body, self.heads = body, nn.ModuleDict(heads)
+        self.body = body
+        self.heads = nn.ModuleDict(heads)
 
     def forward(self, pictures: Tensor) -> dict[str, Tensor]:
         features = self.body(pictures)
@@ -130,13 +170,20 @@ def encoder() -> Kind:
     tested, labels = read(network, archive("test"), TESTED)
     classifier = copy.deepcopy(network.get_classifier())
     network.reset_classifier(0)
-    return Kind(network, pictures, tested, lambda net: score(classifier(outputs(net, tested)[0]), labels), "top-1")
+    return Kind(
+        network,
+        pictures,
+        tested,
+        lambda net: score(classifier(outputs(net, tested)[0]), labels),
+        "top-1",
+    )
 
 
 def two_heads() -> Kind:
     source: Any = open_model(str(NETWORKS[NETWORK]))
     body, pictures, tested, *_ = encoder()
-    (_, learnt), (_, labels) = read(source, archive("train"), IMAGES), read(source, archive("test"), TESTED)
+    _, learnt = read(source, archive("train"), IMAGES)
+    _, labels = read(source, archive("test"), TESTED)
     animals = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 0, 0])
     features = outputs(body, pictures)[0]
     wanted = 4 * nn.functional.one_hot(animals[learnt]).float()
@@ -157,7 +204,9 @@ KINDS = {"U-Net": unet, "detector": detector, "encoder": encoder, "two heads": t
 
 def written(kind: Kind, folder: Path) -> str:
     """Its pictures as files."""
-    mean, std = (torch.tensor(image_record(kind.network)[name]).view(3, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(image_record(kind.network)[name]).view(3, 1, 1) for name in ("mean", "std")
+    )
     for number, picture in enumerate(kind.pictures):
         save_image(picture * std + mean, folder / f"{number}.png")
     return str(folder)
@@ -186,7 +235,10 @@ def recover(kind: Kind) -> Row:
     seconds = time.perf_counter() - start
     networks = {"source": kind.network, "at once": begin, "after": ended.model}
     answers = {name: outputs(network, kind.tested) for name, network in networks.items()}
-    measures = {name: [distance(answers[name], answers["source"]), kind.measure(networks[name])] for name in networks}
+    measures = {
+        name: [distance(answers[name], answers["source"]), kind.measure(networks[name])]
+        for name in networks
+    }
     return {**measures, "unit": kind.unit, "updates": ended.updates, "minutes": seconds / 60}
 
 
@@ -200,7 +252,8 @@ def mosaics(pictures: Tensor, side: int) -> Tensor:
 
 def tile_off(network: nn.Module, whole: Tensor) -> float:
     """How far the middle of a tile is from that of the whole."""
-    (of_whole,), (of_tile,) = outputs(network, whole), outputs(network, whole[..., 16:-16, 16:-16])
+    (of_whole,) = outputs(network, whole)
+    (of_tile,) = outputs(network, whole[..., 16:-16, 16:-16])
     return distance([of_tile[..., 16:-16, 16:-16]], [of_whole[..., 32:-32, 32:-32]])
 
 
@@ -213,33 +266,76 @@ def folded(keys: tuple[str, ...]) -> Row:
         for count in COUNTS:
             loader = make_loader(networks[0], images, samples=count, labelled=False, workers=0)
             networks[count] = normswap.convert(networks[0], "folded", calibrate=loader).model
-    whole, large, rows = mosaics(kind.tested, MOSAIC), mosaics(kind.tested, LARGE)[:1], {}
+    whole = mosaics(kind.tested, MOSAIC)
+    large = mosaics(kind.tested, LARGE)[:1]
+    rows = {}
     theirs = outputs(networks[0], kind.tested)
     for count, network in networks.items():
         ours = outputs(network, kind.tested)
         alike = 100 * float((ours[0].argmax(1) == theirs[0].argmax(1)).double().mean())
-        rows[count] = [kind.measure(network), distance(ours, theirs), alike, tile_off(network, whole)]
-    return {"rows": rows, "runtimes": {name: in_format(name, networks.values(), large) for name in RUNTIMES}}
+        rows[count] = [
+            kind.measure(network),
+            distance(ours, theirs),
+            alike,
+            tile_off(network, whole),
+        ]
+    return {
+        "rows": rows,
+        "runtimes": {name: in_format(name, networks.values(), large) for name in RUNTIMES},
+    }
 
 
 def main() -> None:
     given = arguments(__doc__).parse_args()
     kept = Kept(ROOT / "runs" / "unlabelled.jsonl", fresh=given.fresh)
-    columns = ("network", "distance: at once", "after", "measure", "source", "at once", "after", "updates", "minutes")
+    columns = (
+        "network",
+        "distance: at once",
+        "after",
+        "measure",
+        "source",
+        "at once",
+        "after",
+        "updates",
+        "minutes",
+    )
     lines = [HOW, markdown_head(*columns)]
     for name, kind in KINDS.items():
         row = kept.get((name,), lambda kind=kind: recover(kind()))
-        (_, source), (far, low), (near, high) = (row[what] for what in ("source", "at once", "after"))
-        distances, measures = (f"{far:.3f}", f"{near:.3f}"), (f"{source:.1f}", f"{low:.1f}", f"{high:.1f}")
-        lines.append(markdown_row(name, *distances, row["unit"], *measures, row["updates"], f"{row['minutes']:.1f}"))
-    columns = ("U-Net", "norms", "mean IoU", "distance", "same pixels", "tile off", "ONNX Runtime", "OpenVINO")
+        (_, source), (far, low), (near, high) = (
+            row[what] for what in ("source", "at once", "after")
+        )
+        distances = (f"{far:.3f}", f"{near:.3f}")
+        measures = (f"{source:.1f}", f"{low:.1f}", f"{high:.1f}")
+        lines.append(
+            markdown_row(
+                name, *distances, row["unit"], *measures, row["updates"], f"{row['minutes']:.1f}"
+            )
+        )
+    columns = (
+        "U-Net",
+        "norms",
+        "mean IoU",
+        "distance",
+        "same pixels",
+        "tile off",
+        "ONNX Runtime",
+        "OpenVINO",
+    )
     lines += [HOW_FOLDED, markdown_head(*columns)]
     for name, keys in GROUPS.items():
         row = kept.get((name,), lambda keys=keys: folded(keys))
         for at, (count, (iou, off, alike, tile)) in enumerate(row["rows"].items()):
             norms = f"folded, {count} images" if int(count) else "GroupNorm"
-            times = [f"{of['operators'][at][0]}, {of['times'][at]:.1f} ms" for of in row["runtimes"].values()]
-            lines.append(markdown_row(name, norms, f"{iou:.1f}", f"{off:.3f}", f"{alike:.1f} %", f"{tile:.2g}", *times))
+            times = [
+                f"{of['operators'][at][0]}, {of['times'][at]:.1f} ms"
+                for of in row["runtimes"].values()
+            ]
+            lines.append(
+                markdown_row(
+                    name, norms, f"{iou:.1f}", f"{off:.3f}", f"{alike:.1f} %", f"{tile:.2g}", *times
+                )
+            )
     kept.write(given.output, "Learning again without labels", lines)
 
 

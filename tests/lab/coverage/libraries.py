@@ -1,4 +1,6 @@
-"""Networks of other libraries than timm, by name, with random weights and, where it must be said, what they take."""
+"""Networks of other libraries than timm, by name, with random weights and, where it must be said,
+what they take.
+"""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
@@ -8,25 +10,78 @@ import torch
 from torch import Tensor, nn
 
 Built = tuple[nn.Module, Any]
-LARGEST = 200e6  # parameters that are tried: in float64, with its copies, such a network takes some 5 GB
+LARGEST = (
+    200e6  # parameters that are tried: in float64, with its copies, such a network takes some 5 GB
+)
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
 TIMMS = ("tu-resnet18", "tu-mobilevit_xxs", "tu-vit_tiny_patch16_224", "tu-vit_tiny_r_s16_p8_224")
-UNETS = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet",
-         "Segformer")  # fmt: skip
+UNETS = (
+    "Unet",
+    "UnetPlusPlus",
+    "MAnet",
+    "Linknet",
+    "FPN",
+    "PSPNet",
+    "PAN",
+    "DeepLabV3",
+    "DeepLabV3Plus",
+    "UPerNet",
+    "Segformer",
+)
 SMP = {**dict.fromkeys(UNETS, ENCODERS), "DPT": TIMMS}
-YOLO = ("yolov8n", "yolov8n-seg", "yolov8n-pose", "yolov8n-cls", "yolo11n", "yolo11n-seg", "yolo11n-pose",
-        "yolo11n-cls", "yolo26n", "yolo26n-seg", "yolo26n-pose", "yolo26n-cls")  # fmt: skip
-VIT = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96, "image_size": 96}
-BACKBONE = {"model_type": "resnet", "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64], "embedding_size": 16,
-            "out_features": ["stage1", "stage2", "stage3", "stage4"]}  # fmt: skip
+YOLO = (
+    "yolov8n",
+    "yolov8n-seg",
+    "yolov8n-pose",
+    "yolov8n-cls",
+    "yolo11n",
+    "yolo11n-seg",
+    "yolo11n-pose",
+    "yolo11n-cls",
+    "yolo26n",
+    "yolo26n-seg",
+    "yolo26n-pose",
+    "yolo26n-cls",
+)
+VIT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "intermediate_size": 96,
+    "image_size": 96,
+}
+BACKBONE = {
+    "model_type": "resnet",
+    "depths": [1, 1, 1, 1],
+    "hidden_sizes": [16, 32, 64, 64],
+    "embedding_size": 16,
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
 DECODING = {"encoder_layers": 1, "decoder_layers": 1}
-SMALL: dict[str, dict[str, Any]] = {  # classes of transformers, or what they begin with; what makes them small
+SMALL: dict[
+    str, dict[str, Any]
+] = {  # classes of transformers, or what they begin with; what makes them small
     "ResNet": {"depths": [2, 2], "hidden_sizes": [16, 32], "embedding_size": 16},
-    "RegNet": {"depths": [1, 2], "hidden_sizes": [16, 32], "groups_width": 8, "embedding_size": 16},
+    "RegNet": {
+        "depths": [1, 2],
+        "hidden_sizes": [16, 32],
+        "groups_width": 8,
+        "embedding_size": 16,
+    },
     "MobileNetV1": {"depth_multiplier": 0.5},
     "MobileNetV2": {"depth_multiplier": 0.5},
-    "EfficientNet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96, "hidden_dim": 640},
-    "Align": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "image_size": 96, "hidden_dim": 640},
+    "EfficientNet": {
+        "width_coefficient": 0.5,
+        "depth_coefficient": 0.5,
+        "image_size": 96,
+        "hidden_dim": 640,
+    },
+    "Align": {
+        "width_coefficient": 0.5,
+        "depth_coefficient": 0.5,
+        "image_size": 96,
+        "hidden_dim": 640,
+    },
     "MobileViT": {},
     "MobileViTV2": {"width_multiplier": 0.5},
     "LevitForImageClassification": {},
@@ -35,39 +90,101 @@ SMALL: dict[str, dict[str, Any]] = {  # classes of transformers, or what they be
     "SegformerForSemanticSegmentation": {"depths": [1, 1, 1, 1]},
     "BeitForSemanticSegmentation": {**VIT, "out_indices": [0, 1, 2, 3]},
     "Data2VecVisionForSemanticSegmentation": {**VIT, "out_indices": [0, 1, 2, 3]},
-    "DPT": {**VIT, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 16, 16],
-            "use_batch_norm_in_fusion_residual": True, "fusion_hidden_size": 16},
+    "DPT": {
+        **VIT,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [16, 16, 16, 16],
+        "use_batch_norm_in_fusion_residual": True,
+        "fusion_hidden_size": 16,
+    },
     "SwiftFormer": {"depths": [1, 1, 1, 1]},
     "Bit": {"depths": [1, 1, 1, 1], "layer_type": "preactivation"},
     "ConvNextV2": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32]},
-    "ViT": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96},
+    "ViT": {
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "intermediate_size": 96,
+    },
     "Dinov2": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3},
     "Swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16},
-    "HGNetV2": {}, "TextNet": {}, "PPLCNet": {}, "TimmWrapper": {"architecture": "resnet18"},
-    "Detr": DECODING, "ConditionalDetr": DECODING, "TableTransformer": DECODING,
-    "DeformableDetr": {**DECODING, "decoder_layers": 2}, "DabDetr": {**DECODING, "backbone_config": BACKBONE},
-    "RTDetr": {}, "RTDetrV2": {}, "DFine": {}, "Deimv2": {}, "PPDocLayoutV3": {},
-    "MaskFormer": {"backbone_config": BACKBONE, "decoder_config": {"model_type": "detr", **DECODING}},
+    "HGNetV2": {},
+    "TextNet": {},
+    "PPLCNet": {},
+    "TimmWrapper": {"architecture": "resnet18"},
+    "Detr": DECODING,
+    "ConditionalDetr": DECODING,
+    "TableTransformer": DECODING,
+    "DeformableDetr": {**DECODING, "decoder_layers": 2},
+    "DabDetr": {**DECODING, "backbone_config": BACKBONE},
+    "RTDetr": {},
+    "RTDetrV2": {},
+    "DFine": {},
+    "Deimv2": {},
+    "PPDocLayoutV3": {},
+    "MaskFormer": {
+        "backbone_config": BACKBONE,
+        "decoder_config": {"model_type": "detr", **DECODING},
+    },
     "Mask2Former": {"backbone_config": BACKBONE, **DECODING},
-    "UperNet": {}, "ZoeDepth": {}, "SuperPoint": {}, "FocalNet": {}, "EfficientLoFTR": {},
-    "VitPose": {"backbone_config": {"model_type": "vitpose_backbone", "image_size": [128, 96], "hidden_size": 48,
-                "num_hidden_layers": 2, "num_attention_heads": 3, "out_features": ["stage2"]},
-                "use_simple_decoder": False},
-    "VitMatte": {"hidden_size": 48, "convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [64, 64, 32, 16],
-                 "backbone_config": {"model_type": "vitdet", "num_channels": 4, "hidden_size": 48,
-                                     "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 128,
-                                     "pretrain_image_size": 128, "out_features": ["stage2"]}},
+    "UperNet": {},
+    "ZoeDepth": {},
+    "SuperPoint": {},
+    "FocalNet": {},
+    "EfficientLoFTR": {},
+    "VitPose": {
+        "backbone_config": {
+            "model_type": "vitpose_backbone",
+            "image_size": [128, 96],
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "out_features": ["stage2"],
+        },
+        "use_simple_decoder": False,
+    },
+    "VitMatte": {
+        "hidden_size": 48,
+        "convstream_hidden_sizes": [48, 96, 192],
+        "fusion_hidden_sizes": [64, 64, 32, 16],
+        "backbone_config": {
+            "model_type": "vitdet",
+            "num_channels": 4,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "image_size": 128,
+            "pretrain_image_size": 128,
+            "out_features": ["stage2"],
+        },
+    },
     "Cvt": {"depth": [1, 2, 3], "embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]},
-}  # fmt: skip
-HEADS = ("ForImageClassification", "ForObjectDetection", "ForSemanticSegmentation", "ForDepthEstimation",
-         "ForKeypointDetection", "ForKeypointMatching", "ForPoseEstimation", "ForImageMatting",
-         "ForInstanceSegmentation", "ForUniversalSegmentation", "VisionModel", "Model")  # fmt: skip
+}
+HEADS = (
+    "ForImageClassification",
+    "ForObjectDetection",
+    "ForSemanticSegmentation",
+    "ForDepthEstimation",
+    "ForKeypointDetection",
+    "ForKeypointMatching",
+    "ForPoseEstimation",
+    "ForImageMatting",
+    "ForInstanceSegmentation",
+    "ForUniversalSegmentation",
+    "VisionModel",
+    "Model",
+)
 TAKES = {"VitMatte": (4, 128, 128), "VitPose": (3, 128, 96), "EfficientLoFTR": (2, 1, 128, 128)}
 FLAT = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
 SOLID = {**FLAT, "spatial_dims": 3}
 LEVELS = {"channels": (8, 16, 32), "strides": (2, 2)}
 BASIC = {"features": (8, 8, 16, 16, 32, 8), "norm": "batch"}
-DYNAMIC = {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "norm_name": "batch"}
+DYNAMIC = {
+    "kernel_size": (3, 3, 3),
+    "strides": (1, 2, 2),
+    "upsample_kernel_size": (2, 2),
+    "norm_name": "batch",
+}
 MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "UNet": ({**FLAT, **LEVELS, "num_res_units": 2, "norm": "BATCH"}, (1, 64, 64)),
     "UNet 3-D": ({**SOLID, **LEVELS, "norm": "BATCH"}, (1, 32, 32, 32)),
@@ -79,32 +196,59 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "HighResNet": (FLAT, (1, 48, 48)),
     "DenseNet121": (FLAT, (1, 64, 64)),
     "resnet18": ({"spatial_dims": 3, "n_input_channels": 1}, (1, 32, 32, 32)),
-    "EfficientNetBN": ({"model_name": "efficientnet-b0", "spatial_dims": 2, "in_channels": 1, "pretrained": False},
-                       (1, 64, 64)),
+    "EfficientNetBN": (
+        {"model_name": "efficientnet-b0", "spatial_dims": 2, "in_channels": 1, "pretrained": False},
+        (1, 64, 64),
+    ),
     "UNet 1-D": ({**FLAT, "spatial_dims": 1, **LEVELS, "norm": "BATCH"}, (1, 128)),
     "AttentionUnet 3-D": ({**SOLID, **LEVELS}, (1, 32, 32, 32)),
     "BasicUNet 3-D": ({**SOLID, **BASIC}, (1, 32, 32, 32)),
     "BasicUNetPlusPlus": ({**FLAT, **BASIC}, (1, 64, 64)),
     "SegResNetDS": ({**FLAT, "init_filters": 8, "norm": "BATCH"}, (1, 64, 64)),
-    "SegResNetVAE": ({"input_image_size": (32, 32, 32), "spatial_dims": 3, "init_filters": 8, "norm": "BATCH"},
-                     (1, 32, 32, 32)),
+    "SegResNetVAE": (
+        {"input_image_size": (32, 32, 32), "spatial_dims": 3, "init_filters": 8, "norm": "BATCH"},
+        (1, 32, 32, 32),
+    ),
     "DynUNet 3-D": ({**SOLID, **DYNAMIC, "res_block": True}, (1, 32, 32, 32)),
     "HighResNet 3-D": (SOLID, (1, 24, 24, 24)),
     "DenseNet121 3-D": (SOLID, (1, 32, 32, 32)),
     "resnet50": ({"spatial_dims": 2, "n_input_channels": 1}, (1, 64, 64)),
     "SEResNet50": ({"spatial_dims": 2, "in_channels": 1}, (1, 64, 64)),
     "SEResNext50 3-D": ({"spatial_dims": 3, "in_channels": 1}, (1, 32, 32, 32)),
-    "FlexibleUNet": ({"in_channels": 1, "out_channels": 2, "backbone": "efficientnet-b0"}, (1, 64, 64)),
-    "FlexibleUNet on a ResNet": ({"in_channels": 1, "out_channels": 2, "backbone": "resnet18"}, (1, 64, 64)),
+    "FlexibleUNet": (
+        {"in_channels": 1, "out_channels": 2, "backbone": "efficientnet-b0"},
+        (1, 64, 64),
+    ),
+    "FlexibleUNet on a ResNet": (
+        {"in_channels": 1, "out_channels": 2, "backbone": "resnet18"},
+        (1, 64, 64),
+    ),
     "HoVerNet": ({"mode": "fast", "in_channels": 3, "out_classes": 5}, (3, 256, 256)),
     "AHNet": ({**FLAT, "layers": (3, 4, 6, 3), "upsample_mode": "transpose"}, (1, 128, 128)),
     "LocalNet": ({**FLAT, "num_channel_initial": 8, "extract_levels": (0, 1, 2)}, (1, 64, 64)),
-    "GlobalNet": ({"image_size": (64, 64), "spatial_dims": 2, "in_channels": 1, "num_channel_initial": 8, "depth": 3},
-                  (1, 64, 64)),
+    "GlobalNet": (
+        {
+            "image_size": (64, 64),
+            "spatial_dims": 2,
+            "in_channels": 1,
+            "num_channel_initial": 8,
+            "depth": 3,
+        },
+        (1, 64, 64),
+    ),
     "DAF3D": ({"in_channels": 1, "out_channels": 2, "visual_output": False}, (1, 32, 32, 32)),
-    "SENet": ({"spatial_dims": 2, "in_channels": 1, "block": "se_resnetxt_bottleneck", "layers": (1, 1, 1, 1),
-               "groups": 4, "reduction": 4}, (1, 64, 64)),
-}  # fmt: skip
+    "SENet": (
+        {
+            "spatial_dims": 2,
+            "in_channels": 1,
+            "block": "se_resnetxt_bottleneck",
+            "layers": (1, 1, 1, 1),
+            "groups": 4,
+            "reduction": 4,
+        },
+        (1, 64, 64),
+    ),
+}
 CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")  # whole, with the text's tower
 MODULES = {"smp": "segmentation_models_pytorch"}  # of libraries that are called otherwise here
 
@@ -127,7 +271,13 @@ def names() -> Iterator[str]:
         module = importlib.import_module(f"torchvision.models{room}")
         yield from (f"torchvision:{name}" for name in models.list_models(module=module))
     segmenters = [f"{arch}:{encoder}" for arch, encoders in SMP.items() for encoder in encoders]
-    listed = {"smp": segmenters, "ultralytics": YOLO, "transformers": SMALL, "monai": MONAI, "open_clip": CLIPS}
+    listed = {
+        "smp": segmenters,
+        "ultralytics": YOLO,
+        "transformers": SMALL,
+        "monai": MONAI,
+        "open_clip": CLIPS,
+    }
     for library, networks in listed.items():
         if importlib.util.find_spec(MODULES.get(library, library)) is not None:
             yield from (f"{library}:{name}" for name in networks)
@@ -137,15 +287,21 @@ def build(name: str) -> Built:
     """The network, and its input; raises TooLargeError: it has BatchNorms, and too many parameters."""
     library, _, rest = name.partition(":")
     makers: dict[str, Callable[[str], Built]] = {
-        "torchvision": _torchvision, "smp": _smp, "ultralytics": _ultralytics, "transformers": _transformers,
-        "monai": _monai, "open_clip": _open_clip,
-    }  # fmt: skip
+        "torchvision": _torchvision,
+        "smp": _smp,
+        "ultralytics": _ultralytics,
+        "transformers": _transformers,
+        "monai": _monai,
+        "open_clip": _open_clip,
+    }
     return makers[library](rest)
 
 
 def norms(model: nn.Module) -> list[str]:
     """Every module with running statistics, whatever its class."""
-    return [path for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None]
+    return [
+        path for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None
+    ]
 
 
 def _images(*size: int, count: int = 2) -> Tensor:
@@ -159,22 +315,33 @@ def _torchvision(name: str) -> Built:
     if "detection" in room:
         size = {} if "ssd" in name else {"min_size": 128, "max_size": 160}
         size |= {"rpn_post_nms_top_n_test": 50} if "rcnn" in name else {}
-        size |= {"box_detections_per_img": 5} if "keypoint" in name else {}  # a loop over all of them
+        size |= (
+            {"box_detections_per_img": 5} if "keypoint" in name else {}
+        )  # a loop over all of them
         model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **size)
         if hasattr(model, "score_thresh"):
             model.score_thresh = 0.0
         return model, ([_images(3, 96, 128)[0], _images(3, 128, 100)[0]],)
     if "optical_flow" in room:
-        return models.get_model(name, weights=None), (_images(3, 128, 128) * 2 - 1, _images(3, 128, 128) * 2 - 1)
+        return models.get_model(name, weights=None), (
+            _images(3, 128, 128) * 2 - 1,
+            _images(3, 128, 128) * 2 - 1,
+        )
     if "segmentation" in room:
         return models.get_model(name, weights=None, weights_backbone=None), _images(3, 64, 64)
     if "video" in room:
-        side, frames = (224, 16) if any(word in name for word in ("vit", "swin", "s3d")) else (64, 8)
+        side, frames = (
+            (224, 16) if any(word in name for word in ("vit", "swin", "s3d")) else (64, 8)
+        )
         return models.get_model(name, weights=None), _images(3, frames, side, side, count=1)
     model = models.get_model(name, weights=None)
     if norms(model) and sum(p.numel() for p in model.parameters()) > LARGEST:
         raise TooLargeError(f"more than {LARGEST / 1e6:.0f} M parameters")
-    sides = {"inception": 128, "maxvit": 224, "efficientnet": 160}  # on less, the deepest stray by 1e-6 and more
+    sides = {
+        "inception": 128,
+        "maxvit": 224,
+        "efficientnet": 160,
+    }  # on less, the deepest stray by 1e-6 and more
     side = next((side for word, side in sides.items() if word in name), 64)
     return model, _images(3, side, side)
 
@@ -218,5 +385,7 @@ def _open_clip(name: str) -> Built:
     model: Any = open_clip.create_model(name, pretrained=None, load_weights=False)
     side = model.visual.image_size
     side = side if isinstance(side, int) else side[0]
-    text = torch.randint(1, 1000, (1, model.context_length), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(
+        1, 1000, (1, model.context_length), generator=torch.Generator().manual_seed(1)
+    )
     return model, {"image": _images(3, side, side, count=1), "text": text}

@@ -1,4 +1,6 @@
-"""The walk's own checker, tested: one channel of one BatchNorm is off by 1 %, and folding must be found wrong."""
+"""The walk's own checker, tested: one channel of one BatchNorm is off by 1 %, and folding must be
+found wrong.
+"""
 
 import random
 import warnings
@@ -11,30 +13,41 @@ from network import EXACT, fold, living, outputs
 from support.lived_in_networks import BATCHNORMS, distance
 from torch import nn
 
-TRIALS, MOST = 5, 20
+TRIALS = 5
+MOST = 20
 
 
 @contextmanager
 def shifted(model: nn.Module, dice: random.Random) -> Iterator[str]:
-    """For a while, the output at one channel of one norm is 1 % larger, and off by 1 % of its deviation.
+    """For a while, the output at one channel of one norm is 1 % larger, and off by 1 % of its
+    deviation.
 
     A shift alone would be no error at all at the keys of an attention: softmax does not see it.
     """
-    norms = [(path, m) for path, m in model.named_modules() if isinstance(m, BATCHNORMS) and m.weight is not None]
+    norms = [
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, BATCHNORMS) and m.weight is not None
+    ]
     path, norm = dice.choice(norms)
     channel = dice.randrange(len(norm.bias))
-    scale, shift = float(norm.weight[channel]), float(norm.bias[channel])
+    scale = float(norm.weight[channel])
+    shift = float(norm.bias[channel])
     with torch.no_grad():
-        norm.weight[channel], norm.bias[channel] = 1.01 * scale, 1.01 * shift + 0.01 * abs(scale)
+        norm.weight[channel] = 1.01 * scale
+        norm.bias[channel] = 1.01 * shift + 0.01 * abs(scale)
         yield f"{path}[{channel}]"
-        norm.weight[channel], norm.bias[channel] = scale, shift
+        norm.weight[channel] = scale
+        norm.bias[channel] = shift
 
 
 def check(name: str) -> dict[str, Any]:
-    """How many of a network's mutants the comparison with the unmutated network notices, once they are folded.
+    """How many of a network's mutants the comparison with the unmutated network notices, once they
+    are folded.
 
-    Drawn again (`unseen`): mutants that compute, unfolded, what the network computes: the channel is dead on these
-    images (behind a gamma of zero, or below a ReLU on a map of one pixel), so that nothing was mutated.
+    Drawn again (`unseen`): mutants that compute, unfolded, what the network computes: the channel
+    is dead on these images (behind a gamma of zero, or below a ReLU on a map of one pixel), so that
+    nothing was mutated.
     """
     warnings.simplefilter("ignore")
     dice = random.Random(name)
@@ -54,5 +67,11 @@ def check(name: str) -> dict[str, Any]:
         errors.append(distance(reference, outputs(result, x)))
         if errors[-1] <= EXACT:
             missed.append(f"{where}: {errors[-1]:.0e}")
-    return {"status": "mutants", "trials": len(errors), "detected": len(errors) - len(missed), "missed": missed,
-            "unseen": unseen, "smallest": min(errors)}  # fmt: skip
+    return {
+        "status": "mutants",
+        "trials": len(errors),
+        "detected": len(errors) - len(missed),
+        "missed": missed,
+        "unseen": unseen,
+        "smallest": min(errors),
+    }

@@ -1,4 +1,6 @@
-"""One network of the walk: build it, let it live, fold it, compare; and the same for torch's own fuser."""
+"""One network of the walk: build it, let it live, fold it, compare; and the same for torch's own
+fuser.
+"""
 
 import warnings
 from collections import Counter
@@ -24,16 +26,26 @@ from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying
 
-EXACT = 1e-8  # relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by 1e-10
+# relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by
+# 1e-10
+EXACT = 1e-8
 WAYS = {FOLDED_BACK: "back", FOLDED_FORWARD: "forward", LEFT_SHIFT: "moved", LEFT_AFFINE: "affine"}
 WAYS[NEVER_CALLED.counted] = "unused"
-IMAGES, MORE = 2, 8  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
-NOISY = 1e-11  # how far a network may stray when its input changes by 1e-15, before more images are used
-FOLDED = schemes.get("folded")  # imported before the walk forks: one state of the code for all networks
+IMAGES, MORE = (
+    2,
+    8,
+)  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
+# how far a network may stray when its input changes by 1e-15, before more images are used
+NOISY = 1e-11
+FOLDED = schemes.get(
+    "folded"
+)  # imported before the walk forks: one state of the code for all networks
 
 
 def family(name: str) -> str:
-    """timm's file, but for the two files that hold many families: these by the beginning of the name, too."""
+    """timm's file, but for the two files that hold many families: these by the beginning of the
+    name, too.
+    """
     module = _model_to_module[name]
     return f"{module}: tf_" if module == "efficientnet" and name.startswith("tf_") else module
 
@@ -46,7 +58,9 @@ def count(name: str) -> tuple[int, int]:
 
 
 def living(name: str) -> tuple[nn.Module, Tensor, float]:
-    """The network as if trained, an input (2, C, H, W), and how far the output strays when that changes by 1e-15."""
+    """The network as if trained, an input (2, C, H, W), and how far the output strays when that
+    changes by 1e-15.
+    """
     for images in (IMAGES, MORE):
         model, x = _measured(name, images)
         noise = distance(outputs(model, x), outputs(model, x * (1 + 1e-15)))
@@ -60,7 +74,9 @@ def _measured(name: str, images: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     channels, *native = model.pretrained_cfg["input_size"]
-    sizes = [native] if model.pretrained_cfg.get("fixed_input_size") else [[96, 96], [128, 128], native]
+    sizes = (
+        [native] if model.pretrained_cfg.get("fixed_input_size") else [[96, 96], [128, 128], native]
+    )
     wake(model)
     for i, size in enumerate(sizes):
         x = torch.randn(images, channels, *size, dtype=torch.float64)
@@ -75,13 +91,19 @@ def _measured(name: str, images: int) -> tuple[nn.Module, Tensor]:
 
 
 def wake(model: nn.Module, seed: int = 1) -> None:
-    """Give random values to what timm starts at one constant (LayerScale, zeroed biases and gates), but norms."""
+    """Give random values to what timm starts at one constant (LayerScale, zeroed biases and gates),
+    but norms.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, BATCHNORMS):
             continue
         for name, value in module.named_parameters(recurse=False):
-            if value.numel() and bool((value == value.flatten()[0]).all()) and value.is_floating_point():
+            if (
+                value.numel()
+                and bool((value == value.flatten()[0]).all())
+                and value.is_floating_point()
+            ):
                 bias = "bias" in name or value.ndim > 1
                 with torch.no_grad():
                     noise = torch.rand(value.shape, generator=generator, dtype=torch.float64)
@@ -93,21 +115,36 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
     try:
         builder = FOLDED.plan(inspection.inspect(model))
     except (TraceError, RefusedError) as error:
-        return None, {"status": "refused", "refused": len(batchnorms(model)), "why": str(error)[:300]}
+        return None, {
+            "status": "refused",
+            "refused": len(batchnorms(model)),
+            "why": str(error)[:300],
+        }
     ways = Counter(WAYS[one.counted] for one in builder.outcomes.values() if one.counted in WAYS)
     reasons = Counter(one.reason for one in builder.outcomes.values() if one.counted == LEFT_AFFINE)
-    row: dict[str, Any] = {**ways, "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)]}
+    row: dict[str, Any] = {
+        **ways,
+        "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)],
+    }
     if builder.refusals:
         path, why = next(iter(builder.refusals.items()))
-        row |= {"status": "refused", "refused": len(builder.refusals), "why": f"{path}: {why}"[:300]}
+        row |= {
+            "status": "refused",
+            "refused": len(builder.refusals),
+            "why": f"{path}: {why}"[:300],
+        }
         return None, row
     return applying.apply_step(model, Step("folded", {}, builder.edits())), row
 
 
 def outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Everything the network returns, in a row; of a copy of x, as some forwards write to their input."""
+    """Everything the network returns, in a row; of a copy of x, as some forwards write to their
+    input.
+    """
     value: Any = run(model, x.clone())
-    return torch.cat([part.flatten(1) for part in (value if isinstance(value, (tuple, list)) else (value,))], 1)
+    return torch.cat(
+        [part.flatten(1) for part in (value if isinstance(value, (tuple, list)) else (value,))], 1
+    )
 
 
 def checksum(model: nn.Module) -> list[float]:
@@ -120,16 +157,24 @@ def check(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     model, x, noise = living(name)
     reference = outputs(model, x)
-    total, before = len(batchnorms(model)), checksum(model)
+    total = len(batchnorms(model))
+    before = checksum(model)
     sensitivity = float((reference[0] - reference[1]).norm() / reference.norm())
-    row: dict[str, Any] = {"norms": total, "size": x.shape[-1], "noise": noise, "sensitivity": sensitivity}
+    row: dict[str, Any] = {
+        "norms": total,
+        "size": x.shape[-1],
+        "noise": noise,
+        "sensitivity": sensitivity,
+    }
     result, found = fold(model)
     row |= found
     if result is not None:
         used = total - found.get("unused", 0)
         row["error"] = distance(reference, outputs(result, x))
         row["left"] = len(batchnorms(result)) - (total - used)
-        row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
+        row["status"] = (
+            "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
+        )
         if checksum(model) != before:
             row |= {"status": "wrong", "why": "the source was changed"}
     del result
@@ -145,7 +190,11 @@ def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
         left = sum(_normalizes(fused, node) for node in fused.graph.nodes)
         error = distance(reference, outputs(fused, x))
     except Exception as problem:
-        return {"status": "raised", "left": total, "why": f"{type(problem).__name__}: {problem}"[:120]}
+        return {
+            "status": "raised",
+            "left": total,
+            "why": f"{type(problem).__name__}: {problem}"[:120],
+        }
     if not error <= EXACT:
         return {"status": "wrong", "left": left, "error": error}
     status = "complete" if left == 0 else "no-op" if left >= total else "partial"
@@ -153,7 +202,9 @@ def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
 
 
 def _normalizes(fused: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether this step is a BatchNorm with running statistics (`batch_norm` also standardizes weights, without)."""
+    """Whether this step is a BatchNorm with running statistics (`batch_norm` also standardizes
+    weights, without).
+    """
     if node.op == "call_module":
         return isinstance(fused.get_submodule(str(node.target)), BATCHNORMS)
     return node.target is torch.nn.functional.batch_norm and node.args[1] is not None

@@ -9,9 +9,26 @@ import torch
 from kept import Row, markdown_head, markdown_row
 
 HEAD = (
-    "family", "networks", "exact", "refused", "wrong", "raised", "norms", "folded back", "forward", "scale moved",
-    "affine left", "worst error", "seconds", "fx.fuse: complete", "partial", "no-op", "wrong", "raised", "norms left",
-)  # fmt: skip
+    "family",
+    "networks",
+    "exact",
+    "refused",
+    "wrong",
+    "raised",
+    "norms",
+    "folded back",
+    "forward",
+    "scale moved",
+    "affine left",
+    "worst error",
+    "seconds",
+    "fx.fuse: complete",
+    "partial",
+    "no-op",
+    "wrong",
+    "raised",
+    "norms left",
+)
 
 
 def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
@@ -23,9 +40,12 @@ def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
     lines = [_line(name, group) for name, group in sorted(families.items())]
     parts = [
         "# Every timm architecture with BatchNorm, folded",
-        f"Written by `tests/lab/coverage/walk.py`; timm {timm.__version__}, torch {torch.__version__.split('+')[0]}, "
-        "float64, lived-in statistics, at most 100 M parameters. Exact: relative L2 at the logits <= 1e-8 and no "
-        "statistics-bearing norm left. Beside it `torch.fx.experimental.optimization.fuse` in the same run.",
+        (
+            f"Written by `tests/lab/coverage/walk.py`; timm {timm.__version__}, torch"
+            f" {torch.__version__.split('+')[0]}, float64, lived-in statistics, at most 100 M"
+            " parameters. Exact: relative L2 at the logits <= 1e-8 and no statistics-bearing norm"
+            " left. Beside it `torch.fx.experimental.optimization.fuse` in the same run."
+        ),
         _totals(rows, mine),
         *_mutants(list(mutants)),
         "\n".join([markdown_head(*HEAD), *lines, _line("**all**", mine)]),
@@ -43,15 +63,23 @@ def _totals(rows: list[Row], mine: list[Row]) -> str:
     other = Counter(row["status"] for row in rows)
     return "\n".join(
         [
-            f"- {len(mine)} architectures, {total:,} norms: **{exact} exact ({exact / max(len(mine), 1):.1%})**"
+            f"- {len(mine)} architectures, {total:,} norms: **{exact} exact"
+            f" ({exact / max(len(mine), 1):.1%})**"
             + "".join(f", {n} {state}" for state, n in states.most_common() if state != "exact")
             + f"; not walked: {other['none']} without BatchNorm, {other['large']} larger.",
-            f"- fx.fuse: {', '.join(f'{n} {state}' for state, n in theirs.most_common())}; {left:,} norms left "
-            f"({left / max(total, 1):.0%}).",
-            f"- Worst exact error {max((r['error'] for r in mine if r['status'] == 'exact'), default=0):.0e}; least "
-            f"input sensitivity {min((r['sensitivity'] for r in mine if 'sensitivity' in r), default=0):.0e}; "
-            f"{sum(r.get('seconds', 0) for r in mine) / 60:.0f} minutes on a busy core; most memory for one network "
-            f"{max((r.get('peak', 0) for r in mine), default=0) / 1024:.1f} GiB.",
+            (
+                f"- fx.fuse: {', '.join(f'{n} {state}' for state, n in theirs.most_common())};"
+                f" {left:,} norms left ({left / max(total, 1):.0%})."
+            ),
+            (
+                "- Worst exact error"
+                f" {max((r['error'] for r in mine if r['status'] == 'exact'), default=0):.0e};"
+                " least input sensitivity"
+                f" {min((r['sensitivity'] for r in mine if 'sensitivity' in r), default=0):.0e};"
+                f" {sum(r.get('seconds', 0) for r in mine) / 60:.0f} minutes on a busy core; most"
+                " memory for one network"
+                f" {max((r.get('peak', 0) for r in mine), default=0) / 1024:.1f} GiB."
+            ),
         ]
     )
 
@@ -60,7 +88,8 @@ def _mutants(rows: list[Row]) -> list[str]:
     tried = [row for row in rows if row["status"] == "mutants"]
     if not tried:
         return []
-    trials, found = sum(row["trials"] for row in tried), sum(row["detected"] for row in tried)
+    trials = sum(row["trials"] for row in tried)
+    found = sum(row["detected"] for row in tried)
     missed = [f"{row['name']} {where}" for row in tried for where in row["missed"]]
     unseen = sum(row["unseen"] for row in tried)
     return [
@@ -76,8 +105,14 @@ def _line(name: str, rows: list[Row]) -> str:
     errors = [row["error"] for row in rows if "error" in row]
     figures: list[Any] = [name, len(rows), states["exact"], states["refused"], states["wrong"]]
     figures += [sum(states[state] for state in ("raised", "crashed", "timeout"))]
-    figures += [sum(row.get(key, 0) for row in rows) for key in ("norms", "back", "forward", "moved", "affine")]
-    figures += [f"{max(errors):.0e}" if errors else "", f"{sum(row.get('seconds', 0) for row in rows):.0f}"]
+    figures += [
+        sum(row.get(key, 0) for row in rows)
+        for key in ("norms", "back", "forward", "moved", "affine")
+    ]
+    figures += [
+        f"{max(errors):.0e}" if errors else "",
+        f"{sum(row.get('seconds', 0) for row in rows):.0f}",
+    ]
     figures += [fuse[state] for state in ("complete", "partial", "no-op", "wrong", "raised")]
     figures += [sum(row["fuse"]["left"] for row in rows if "fuse" in row)]
     return markdown_row(*figures)
@@ -87,5 +122,8 @@ def _problems(rows: list[Row]) -> list[str]:
     found = [row for row in rows if row["status"] != "exact"]
     if not found:
         return []
-    lines = [f"- `{row['name']}` {row['status']}: {row.get('why') or row.get('error') or ''}" for row in found]
+    lines = [
+        f"- `{row['name']}` {row['status']}: {row.get('why') or row.get('error') or ''}"
+        for row in found
+    ]
     return ["## Not exact", "\n".join(lines)]

@@ -1,11 +1,14 @@
-"""Fold every timm architecture that has BatchNorm, with lived-in statistics, in float64, and write down what happened.
+"""Fold every timm architecture that has BatchNorm, with lived-in statistics, in float64, and write
+down what happened.
 
-    python tests/lab/coverage/walk.py                        # everything with at most 100 M parameters; resumes
-    python tests/lab/coverage/walk.py 'regnet*' --redo       # some of it, anew
-    python tests/lab/coverage/walk.py --mutants              # does the check notice a 1 % shift of one channel?
-    python tests/lab/coverage/walk.py --table                # only write summary.md from what is there
+    python tests/lab/coverage/walk.py                        # everything with at most 100 M
+    parameters; resumes python tests/lab/coverage/walk.py 'regnet*' --redo       # some of it, anew
+    python tests/lab/coverage/walk.py --mutants              # does the check notice a 1 % shift of
+    one channel? python tests/lab/coverage/walk.py --table                # only write summary.md
+    from what is there
 
-Each network has a process of its own: one that crashes, hangs or eats the memory is one row of the table.
+Each network has a process of its own: one that crashes, hangs or eats the memory is one row of the
+table.
 """
 
 import argparse
@@ -37,17 +40,25 @@ Check = Callable[[str], dict[str, Any]]  # a network by name; its row
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=["*"], help="globs over architectures")
     parser.add_argument("--family", default="*", help="glob over families (timm's file names)")
     parser.add_argument("--max-params", type=float, default=100, help="in millions")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one network")
     parser.add_argument("--memory", type=float, default=8, help="GiB for all workers together")
-    parser.add_argument("--out", type=Path, default=HERE / "walk.jsonl", help="one line per network; not committed")
-    parser.add_argument("--redo", action="store_true", help="also those that are in the file already")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "walk.jsonl", help="one line per network; not committed"
+    )
+    parser.add_argument(
+        "--redo", action="store_true", help="also those that are in the file already"
+    )
     parser.add_argument("--only", help="only those whose last status is this (implies --redo)")
-    parser.add_argument("--mutants", action="store_true", help=f"test the checker, on {SAMPLE} networks")
+    parser.add_argument(
+        "--mutants", action="store_true", help=f"test the checker, on {SAMPLE} networks"
+    )
     parser.add_argument("--table", action="store_true", help="walk nothing, write the summary")
     return parser.parse_args()
 
@@ -59,7 +70,9 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def chosen(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> list[str]:
-    names = [n for n in timm.list_models() if any(fnmatch.fnmatchcase(n, glob) for glob in args.names)]
+    names = [
+        n for n in timm.list_models() if any(fnmatch.fnmatchcase(n, glob) for glob in args.names)
+    ]
     names = [n for n in names if fnmatch.fnmatchcase(network.family(n), args.family)]
     if args.only:
         return [n for n in names if known.get(n, {}).get("status") == args.only]
@@ -68,7 +81,10 @@ def chosen(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> list[s
 
 def sample(known: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
     """Networks from all families in turn, the quickest of each first."""
-    able = sorted((n for n in names if known.get(n, {}).get("status") == "exact"), key=lambda n: known[n]["seconds"])
+    able = sorted(
+        (n for n in names if known.get(n, {}).get("status") == "exact"),
+        key=lambda n: known[n]["seconds"],
+    )
     turn: Counter[str] = Counter()
     order = []
     for name in able:
@@ -112,10 +128,15 @@ def described(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}".split("\n")[0][:200]
 
 
-def results(names: list[str], check: Check, workers: int, timeout: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and rows as they come, each from a process of its own, of which at most `workers` run at a time."""
+def results(
+    names: list[str], check: Check, workers: int, timeout: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and rows as they come, each from a process of its own, of which at most `workers` run
+    at a time.
+    """
     context = mp.get_context("fork")
-    queue, running = list(names), {}
+    queue = list(names)
+    running = {}
     while queue or running:
         while queue and len(running) < workers:
             name = queue.pop(0)
@@ -147,15 +168,28 @@ def main() -> int:
     if not args.table:
         names = sample(known, list(known)) if args.mutants else chosen(args, known)
         file = args.out.with_name("mutants.jsonl") if args.mutants else args.out
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns) as progress, file.open("w" if args.mutants else "a") as lines:
             task = progress.add_task("", total=len(names))
-            for name, row in results(names, functools.partial(work, args), args.workers, args.timeout):
-                print(json.dumps({"name": name, "family": network.family(name), **row}), file=lines, flush=True)
+            for name, row in results(
+                names, functools.partial(work, args), args.workers, args.timeout
+            ):
+                print(
+                    json.dumps({"name": name, "family": network.family(name), **row}),
+                    file=lines,
+                    flush=True,
+                )
                 progress.update(task, advance=1, description=f"{name}: {row['status']}")
     rows = read(args.out)
     text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
-    args.out.with_name("summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md").write_text(text)
+    args.out.with_name(
+        "summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md"
+    ).write_text(text)
     print(text)
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows.values())
 

@@ -1,15 +1,17 @@
-"""Fold networks of other libraries than timm, with lived-in statistics, and convert them to GroupNorm.
+"""Fold networks of other libraries than timm, with lived-in statistics, and convert them to
+GroupNorm.
 
-    python tests/lab/coverage/wild.py                        # all libraries that are installed; resumes
-    python tests/lab/coverage/wild.py 'smp:*' --redo         # some of it, anew
-    python tests/lab/coverage/wild.py --table                # only write wild.md from what is there
+    python tests/lab/coverage/wild.py                        # all libraries that are installed;
+    resumes python tests/lab/coverage/wild.py 'smp:*' --redo         # some of it, anew python
+    tests/lab/coverage/wild.py --table                # only write wild.md from what is there
 
-In float64, each network in a process of its own, measured on an input that was not recorded. `exact`: folded, relative
-L2 at most 1e-8 at every output, no norm left. `strays`: the source itself, when its input changes in the last digits.
-`other`: wrong, incomplete, raised, crashed, timed out. Approximate is `groupnorm --relative-eps 0`, without
-images: it runs if no BatchNorm is left and every output is finite. Its relative L2 is on noise, with random weights: no
-accuracy. Norms that no forward reaches are not counted as left. Rows are kept in runs/wild.jsonl with their commit.
-Ultralytics is AGPL: measured where it is there, and used nowhere else.
+In float64, each network in a process of its own, measured on an input that was not recorded.
+`exact`: folded, relative L2 at most 1e-8 at every output, no norm left. `strays`: the source
+itself, when its input changes in the last digits. `other`: wrong, incomplete, raised, crashed,
+timed out. Approximate is `groupnorm --relative-eps 0`, without images: it runs if no BatchNorm is
+left and every output is finite. Its relative L2 is on noise, with random weights: no accuracy.
+Norms that no forward reaches are not counted as left. Rows are kept in runs/wild.jsonl with their
+commit. Ultralytics is AGPL: measured where it is there, and used nowhere else.
 """
 
 import argparse
@@ -47,7 +49,9 @@ APPROXIMATE: tuple[str, dict[str, Any]] = ("groupnorm", {"relative_eps": 0})
 
 
 def live(model: nn.Module, example: Example) -> None:
-    """Random gamma and beta, some negative or zero; statistics measured on the example, then perturbed."""
+    """Random gamma and beta, some negative or zero; statistics measured on the example, then
+    perturbed.
+    """
     model.double().eval()
     generator = torch.Generator().manual_seed(0)
 
@@ -65,7 +69,9 @@ def live(model: nn.Module, example: Example) -> None:
         for path in norms(model):
             norm: Any = model.get_submodule(path)
             if norm.weight is not None:
-                norm.weight.copy_((noise(norm.weight) + 0.5) * torch.where(noise(norm.weight) < 0.2, -1.0, 1.0))
+                norm.weight.copy_(
+                    (noise(norm.weight) + 0.5) * torch.where(noise(norm.weight) < 0.2, -1.0, 1.0)
+                )
                 norm.bias.copy_(0.3 * (noise(norm.bias) - 0.5))
             handles.append(norm.register_forward_pre_hook(measure))
         run(model, example)
@@ -123,13 +129,19 @@ def check(name: str) -> Row:
     unused = sum(outcome == NEVER_CALLED for outcome in builder.outcomes.values())
     row |= {"left": len(norms(result)) - unused, "unused": unused, "remarks": seen.traced.remarks}
     row["affines"] = sum(isinstance(m, ChannelAffine | ChannelBias) for m in result.modules())
-    row["status"] = "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
+    row["status"] = (
+        "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
+    )
     del result
     return row | {"approximate": approximate(model, seen, unused, fresh, reference)}
 
 
-def approximate(model: nn.Module, seen: Anatomy, unused: int, fresh: Example, reference: dict[str, Tensor]) -> Row:
-    """What became of the network in the approximate target; `error` is None where shapes of outputs differ."""
+def approximate(
+    model: nn.Module, seen: Anatomy, unused: int, fresh: Example, reference: dict[str, Tensor]
+) -> Row:
+    """What became of the network in the approximate target; `error` is None where shapes of outputs
+    differ.
+    """
     begin = time.perf_counter()
     try:
         to, options = APPROXIMATE
@@ -141,7 +153,9 @@ def approximate(model: nn.Module, seen: Anatomy, unused: int, fresh: Example, re
         return {"status": "refused", "why": str(refusal)[:200]}
     except Exception as problem:
         return {"status": "raised", "why": described(problem)}
-    same = found.keys() == reference.keys() and all(found[at].shape == reference[at].shape for at in found)
+    same = found.keys() == reference.keys() and all(
+        found[at].shape == reference[at].shape for at in found
+    )
     row["error"] = error(reference, found) if same else None
     finite = all(bool(t.isfinite().all()) for t in found.values())
     row["left"] = len(norms(result)) - unused
@@ -150,21 +164,30 @@ def approximate(model: nn.Module, seen: Anatomy, unused: int, fresh: Example, re
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=["*"], help="globs over library:network")
-    parser.add_argument("--redo", action="store_true", help="also those that are in the file already")
+    parser.add_argument(
+        "--redo", action="store_true", help="also those that are in the file already"
+    )
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--table", action="store_true", help="walk nothing, write the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
     kept = Kept(ROOT / "runs" / "wild.jsonl")
     listed = list(libraries.names())
-    chosen = [name for name in listed if any(fnmatch.fnmatchcase(name, glob) for glob in args.names)]
+    chosen = [
+        name for name in listed if any(fnmatch.fnmatchcase(name, glob) for glob in args.names)
+    ]
     todo = [] if args.table else [name for name in chosen if args.redo or (name,) not in kept.rows]
     libraries.preload(todo)
     for name, figures in results(todo, check, workers=1, timeout=args.timeout):
         row = kept.add((name,), **figures)
-        print({key: value for key, value in row.items() if key not in ("remarks", "commit")}, flush=True)
+        print(
+            {key: value for key, value in row.items() if key not in ("remarks", "commit")},
+            flush=True,
+        )
     rows = [row for (name,), row in kept.rows.items() if name in listed]
     about = (__doc__ or "").partition("In float64")
     lines = table(rows, listed, "".join(about[1:]).strip())

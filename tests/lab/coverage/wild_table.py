@@ -1,4 +1,6 @@
-"""The table of the walk through other libraries: by library, then every network that has BatchNorms."""
+"""The table of the walk through other libraries: by library, then every network that has
+BatchNorms.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,25 +8,57 @@ from collections.abc import Sequence
 import circumstances
 from kept import Row, markdown_head, markdown_row
 
-DISTRIBUTIONS = {"open_clip": "open_clip_torch", "smp": "segmentation_models_pytorch"}  # called otherwise here
+DISTRIBUTIONS = {
+    "open_clip": "open_clip_torch",
+    "smp": "segmentation_models_pytorch",
+}  # called otherwise here
 UNTRIED = ("not built", "too large", "none")
 
 
 def table(rows: Sequence[Row], listed: Sequence[str], about: str) -> list[str]:
     """All rows that there are, in Markdown."""
-    owners = {name: [one for one in listed if library(one) == name] for name in sorted(map(library, listed))}
+    owners = {
+        name: [one for one in listed if library(one) == name]
+        for name in sorted(map(library, listed))
+    }
     commits = Counter(row["commit"] for row in rows)
     versions = circumstances.versions(DISTRIBUTIONS.get(name, name) for name in owners)
     walked = "; ".join(f"{count} networks at {commit}" for commit, count in commits.items())
-    head = ("library", "listed", "walked", "not built", "too large", "no BatchNorm", "exact", "largest error",
-            "affines left in", "refused", "other", "groupnorm runs",
-            "groupnorm refused", "groupnorm other")  # fmt: skip
+    head = (
+        "library",
+        "listed",
+        "walked",
+        "not built",
+        "too large",
+        "no BatchNorm",
+        "exact",
+        "largest error",
+        "affines left in",
+        "refused",
+        "other",
+        "groupnorm runs",
+        "groupnorm refused",
+        "groupnorm other",
+    )
     lines = [about, "", f"Walked: {walked}. {versions}.", "", markdown_head(*head)]
     lines += [
-        _library(name, names, [row for row in rows if library(_name(row)) == name]) for name, names in owners.items()
+        _library(name, names, [row for row in rows if library(_name(row)) == name])
+        for name, names in owners.items()
     ]
-    head = ("network", "norms", "status", "error", "strays", "affines left", "seconds", "groupnorm", "its relative L2",
-            "its seconds", "why", "commit")  # fmt: skip
+    head = (
+        "network",
+        "norms",
+        "status",
+        "error",
+        "strays",
+        "affines left",
+        "seconds",
+        "groupnorm",
+        "its relative L2",
+        "its seconds",
+        "why",
+        "commit",
+    )
     lines += ["", markdown_head(*head)]
     return lines + [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
 
@@ -44,11 +78,19 @@ def _library(name: str, listed: Sequence[str], rows: Sequence[Row]) -> str:
     approximate = Counter(row["approximate"]["status"] for row in rows if "approximate" in row)
     worst = f"{max(row['error'] for row in exact):.0e}" if exact else ""
     return markdown_row(
-        name, len(listed), len(rows), *(found[status] for status in UNTRIED), len(exact), worst,
-        sum(bool(row["affines"]) for row in exact), found["refused"], tried - len(exact) - found["refused"],
-        approximate["runs"], approximate["refused"],
+        name,
+        len(listed),
+        len(rows),
+        *(found[status] for status in UNTRIED),
+        len(exact),
+        worst,
+        sum(bool(row["affines"]) for row in exact),
+        found["refused"],
+        tried - len(exact) - found["refused"],
+        approximate["runs"],
+        approximate["refused"],
         approximate.total() - approximate["runs"] - approximate["refused"],
-    )  # fmt: skip
+    )
 
 
 def _network(row: Row) -> str:
@@ -56,10 +98,19 @@ def _network(row: Row) -> str:
     strays = f"{row['straying']:.0e}" if "straying" in row else ""
     why = "; ".join(part["why"] for part in (row, other) if part.get("why"))
     return markdown_row(
-        _name(row), row.get("norms", ""), row["status"], _size(row), strays, row.get("affines", ""),
+        _name(row),
+        row.get("norms", ""),
+        row["status"],
+        _size(row),
+        strays,
+        row.get("affines", ""),
         row.get("seconds", ""),
-        other.get("status", ""), _size(other), other.get("seconds", ""), why.replace("|", "/"), row["commit"],
-    )  # fmt: skip
+        other.get("status", ""),
+        _size(other),
+        other.get("seconds", ""),
+        why.replace("|", "/"),
+        row["commit"],
+    )
 
 
 def _size(row: Row) -> str:

@@ -1,4 +1,6 @@
-"""What only a GPU can show, part by part; `run.sh` runs them. With `--dry`: on the CPU with tiny sizes."""
+"""What only a GPU can show, part by part; `run.sh` runs them. With `--dry`: on the CPU with tiny
+sizes.
+"""
 
 import argparse
 import copy
@@ -38,7 +40,16 @@ KEEPING: dict[str, dict[str, Any]] = {
     "fixup": {"init": "keep"},
     "nf": {"mean": "keep"},
 }
-TRAINED = ("batchnorm", "skipinit", "nf", "groupnorm", "groupnorm --relative-eps 0", "frozen-bn", "tune", "folded")
+TRAINED = (
+    "batchnorm",
+    "skipinit",
+    "nf",
+    "groupnorm",
+    "groupnorm --relative-eps 0",
+    "frozen-bn",
+    "tune",
+    "folded",
+)
 
 
 @dataclass(frozen=True)
@@ -103,22 +114,34 @@ def layer_norms() -> nn.Module:
 
 @torch.no_grad()
 def schemes(machine: Machine) -> Iterator[str]:
-    """Every scheme, converted on the GPU with and without TF32, against the same conversion on the CPU."""
+    """Every scheme, converted on the GPU with and without TF32, against the same conversion on the
+    CPU.
+    """
     demo = zoo.open_source("demo").eval()
     images = next(iter(make_loader(demo, str(DEMO / "images.tar"), batch_size=500, workers=0)))[0]
-    fitted_to, images = images[:100], images[100 : 200 if machine.device == "cpu" else 500]
+    fitted_to = images[:100]
+    images = images[100 : 200 if machine.device == "cpu" else 500]
     networks = {"batchnorm": normswap.convert(demo, "skipinit").model, "rmsnorm": layer_norms()}
     yield machine.heading(
         "Every scheme, converted on the GPU",
-        f"The demo's network (batchnorm: as skipinit; rmsnorm: a ViT of three blocks), {len(images)} images that no fit"
-        " used, float32. Each result is moved to the CPU and answers there, so that the conversion alone is compared."
-        " Relative L2 to the source's answers, and to those of the result that was converted on the CPU; share of"
-        " images with the source's class.",
-        "scheme", "L2 to the source: CPU", "GPU", "TF32", "L2 to the CPU's: GPU", "TF32", "same class: CPU", "GPU",
+        "The demo's network (batchnorm: as skipinit; rmsnorm: a ViT of three blocks),"
+        f" {len(images)} images that no fit used, float32. Each result is moved to the CPU and"
+        " answers there, so that the conversion alone is compared. Relative L2 to the source's"
+        " answers, and to those of the result that was converted on the CPU; share of images with"
+        " the source's class.",
+        "scheme",
+        "L2 to the source: CPU",
+        "GPU",
         "TF32",
-    )  # fmt: skip
+        "L2 to the CPU's: GPU",
+        "TF32",
+        "same class: CPU",
+        "GPU",
+        "TF32",
+    )
     for name in machine.some(list(TARGETS)):
-        scheme, source = TARGETS[name], networks.get(name, demo)
+        scheme = TARGETS[name]
+        source = networks.get(name, demo)
         options = dict(KEEPING.get(name, {}))
         results = []
         for device, rounds in ((None, False), (machine.device, False), (machine.device, True)):
@@ -145,35 +168,54 @@ def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
     distances = [distance(expected.double(), result.double()) for result in results]
     between = [distance(on_cpu.double(), result.double()) for result in (off, on)]
     figures = [f"{value:.1e}" for value in (*distances, *between)]
-    figures += [f"{100 * agreement(result.argmax(1), expected.argmax(1)):.1f}" for result in results]
+    figures += [
+        f"{100 * agreement(result.argmax(1), expected.argmax(1)):.1f}" for result in results
+    ]
     return f"| {name} | {' | '.join(figures)} |"
 
 
 def training(machine: Machine) -> Iterator[str]:
-    """`finetune` by the same recipe on the CPU and the GPU, in float32 and bf16, with all that a recipe may ask for."""
+    """`finetune` by the same recipe on the CPU and the GPU, in float32 and bf16, with all that a
+    recipe may ask for.
+    """
     yield machine.heading(
         "finetune on the GPU",
-        "A tiny ResNet, converted to skipinit, 80 random images, 10 updates an epoch; mean loss of each epoch.",
-        "run", "first epoch", "second", "third", "first, against the CPU's",
-    )  # fmt: skip
+        "A tiny ResNet, converted to skipinit, 80 random images, 10 updates an epoch; mean loss of"
+        " each epoch.",
+        "run",
+        "first epoch",
+        "second",
+        "third",
+        "first, against the CPU's",
+    )
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         images = small_trainings.write_images(place / "images", per_class=8)
         clipped = {"optim": {"clip": {}}, "distill": {}}
-        # On CPUs with AVX2 alone torch 2.14's backward of few channels last writes past its memory, also without us.
+        # On CPUs with AVX2 alone torch 2.14's backward of few channels last writes past its memory,
+        # also without us.
         everything = {"ema": {"decay": 0.9}, "channels_last": machine.device == "cuda"}
         base: dict[bool, list[float]] = {}
         runs = (("CPU", "float32", "no"), ("GPU", "float32", "no"), ("GPU", "bf16", "bf16"))
         for has_teacher, (processor, said, precision) in itertools.product((False, True), runs):
             name = f"{processor}, {said}{', adaptive clipping, EMA, teacher' * has_teacher}"
             train = {"epochs": 3, "precision": precision, **(everything if has_teacher else {})}
-            changed = {"train": train, "convert": {"to": "skipinit"}, **(clipped if has_teacher else {})}
+            changed = {
+                "train": train,
+                "convert": {"to": "skipinit"},
+                **(clipped if has_teacher else {}),
+            }
             device = "cpu" if processor == "CPU" else machine.device
             recipe = small_trainings.recipe(images, **changed)
-            result = small_trainings.train(small_trainings.network(), recipe, place / name.replace(" ", "-"), device=device)
+            result = small_trainings.train(
+                small_trainings.network(), recipe, place / name.replace(" ", "-"), device=device
+            )
             losses = [row["train_loss"] for row in result.rows[1:]]
             first = base.setdefault(has_teacher, losses)
-            yield f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} | {losses[0] / first[0] - 1:+.1e} |"
+            yield (
+                f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} |"
+                f" {losses[0] / first[0] - 1:+.1e} |"
+            )
         yield ""
         yield killed(machine, images, place)
 
@@ -181,15 +223,23 @@ def training(machine: Machine) -> Iterator[str]:
 def killed(machine: Machine, images: Path, place: Path) -> str:
     """A run that is killed at its seventh update and continued, beside one that was not."""
     changed = json.dumps({"train": {"checkpoint": 3, "precision": "bf16"}})
-    whole, cut = place / "whole", place / "cut"
+    whole = place / "whole"
+    cut = place / "cut"
     for out, more in ((whole, []), (cut, ["--kill", 7]), (cut, ["--resume", "auto"])):
-        command = small_trainings.command(images, out, "skipinit", changed, "--device", machine.device, *more)
+        command = small_trainings.command(
+            images, out, "skipinit", changed, "--device", machine.device, *more
+        )
         code = subprocess.run(command, check=False).returncode
         if code != (-9 if "--kill" in more else 0):
             return f"The run {out.name} {more} ended with {code}."
     pairs = [load_file(out / "last" / "model.safetensors") for out in (whole, cut)]
-    worst = max(float((pairs[0][key].double() - pairs[1][key].double()).abs().max()) for key in pairs[0])
-    return f"Killed at update 7 and continued from update 6: weights differ by at most {worst:.1e} from an uncut run's."
+    worst = max(
+        float((pairs[0][key].double() - pairs[1][key].double()).abs().max()) for key in pairs[0]
+    )
+    return (
+        f"Killed at update 7 and continued from update 6: weights differ by at most {worst:.1e}"
+        " from an uncut run's."
+    )
 
 
 def lived_in(machine: Machine) -> nn.Module:
@@ -204,13 +254,16 @@ def lived_in(machine: Machine) -> nn.Module:
 
 def calibration(machine: Machine) -> Iterator[str]:
     """What fitting to 100 images costs, counted in forward passes of the same images."""
-    model, size = lived_in(machine), (3, machine.side, machine.side)
+    model = lived_in(machine)
+    size = (3, machine.side, machine.side)
     images = torch.randn(100 if machine.device == "cuda" else 8, *size, device=machine.device)
     with torch.inference_mode():
         forward = machine.seconds(lambda: model(images))
     what = f"{machine.network}, {len(images)} images of {machine.side} pixels, float32"
     columns = ("scheme", "not fitted, s", "fitted, s", "fitting, in forward passes")
-    yield machine.heading("Fitting to images", f"{what}; a forward pass: {forward:.4f} s.", *columns)
+    yield machine.heading(
+        "Fitting to images", f"{what}; a forward pass: {forward:.4f} s.", *columns
+    )
     normswap.convert(model, "folded", input_size=size)  # whatever only the first conversion does
     for name in machine.some(["nf", "dyt", "groupnorm"]):
         taken = []
@@ -220,13 +273,17 @@ def calibration(machine: Machine) -> Iterator[str]:
             normswap.convert(model, name, input_size=size, **options)
             machine.wait()
             taken.append(time.perf_counter() - start)
-        yield f"| {name} | {taken[0]:.2f} | {taken[1]:.2f} | {(taken[1] - taken[0]) / forward:.0f} |"
+        yield (
+            f"| {name} | {taken[0]:.2f} | {taken[1]:.2f} | {(taken[1] - taken[0]) / forward:.0f} |"
+        )
 
 
 def clipping(machine: Machine) -> Iterator[str]:
     """Adaptive clipping: launches and time, ours and timm's over the same parameters."""
     model = lived_in(machine).train()
-    model(torch.randn(8, 3, machine.side, machine.side, device=machine.device)).square().mean().backward()
+    model(
+        torch.randn(8, 3, machine.side, machine.side, device=machine.device)
+    ).square().mean().backward()
     parameters = [p for name, p in model.named_parameters() if not name.startswith("fc.")]
     clip = Clip()
     ways: dict[str, Callable[[], object]] = {
@@ -246,20 +303,31 @@ def clipping(machine: Machine) -> Iterator[str]:
 
 
 def speed(machine: Machine) -> Iterator[str]:
-    """Images per second in training and inference, by scheme; the compiled ones last, which take longest to begin."""
+    """Images per second in training and inference, by scheme; the compiled ones last, which take
+    longest to begin.
+    """
     source = lived_in(machine)
     yield machine.heading(
         "Speed of a converted network",
-        f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, bf16 autocast, channels last,"
-        " SGD with momentum; median of passes in one process; training is forward, backward and update. Memory: the"
-        " peak of training.",
-        "scheme", "compiled", "inference, images/s", "to BatchNorm", "training, images/s", "to BatchNorm", "GiB",
-    )  # fmt: skip
+        f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, bf16"
+        " autocast, channels last, SGD with momentum; median of passes in one process; training is"
+        " forward, backward and update. Memory: the peak of training.",
+        "scheme",
+        "compiled",
+        "inference, images/s",
+        "to BatchNorm",
+        "training, images/s",
+        "to BatchNorm",
+        "GiB",
+    )
     base: dict[tuple[bool, bool], float] = {}
     networks = {name: converted(source, name, machine) for name in TRAINED}
     # Compiling takes a minute for each, on the CPU too.
     compiled = ("batchnorm", "skipinit", "groupnorm", "folded") if machine.device == "cuda" else ()
-    for name, is_compiled in (*itertools.product(TRAINED, (False,)), *itertools.product(compiled, (True,))):
+    for name, is_compiled in (
+        *itertools.product(TRAINED, (False,)),
+        *itertools.product(compiled, (True,)),
+    ):
         figures = []
         for trains in (False, True):
             if trains and name == "folded":
@@ -278,7 +346,9 @@ def converted(source: nn.Module, name: str, machine: Machine) -> nn.Module:
     if scheme == "batchnorm":
         return copy.deepcopy(source)
     options = {**KEEPING.get(scheme, {}), **({"relative_eps": float(option[0])} if option else {})}
-    return normswap.convert(source, scheme, input_size=(3, machine.side, machine.side), **options).model
+    return normswap.convert(
+        source, scheme, input_size=(3, machine.side, machine.side), **options
+    ).model
 
 
 def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compiled: bool) -> float:
@@ -296,7 +366,9 @@ def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compi
 
     if not trains:
         return machine.batch / machine.seconds(infer)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, momentum=0.9
+    )
 
     def update() -> None:
         with torch.autocast(machine.device, torch.bfloat16):

@@ -11,9 +11,15 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
-    run = subprocess.run([HERE / "run.sh", tmp_path, "--dry"], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [HERE / "run.sh", tmp_path, "--dry"], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout
     for part in ("schemes", "training", "calibration", "clipping", "speed"):
-        rows = [line for line in (tmp_path / f"{part}.md").read_text().splitlines() if line.startswith("| ")]
+        rows = [
+            line
+            for line in (tmp_path / f"{part}.md").read_text().splitlines()
+            if line.startswith("| ")
+        ]
         assert len(rows) > 1, part
         assert not any(re.search(r"\b(nan|inf)\b|Error", row) for row in rows), part

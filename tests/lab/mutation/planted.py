@@ -1,10 +1,12 @@
-"""Errors planted in functions of the algebra, the proof and storage: do the tests that must notice them fail?
+"""Errors planted in functions of the algebra, the proof and storage: do the tests that must notice
+them fail?
 
     python tests/lab/mutation/planted.py -o tests/lab/mutation/planted.md [--only PART_OF_A_NAME]
 
-An error names a function and what is done to it while tests run: its result is changed, it answers something else, or
-it does nothing. Its tests, which have to pass without it first, run in a process of their own, in which this file is a
-plugin of pytest that plants the error before any test is collected.
+An error names a function and what is done to it while tests run: its result is changed, it answers
+something else, or it does nothing. Its tests, which have to pass without it first, run in a process
+of their own, in which this file is a plugin of pytest that plants the error before any test is
+collected.
 """
 
 import argparse
@@ -69,80 +71,261 @@ class Planted:
 
 
 ALGEBRA = (
-    Planted("a norm's scale is 1 % larger", "layers.affine:read", gives(lambda st: (1.01 * st[0], st[1])), FOLDING),
-    Planted("a norm's shift is negative", "layers.affine:read", gives(lambda st: (st[0], -st[1])), FOLDING),
-    Planted("a norm's shift is forgotten", "layers.affine:read", gives(lambda st: (st[0], 0 * st[1])), FOLDING),
-    Planted("variances are 1 % larger", "layers.affine:statistics", gives(lambda mv: (mv[0], 1.01 * mv[1])), FOLDING),
+    Planted(
+        "a norm's scale is 1 % larger",
+        "layers.affine:read",
+        gives(lambda st: (1.01 * st[0], st[1])),
+        FOLDING,
+    ),
+    Planted(
+        "a norm's shift is negative",
+        "layers.affine:read",
+        gives(lambda st: (st[0], -st[1])),
+        FOLDING,
+    ),
+    Planted(
+        "a norm's shift is forgotten",
+        "layers.affine:read",
+        gives(lambda st: (st[0], 0 * st[1])),
+        FOLDING,
+    ),
+    Planted(
+        "variances are 1 % larger",
+        "layers.affine:statistics",
+        gives(lambda mv: (mv[0], 1.01 * mv[1])),
+        FOLDING,
+    ),
     Planted("every eps is 1e-5", "layers.affine:epsilon", answers(1e-5), FOLDING),
     Planted("any norm can be read", "layers.affine:refusal", NOTHING, FOLDING),
-    Planted("a bias that takes up a norm is 1 % larger", "layers.folded:_absorb", gives(lambda b: 1.01 * b), FOLDING),
-    Planted("a weight's groups are mixed up", "layers.folded:_by_group",
-            gives(lambda got: (got[0].flip(0), got[1])), FOLDING),
-    Planted("a scale and shift forgets the shift", "layers.channelwise:ChannelAffine.as_affine",
-            gives(lambda st: (st[0], 0 * st[1])), EXACT + FOLDING),
-    Planted("a branch's scalar is read as 1", "layers.scalars:Scale.as_affine",
-            gives(lambda st: (torch.ones_like(st[0]), st[1])), EXACT),
-    Planted("a dead filter has no direction", "layers.weight_norm:_direction", lambda f: lambda old, w, *rest: w, PAPERS),
-    Planted("a group's variance is the mean of its channels'", "layers.per_sample:group_moments",
-            lambda f: lambda mean, var, groups: (f(mean, var, groups)[0], var.view(groups, -1).mean(1)),
-            ("tests/layers/test_known_norms.py",)),
-    Planted("a filter's sign is left out", "layers.per_sample:per_filter", gives(torch.abs), ("tests/calibration/test_per_sample_rescaling.py",)),
-    Planted("a moved norm stays where it was", "layers.per_sample:moved", NOTHING,
-            ("tests/calibration/test_per_sample_rescaling.py", "tests/calibration/test_sequential_fit.py")),
-    Planted("ghost batches are one batch", "layers.site_norm:SiteNorm.ghost_sizes",
-            lambda f: lambda self, count: [count], ("tests/layers/test_known_norms.py",)),
-    Planted("means are zero", "calibration.least_squares:Moments.means",
-            gives(lambda means: (0 * means[0], 0 * means[1])), REGRESSION),
-    Planted("a fit has no bias", "calibration.least_squares:_bias", gives(lambda bias: 0 * bias), REGRESSION),
-    Planted("the ridge is always 1", "calibration.least_squares:_best_ridge", answers(1.0), REGRESSION),
-    Planted("a scale passes through anything", "folding.propagation:propagates_scale", answers(True), FOLDING + PROGRAMS),
-    Planted("any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS),
-    Planted("convolutions of any stride and size join", "folding.branches:_fits", answers(True), BRANCHES),
-    Planted("branches that are read elsewhere join", "folding.branches:_may_join", answers(True), BRANCHES + PROGRAMS),
-    Planted("nothing is written in place", "folding.overwriting:overwrites", answers(False), PROGRAMS),
-    Planted("no two names share memory", "folding.overwriting:aliasing_conflicts", answers({}), PROGRAMS),
-    Planted("what is before a norm needs no proof", "folding.canonical_form:_prove", NOTHING, FOLDING + PROGRAMS),
-    Planted("a value that others read takes up a norm", "folding.canonical_form:_only_user", NOTHING, FOLDING + PROGRAMS),
-    Planted("factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS),
-    Planted("no scale leaves its branch", "folding.propagation:_escapes", answers(False), FOLDING + PROGRAMS),
-    Planted("channels are always in dimension 1", "graph.channel_axes:_axis",
-            gives(lambda axis: type(axis)(axis.size, 1, True, True)),
-            ("tests/graph/test_channel_axes.py", *PROGRAMS)),
-)  # fmt: skip
+    Planted(
+        "a bias that takes up a norm is 1 % larger",
+        "layers.folded:_absorb",
+        gives(lambda b: 1.01 * b),
+        FOLDING,
+    ),
+    Planted(
+        "a weight's groups are mixed up",
+        "layers.folded:_by_group",
+        gives(lambda got: (got[0].flip(0), got[1])),
+        FOLDING,
+    ),
+    Planted(
+        "a scale and shift forgets the shift",
+        "layers.channelwise:ChannelAffine.as_affine",
+        gives(lambda st: (st[0], 0 * st[1])),
+        EXACT + FOLDING,
+    ),
+    Planted(
+        "a branch's scalar is read as 1",
+        "layers.scalars:Scale.as_affine",
+        gives(lambda st: (torch.ones_like(st[0]), st[1])),
+        EXACT,
+    ),
+    Planted(
+        "a dead filter has no direction",
+        "layers.weight_norm:_direction",
+        lambda f: lambda old, w, *rest: w,
+        PAPERS,
+    ),
+    Planted(
+        "a group's variance is the mean of its channels'",
+        "layers.per_sample:group_moments",
+        lambda f: lambda mean, var, groups: (f(mean, var, groups)[0], var.view(groups, -1).mean(1)),
+        ("tests/layers/test_known_norms.py",),
+    ),
+    Planted(
+        "a filter's sign is left out",
+        "layers.per_sample:per_filter",
+        gives(torch.abs),
+        ("tests/calibration/test_per_sample_rescaling.py",),
+    ),
+    Planted(
+        "a moved norm stays where it was",
+        "layers.per_sample:moved",
+        NOTHING,
+        (
+            "tests/calibration/test_per_sample_rescaling.py",
+            "tests/calibration/test_sequential_fit.py",
+        ),
+    ),
+    Planted(
+        "ghost batches are one batch",
+        "layers.site_norm:SiteNorm.ghost_sizes",
+        lambda f: lambda self, count: [count],
+        ("tests/layers/test_known_norms.py",),
+    ),
+    Planted(
+        "means are zero",
+        "calibration.least_squares:Moments.means",
+        gives(lambda means: (0 * means[0], 0 * means[1])),
+        REGRESSION,
+    ),
+    Planted(
+        "a fit has no bias",
+        "calibration.least_squares:_bias",
+        gives(lambda bias: 0 * bias),
+        REGRESSION,
+    ),
+    Planted(
+        "the ridge is always 1", "calibration.least_squares:_best_ridge", answers(1.0), REGRESSION
+    ),
+    Planted(
+        "a scale passes through anything",
+        "folding.propagation:propagates_scale",
+        answers(True),
+        FOLDING + PROGRAMS,
+    ),
+    Planted(
+        "any layer takes up a norm", "folding.propagation:check_linear", NOTHING, FOLDING + PROGRAMS
+    ),
+    Planted(
+        "convolutions of any stride and size join",
+        "folding.branches:_fits",
+        answers(True),
+        BRANCHES,
+    ),
+    Planted(
+        "branches that are read elsewhere join",
+        "folding.branches:_may_join",
+        answers(True),
+        BRANCHES + PROGRAMS,
+    ),
+    Planted(
+        "nothing is written in place", "folding.overwriting:overwrites", answers(False), PROGRAMS
+    ),
+    Planted(
+        "no two names share memory", "folding.overwriting:aliasing_conflicts", answers({}), PROGRAMS
+    ),
+    Planted(
+        "what is before a norm needs no proof",
+        "folding.canonical_form:_prove",
+        NOTHING,
+        FOLDING + PROGRAMS,
+    ),
+    Planted(
+        "a value that others read takes up a norm",
+        "folding.canonical_form:_only_user",
+        NOTHING,
+        FOLDING + PROGRAMS,
+    ),
+    Planted(
+        "factors of channels are not applied", "folding.channel_factors:scale", NOTHING, FACTORS
+    ),
+    Planted(
+        "no scale leaves its branch",
+        "folding.propagation:_escapes",
+        answers(False),
+        FOLDING + PROGRAMS,
+    ),
+    Planted(
+        "channels are always in dimension 1",
+        "graph.channel_axes:_axis",
+        gives(lambda axis: type(axis)(axis.size, 1, True, True)),
+        ("tests/graph/test_channel_axes.py", *PROGRAMS),
+    ),
+)
 PROOF = (
     Planted("every comparison passes", "surgery.comparison:_passes", answers(True), WRONG),
-    Planted("a source may answer otherwise each time", "surgery.comparison:_require_repeatable", NOTHING,
-            ("tests/surgery/test_no_network.py",)),
-    Planted("a source in half precision is taken as exact", "surgery.comparison:_rounding", answers(0.0), COMPARED + WRONG),
-    Planted("any source strays without end", "surgery.comparison:_allowance", answers(float("inf")), WRONG + COMPARED),
+    Planted(
+        "a source may answer otherwise each time",
+        "surgery.comparison:_require_repeatable",
+        NOTHING,
+        ("tests/surgery/test_no_network.py",),
+    ),
+    Planted(
+        "a source in half precision is taken as exact",
+        "surgery.comparison:_rounding",
+        answers(0.0),
+        COMPARED + WRONG,
+    ),
+    Planted(
+        "any source strays without end",
+        "surgery.comparison:_allowance",
+        answers(float("inf")),
+        WRONG + COMPARED,
+    ),
     Planted("nothing is compared in float64", "surgery.comparison:compare_double", NOTHING, WRONG),
-    Planted("the output that differs least decides", "surgery.comparison:worst",
-            lambda f: lambda precision, x, a, b, **how: f(precision, x, a, a if a.keys() == b.keys() else b, **how), WRONG),
+    Planted(
+        "the output that differs least decides",
+        "surgery.comparison:worst",
+        lambda f: (
+            lambda precision, x, a, b, **how: f(
+                precision, x, a, a if a.keys() == b.keys() else b, **how
+            )
+        ),
+        WRONG,
+    ),
     Planted("a proof always says something", "surgery.comparison:_vacuous", answers([]), COMPARED),
-    Planted("answers always agree", "surgery.comparison:least_agreement", answers((1.0, "")), WRONG),
-    Planted("a result that failed is handed out", "surgery.comparison:require_passed", NOTHING, WRONG),
-    Planted("float64 is float32", "surgery.running:outputs_double",
-            gives(lambda outputs: {name: value.float().double() for name, value in outputs.items()}), WRONG),
+    Planted(
+        "answers always agree", "surgery.comparison:least_agreement", answers((1.0, "")), WRONG
+    ),
+    Planted(
+        "a result that failed is handed out", "surgery.comparison:require_passed", NOTHING, WRONG
+    ),
+    Planted(
+        "float64 is float32",
+        "surgery.running:outputs_double",
+        gives(lambda outputs: {name: value.float().double() for name, value in outputs.items()}),
+        WRONG,
+    ),
     Planted("any two networks agree", "images.accuracy:agreement", answers(1.0), WRONG),
-    Planted("files agree with their source", "exporting.checks:_AnswerSums.agreement", answers(1.0), WRONG),
-    Planted("files are no distance from their source", "exporting.checks:Distance.relative", answers(0.0), WRONG),
-    Planted("files may be off by anything", "exporting.checks:_allowed", answers(float("inf")), WRONG),
-)  # fmt: skip
+    Planted(
+        "files agree with their source",
+        "exporting.checks:_AnswerSums.agreement",
+        answers(1.0),
+        WRONG,
+    ),
+    Planted(
+        "files are no distance from their source",
+        "exporting.checks:Distance.relative",
+        answers(0.0),
+        WRONG,
+    ),
+    Planted(
+        "files may be off by anything", "exporting.checks:_allowed", answers(float("inf")), WRONG
+    ),
+)
 STORAGE = (
     Planted("a folder is not exchanged", "storage.atomic_write:_exchange", NOTHING, WRITTEN),
-    Planted("anything may be written over", "storage.atomic_write:check_writable", NOTHING, WRITTEN + STORED),
-    Planted("weights that were changed are taken", "storage.checkpoint:_check_the_same", NOTHING, STORED),
-    Planted("weights of another dtype are as the record says", "storage.checkpoint:_dtype", answers(torch.float64), STORED),
-    Planted("a hash is of names alone", "models.weight_files:_own_hash", answers(b""), STORED + WEIGHTS),
-    Planted("weights that are not finite are taken", "models.weight_files:check_finite", NOTHING, WEIGHTS + STORED),
+    Planted(
+        "anything may be written over",
+        "storage.atomic_write:check_writable",
+        NOTHING,
+        WRITTEN + STORED,
+    ),
+    Planted(
+        "weights that were changed are taken", "storage.checkpoint:_check_the_same", NOTHING, STORED
+    ),
+    Planted(
+        "weights of another dtype are as the record says",
+        "storage.checkpoint:_dtype",
+        answers(torch.float64),
+        STORED,
+    ),
+    Planted(
+        "a hash is of names alone", "models.weight_files:_own_hash", answers(b""), STORED + WEIGHTS
+    ),
+    Planted(
+        "weights that are not finite are taken",
+        "models.weight_files:check_finite",
+        NOTHING,
+        WEIGHTS + STORED,
+    ),
     Planted("any weights fit", "models.weight_files:_fits", answers(True), WEIGHTS),
-    Planted("a head of another size is not remade", "models.weight_files:_rehead", lambda f: lambda old, *rest: old, (*WEIGHTS, "tests/models/test_zoo.py")),
-)  # fmt: skip
+    Planted(
+        "a head of another size is not remade",
+        "models.weight_files:_rehead",
+        lambda f: lambda old, *rest: old,
+        (*WEIGHTS, "tests/models/test_zoo.py"),
+    ),
+)
 ERRORS = (*ALGEBRA, *PROOF, *STORAGE)
 
 
 def function_of(where: str) -> tuple[Any, str, Any]:
-    """What holds a function, its name there, and what stands there: a function, or what wraps it in a class."""
+    """What holds a function, its name there, and what stands there: a function, or what wraps it in
+    a class.
+    """
     module_name, _, path = where.partition(":")
     holder: Any = importlib.import_module(f"normswap.{module_name}")
     *outer, name = path.split(".")
@@ -152,12 +335,18 @@ def function_of(where: str) -> tuple[Any, str, Any]:
 
 
 def plant(error: Planted) -> None:
-    """Put the wrong function in the place of the right one, also where a module of the package imported it by name."""
+    """Put the wrong function in the place of the right one, also where a module of the package
+    imported it by name.
+    """
     holder, name, right = function_of(error.where)
     if isinstance(right, classmethod | staticmethod):
         setattr(holder, name, type(right)(error.how(right.__func__)))
     elif isinstance(right, property | functools.cached_property):
-        setattr(holder, name, property(error.how(right.fget if isinstance(right, property) else right.func)))
+        setattr(
+            holder,
+            name,
+            property(error.how(right.fget if isinstance(right, property) else right.func)),
+        )
     else:
         wrong = functools.wraps(right)(error.how(right))
         setattr(holder, name, wrong)
@@ -179,17 +368,25 @@ def first_to_fail(tests: tuple[str, ...], name: str = "") -> str:
     environment = {**os.environ, NAME: name, "PYTHONPATH": paths, "COLUMNS": "300"}
     words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "planted"]
     command = [sys.executable, "-m", "pytest", *words, *tests]
-    run = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
     if run.returncode == 0:
         return ""
-    failed = [line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split(" ")[1]
+        for line in run.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     if not failed:
         raise SystemExit(f"{name}: {run.stdout[-500:]}{run.stderr[-500:]}")
     return failed[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="errors whose name has this in it")
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     args = parser.parse_args()
@@ -197,7 +394,8 @@ def main() -> None:
     every = tuple(sorted({test for error in chosen for test in error.tests}))
     if failed := first_to_fail(every):
         raise SystemExit(f"{failed} fails without any error")
-    rows, survived = [], 0
+    rows = []
+    survived = 0
     for error in chosen:
         failed = first_to_fail(error.tests, error.name)
         survived += not failed

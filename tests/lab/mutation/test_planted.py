@@ -1,4 +1,6 @@
-"""The planted errors are errors of functions that there are, and the tests that must notice them do (long)."""
+"""The planted errors are errors of functions that there are, and the tests that must notice them do
+(long).
+"""
 
 import pytest
 from lab.mutation.planted import ERRORS, ROOT, Planted, first_to_fail, function_of
@@ -12,7 +14,9 @@ def test_each_can_be_planted() -> None:
             function_of(error.where)
         except (ImportError, AttributeError) as why:
             missing.append(f"{error.name}: {why}")
-        missing += [f"{error.name}: no {test}" for test in error.tests if not (ROOT / test).is_file()]
+        missing += [
+            f"{error.name}: no {test}" for test in error.tests if not (ROOT / test).is_file()
+        ]
     assert missing == []
     assert len({error.name for error in ERRORS}) == len(ERRORS)
 

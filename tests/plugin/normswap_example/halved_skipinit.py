@@ -21,5 +21,7 @@ def plan(anatomy: Anatomy, *, share: float = 0.5) -> PlanBuilder:
 
 normswap.register_scheme(
     "halved-skipinit",
-    normswap.Scheme(plan, paper="an example", exact=lambda options: options["share"] == 1, on_branches=True),
+    normswap.Scheme(
+        plan, paper="an example", exact=lambda options: options["share"] == 1, on_branches=True
+    ),
 )

@@ -10,7 +10,9 @@ import normswap
 
 def read(norm: TemperedNorm) -> tuple[Tensor, Tensor]:
     """s and t of y = s x + t."""
-    scale = norm.temperature * norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
+    scale = (
+        norm.temperature * norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
+    )
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
 
