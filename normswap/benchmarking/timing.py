@@ -55,7 +55,7 @@ def run(
     device: torch.device,
     threads: int,
     seconds: float,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Body]:
     """Check the contenders of a network against the first that runs, and time those that are right
     in turns.
@@ -79,7 +79,7 @@ def run(
         return time.perf_counter()
 
     for number in range(ROUNDS):
-        say(f"timing, round {number + 1} of {ROUNDS}")
+        progress(f"timing, round {number + 1} of {ROUNDS}")
         # Nobody always runs after the same one.
         for contender, prepared, passes in random.Random(number).sample(timed, len(timed)):
             names = {"run": contender.run, "images": prepared}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typer import Argument, Option
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.errors import OptionError, WeightsNote, flag
 from normswap.models import kinds
 from normswap.models.stated_images import Preprocessing
@@ -290,7 +290,7 @@ def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: A
     # Downloads show a bar of their own.
     local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
     with (
-        progress.working(f"opening {name}") if local else nullcontext(),
+        working(f"opening {name}") if local else nullcontext(),
         warnings.catch_warnings(record=True) as caught,
     ):
         # Of all warnings, these alone are the user's: libraries' are in their own terms

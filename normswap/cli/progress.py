@@ -54,7 +54,7 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def training(
+def training_bar(
     *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
     """A bar over all updates of a training run, and a way to say something beside it; a line per
@@ -70,7 +70,7 @@ def training(
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task("starting", total=None)
 
-        def show(moment: TrainingProgress) -> None:
+        def progress(moment: TrainingProgress) -> None:
             words = (
                 f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr"
                 f" {moment.lr:.3g}"
@@ -87,4 +87,4 @@ def training(
             if not quiet:
                 console.print(what, soft_wrap=not console.is_terminal)
 
-        yield show, say
+        yield progress, say

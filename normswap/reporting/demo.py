@@ -23,15 +23,15 @@ SCHEMES = ("folded", "skipinit")
 _FEW = 4
 
 
-def run(say: Callable[[str], None] = lambda what: None) -> Body:
-    """Inspect, convert, save, load, verify, evaluate; `say` is called with what is going on.
+def run(progress: Callable[[str], None] = lambda what: None) -> Body:
+    """Inspect, convert, save, load, verify, evaluate; `progress` is called with what is going on.
 
     `anatomy` is the source's summary without its long lists; a row has the norms that are left, the
     trainable values, top-1 in percent, the fraction of images with the source's answer, and |logits
     - the source's| / |the source's|.
     """
     start = time.perf_counter()
-    say("opening and inspecting the network")
+    progress("opening and inspecting the network")
     source = checkpoint.open_model(NAME)
     anatomy = summary.of_network(Network(source), "demo")
     anatomy["skips"] = dict(Counter(block["skip"] for block in anatomy.pop("blocks")))
@@ -39,17 +39,17 @@ def run(say: Callable[[str], None] = lambda what: None) -> Body:
     networks = {"source": source}
     with tempfile.TemporaryDirectory(prefix="normswap-demo-") as folder:
         for scheme in SCHEMES:
-            say(f"converting to {scheme}, saving, loading again")
+            progress(f"converting to {scheme}, saving, loading again")
             networks[scheme] = checkpoint.load(
                 checkpoint.save(convert(source, scheme), Path(folder) / scheme)
             )
-    say("reading the images")
+    progress("reading the images")
     batches = list(make_loader(source, str(IMAGES), workers=0))
     first, truth = classify(source, batches)
     rows = []
     passed = True
     for name, model in networks.items():
-        say(f"verifying and evaluating {name}")
+        progress(f"verifying and evaluating {name}")
         evaluation, answers = classify(model, batches)
         report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
         same = agreement(truth, answers)

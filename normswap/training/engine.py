@@ -58,7 +58,7 @@ class TrainingProgress:
     top1: float | None
 
 
-Show = Callable[[TrainingProgress], None]
+Progress = Callable[[TrainingProgress], None]
 Say = Callable[[str], None]
 
 
@@ -95,7 +95,7 @@ def finetune(
     resume: str | None = None,
     device: str = "auto",
     track: str = "auto",
-    progress: Show | None = None,
+    progress: Progress | None = None,
     say: Say | None = None,
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says; in one process, or in each of those
@@ -126,7 +126,7 @@ def finetune(
     engine = assembly.accelerator(recipe, device, Path(out), track)
     notes: list[str] = []
 
-    def log(text: str) -> None:
+    def say_and_keep(text: str) -> None:
         notes.append(text)
         if say is not None and engine.is_main_process:
             say(text)
@@ -141,16 +141,20 @@ def finetune(
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
-        subject = converted(subject, recipe, log)
+        subject = converted(subject, recipe, say_and_keep)
         task = Task(subject, images, recipe, engine)
         for note in (
             assumption(subject.module),
             *image_notes(recipe.data, images, task.validation),
         ):
             if note:
-                log(note)
+                say_and_keep(note)
         run = TrainingRun(
-            task, folder, subject.blank(), progress if engine.is_main_process else None, log
+            task,
+            folder,
+            subject.blank(),
+            progress if engine.is_main_process else None,
+            say_and_keep,
         )
         run.open(resume=resume is not None)
         with stop_on_request() as stop:
@@ -170,13 +174,13 @@ class TrainingRun:
     """The loop and its files; `blank` is the network as training begins, for its structure."""
 
     def __init__(
-        self, task: Task, folder: Folder, blank: nn.Module, progress: Show | None, log: Say
+        self, task: Task, folder: Folder, blank: nn.Module, progress: Progress | None, say: Say
     ) -> None:
         self.task = task
         self.folder = folder
         self.blank = blank
         self.progress = progress
-        self.log = log
+        self.say = say
         self.engine = task.engine
         self.recipe = task.recipe
         self.at = TrainingState()
@@ -193,7 +197,7 @@ class TrainingRun:
         if continues:
             self.at, parts = from_first(self.engine, self.folder.read_state)
             self.task.restore(parts)
-            self.log(f"continuing at update {self.at.update} of {self.task.updates}")
+            self.say(f"continuing at update {self.at.update} of {self.task.updates}")
         elif self.engine.is_main_process:
             self.folder.begin(self.recipe)
         keys = recipe_files.flat(self.recipe).items()

@@ -161,7 +161,7 @@ Objective = Callable[[Recipe, Path], float | None]
 stop before.
 """
 Point = tuple[float, int]
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 # Seconds between a worker's signs of life, and without one until it counts as dead.
 BEAT = 15
@@ -279,10 +279,10 @@ class Sweep:
             )
         return storage
 
-    def work(self, objective: Objective, *, say: Say = lambda text: None) -> bool:
+    def work(self, objective: Objective, *, progress: Progress = lambda text: None) -> bool:
         """Run waiting points until there are none; returns whether all of them are done.
 
-        Raises NormswapError: every run would fail. `say` is called with each run's name.
+        Raises NormswapError: every run would fail. `progress` is called with each run's name.
         """
         waited = 0
         while True:
@@ -293,7 +293,7 @@ class Sweep:
             states = [trial.state.name for trial in self._valid()]
             if "WAITING" in states:
                 try:
-                    self._run_next(objective, say)
+                    self._run_next(objective, progress)
                 except _StoppedError:
                     return False
                 waited = 0
@@ -306,7 +306,7 @@ class Sweep:
                 waited += 1
                 self.optuna.storages.fail_stale_trials(self.study)
 
-    def _run_next(self, objective: Objective, say: Say) -> None:
+    def _run_next(self, objective: Objective, progress: Progress) -> None:
         """Run one trial of the queue, which Optuna gives to no other worker."""
 
         def run(trial: optuna.Trial) -> float:
@@ -320,17 +320,17 @@ class Sweep:
             if point is None or point in earlier:
                 raise self.optuna.TrialPruned
             trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)
-            return self._train(trial, *point, objective, say)
+            return self._train(trial, *point, objective, progress)
 
         self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
 
     def _train(
-        self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, say: Say
+        self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
-        say(
+        progress(
             f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})"
         )
         optim = self.recipe.optim.model_copy(update={"lr": lr})

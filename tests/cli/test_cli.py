@@ -473,7 +473,7 @@ def test_module_runs_as_the_command(here: Path) -> None:
 
 
 def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.training() as (show, _):
+    with progress.training_bar() as (show, _):
         for update in range(1, 9):
             show(TrainingProgress(update, 8, update / 4, 2.0, 10.0, 0.1, 1.0, None))
     said = capsys.readouterr().err.splitlines()

@@ -154,7 +154,7 @@ def test_every_point_is_run_once(tmp_path: Path) -> None:
         return score(recipe, folder)
 
     said: list[str] = []
-    assert sweep(tmp_path / "s").work(train, say=said.append)
+    assert sweep(tmp_path / "s").work(train, progress=said.append)
     assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID]
     assert said == [f"lr {lr:g}, seed {seed} ({i} of 6)" for i, (lr, seed, _) in enumerate(seen, 1)]
     again = sweep(tmp_path / "s")

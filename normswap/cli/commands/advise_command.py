@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli.progress import bar, working
 from normswap.cli.options import Device, ImageOpening, Json, Model, remark
 from normswap.cli.tables import facts, listing, show, table
 from normswap.errors import OptionError
@@ -86,7 +86,7 @@ def run(
 
     network = Network(net)
     words = opening.words(model)
-    with progress.working("looking"):
+    with working("looking"):
         how = {"private": private, "deploy": deploy}
         possible, refused = advise(
             network, shlex.join(words), batch_size, **how, data=trying.data or "DATA"
@@ -97,8 +97,10 @@ def run(
         from normswap.training import trials
 
         minutes = 3.0 if trying.minutes is None else trying.minutes
-        with progress.bar(f"trying {len(possible)} targets (seconds)") as advance:
-            tried = trials.Trials(network, trying.data, batch_size, minutes, trying.device, advance)
+        with bar(f"trying {len(possible)} targets (seconds)") as progress:
+            tried = trials.Trials(
+                network, trying.data, batch_size, minutes, trying.device, progress
+            )
             ended = tried.run(possible)
         remark([*tried.held_out.notes, *[_NO_NOISE] * private])
         possible = [trial.advice for trial in ended]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import facts, listing, show, size, table
 from normswap.errors import NormswapError, OptionError
@@ -58,7 +58,7 @@ def run(
             "it is a list of whole numbers from 1 up",
             "For instance 1,8",
         )
-    with progress.working(f"opening {model}") as say:
+    with working(f"opening {model}") as progress:
         import torch
 
         from normswap.benchmarking import timing
@@ -73,7 +73,7 @@ def run(
         rows = []
         for batch in map(int, batches):
             images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
-            rows += timing.run(contenders, images, **settings, say=say)
+            rows += timing.run(contenders, images, **settings, progress=progress)
     settings |= {"device": device, "size": image_size}
     following = ["export", *opening.words(model), "-o", "FILE.onnx"]
     if Path(model).suffix.lower() in kinds.EXPORTED:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from typer import Option
 
 from normswap import schemes
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import bar, working
 from normswap.cli.options import (
     Device,
     Force,
@@ -89,7 +90,7 @@ class Fitting:
     seed: Annotated[int, Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
 
-    def record(self, model: nn.Module, advance: Callable[[int, int], None] | None) -> Network:
+    def record(self, model: nn.Module, progress: Callable[[int, int], None] | None) -> Network:
         """The record of a network with these images to fit values to."""
         from normswap.surgery.network import Network
 
@@ -101,7 +102,7 @@ class Fitting:
         if self.calibrate not in (None, "synthetic"):
             data = Images(data=self.calibrate, split="train", samples=self.samples or 1000)
             images = data.loader(model, seed=self.seed, labelled=False)
-        return Network(model, seed=self.seed, calibrate=images, progress=advance)
+        return Network(model, seed=self.seed, calibrate=images, progress=progress)
 
 
 def _scheme_options() -> type[Any]:
@@ -156,9 +157,9 @@ def run(
     from normswap.surgery.network import Network
 
     converted: Conversion | None = None
-    with progress.bar(f"converting to {scheme}, verifying") as advance:
+    with bar(f"converting to {scheme}, verifying") as progress:
         if plan:
-            converted, bodies = _carry_out(fit.record(net, advance), plan, str(request.from_plan))
+            converted, bodies = _carry_out(fit.record(net, progress), plan, str(request.from_plan))
             steps = plan.steps
         elif request.dry_run:
             measured = fit.calibrate is not None
@@ -166,11 +167,11 @@ def run(
             bodies = [summary.of_step(step, builder) for step, builder in planned]
             steps = tuple(step for step, _ in planned)
         else:
-            converted = conversion.convert(fit.record(net, advance), scheme, **asked)
+            converted = conversion.convert(fit.record(net, progress), scheme, **asked)
             bodies = summary.of_conversion(converted, scheme)
             steps = converted.plan.steps[-converted.steps :]
     if converted is not None and not request.dry_run:
-        with progress.working(f"writing {place}"):
+        with working(f"writing {place}"):
             checkpoint.save(converted, place, force=request.force)
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
@@ -225,10 +226,10 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     bodies: list[Body] = []
     converted: Conversion | None = None
     images = network.images
-    advance = network.progress
+    progress = network.progress
     for step in plan.steps:
         try:
-            converted = carry_out(network.fitted_to(images, advance), step)
+            converted = carry_out(network.fitted_to(images, progress), step)
         except RuntimeError as error:
             raise PlanError(
                 f"{origin} gives a network that does not run", first_line(error)

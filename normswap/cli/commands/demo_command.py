@@ -1,6 +1,6 @@
 """`normswap demo`: the whole way, offline, on a network that ships with the package."""
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import Json
 from normswap.cli.tables import network, show, small, table
 from normswap.plan import Body
@@ -15,10 +15,10 @@ def run(json: Json = False) -> int:
 
     Offline, in seconds. The exit code is 1 if any figure disagrees.
     """
-    with progress.working("starting") as say:
+    with working("starting") as progress:
         from normswap.reporting import demo
 
-        result = demo.run(say)
+        result = demo.run(progress)
     show(result, json, _print, "advise", "MODEL")
     return int(not result["passed"])
 

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import replace
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
@@ -31,7 +31,7 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
     loader = None
     if images.data is not None:
         loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
-    with progress.working("looking"):
+    with working("looking"):
         diagnosis = diagnose(
             net, images=loader, name=shlex.join(opening.words(model)), data=images.data or "IMAGES"
         )

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from typer import Option
 
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import bar
 from normswap.cli.options import (
     Compared,
     ImageOpening,
@@ -55,8 +56,8 @@ def run(
     from normswap.images.accuracy import agreement, classify
 
     against: Body | None = None
-    with progress.bar(f"evaluating {model}") as advance:
-        result, answers = classify(net, images.loader(net), progress=advance)
+    with bar(f"evaluating {model}") as progress:
+        result, answers = classify(net, images.loader(net), progress=progress)
         if compared.against is not None:
             source = open_model(
                 compared.against,
@@ -64,7 +65,7 @@ def run(
                 runs=True,
                 trust_factory=opening.trust_factory,
             )
-            before, others = classify(source, images.loader(source), progress=advance)
+            before, others = classify(source, images.loader(source), progress=progress)
             against = {
                 "source": compared.against,
                 "top1": before.top1,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from typer import Option
 
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import working
 from normswap.cli.options import ImageOpening, Images, Json, Model
 from normswap.cli.tables import facts, show, size
 from normswap.errors import OptionError
@@ -152,7 +153,7 @@ def run(
         needless = "--calibrate is for --precision int8"
         raise OptionError(missing if quantized else needless)
     net = opening.open(model, device=images.device)
-    with progress.working("exporting") as log:
+    with working("exporting") as progress:
         from normswap.exporting import exporter
 
         calibrate = None
@@ -162,7 +163,7 @@ def run(
         elif images.data is not None:
             loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
         exported = exporter.export(
-            net, written.output, images=loader, calibrate=calibrate, log=log, **vars(settings)
+            net, written.output, images=loader, calibrate=calibrate, log=progress, **vars(settings)
         )
     figures = exported.figures
     following = list[object]()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli import progress
+from normswap.cli.progress import training_bar
 from normswap.cli.options import (
     Device,
     ImageOpening,
@@ -99,10 +99,8 @@ def run(
     place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     try:
         source = opening.open(model) if model else None
-        with progress.training(quiet=not first) as (show_progress, say):
-            result = finetune(
-                source, plan, place, **vars(training), progress=show_progress, say=say
-            )
+        with training_bar(quiet=not first) as (progress, say):
+            result = finetune(source, plan, place, **vars(training), progress=progress, say=say)
     except KeyboardInterrupt:
         if first and (place / "state" / "run.pt").is_file():
             print(

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import working
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
 from normswap.cli.tables import network, show, span, table
 from normswap.plan import Body
@@ -24,7 +25,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
     For every norm, what folding would do with it, or why it cannot be folded.
     """
-    with progress.working("inspecting"):
+    with working("inspecting"):
         file = exported_file(model)
         described = None if file is None else file.described()
     if described is not None:
@@ -34,7 +35,7 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
     from normswap.analysis import summary
     from normswap.surgery.network import Network
 
-    with progress.working("inspecting"):
+    with working("inspecting"):
         body = summary.of_network(Network(net), model)
     show(body, json, _print, "advise", *opening.words(model))
     return 0

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import Json, Trust
 from normswap.cli.tables import facts, show
 from normswap.plan import Body
@@ -38,7 +38,7 @@ def run(
     `hf-hub:OWNER/NAME` is a MODEL then; where the result is a network that timm builds by itself,
     `timm.create_model` loads it without normswap.
     """
-    with progress.working(f"pushing {directory} to {repo}"):
+    with working(f"pushing {directory} to {repo}"):
         from normswap.storage.publishing import push
         from normswap.training.run_folder import check_no_run
 

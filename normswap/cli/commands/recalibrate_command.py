@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import bar
 from normswap.cli.options import (
     Force,
     ImageOpening,
@@ -100,14 +101,14 @@ def run(
         opening.state(open_model(name, device=images.device)) for name in before.against or ()
     ]
     loader = images.loader(net, seed=seed, labelled=False)
-    with progress.bar("estimating statistics") as advance:
+    with bar("estimating statistics") as progress:
         read: dict[str, Any] = {
             "data": images.data,
             "samples": images.samples,
             "batch_size": images.batch_size,
         }
         recalibrated = recalibrate(
-            net, loader, against=sources, means_only=before.means_only, progress=advance, **read
+            net, loader, against=sources, means_only=before.means_only, progress=progress, **read
         )
     checkpoint.save(recalibrated, place, force=force)
     notes = list(recalibrated.notes)

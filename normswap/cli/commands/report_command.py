@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import Force, Images, Json, Trust, output_option
 from normswap.cli.tables import show
 from normswap.errors import OutputError, require_packages
@@ -47,7 +47,7 @@ def run(
         raise OutputError(
             f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html"
         )
-    with progress.working("opening and measuring"):
+    with working("opening and measuring"):
         from normswap.reporting import page, report
         from normswap.training.run_folder import check_no_run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from normswap.analysis import plots
-from normswap.cli import progress
+from normswap.cli.progress import working
 from normswap.cli.options import Force, Images, Json, Opening, last_part, output_option
 from normswap.cli.tables import show, table
 from normswap.plan import Body
@@ -96,7 +96,7 @@ def run(
         if name in curves:
             name = f"{name} ({len(curves) + 1})"
         calls, inputs[name] = images.calls(model, seed)
-        with progress.working(f"measuring {name}"):
+        with working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
             curves[name] = signal_propagation(network, calls, batch_statistics=is_random)
     body = {

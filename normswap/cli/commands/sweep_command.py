@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli import progress
+from normswap.cli.progress import training_bar
 from normswap.cli.options import Device, ImageOpening, Json, output_option
 from normswap.cli.tables import next_step, show, table
 from normswap.errors import OptionError
@@ -96,8 +96,8 @@ def run(
     training_images.require_validation(plan.data)
     points = [(rate, seed) for rate in rates for seed in range(seeds)]
     sweep = sweeps.Sweep(plan, {"model": shlex.join(opening.words(name))}, points, place, storage)
-    with progress.training() as (show_progress, say):
-        finished = sweep.work(trainer(model, opening, device, show_progress), say=say)
+    with training_bar() as (progress, say):
+        finished = sweep.work(trainer(model, opening, device, progress), progress=say)
     trials = sweep.trials()
     lines = sweeps.lines(trials, seeds, counted)
     rows = [asdict(trial) for trial in trials]
@@ -120,7 +120,7 @@ def trainer(
     model: str | None,
     opening: ImageOpening,
     device: str,
-    show_progress: Callable[[TrainingProgress], None],
+    progress: Callable[[TrainingProgress], None],
 ) -> Objective:
     """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to
     stop.
@@ -137,7 +137,7 @@ def trainer(
             resume="auto",
             device=device,
             track="none",
-            progress=show_progress,
+            progress=progress,
         )
         return result.rows[-1]["top1"] if result.finished else None
 

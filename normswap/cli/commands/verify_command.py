@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli import progress, tables
+from normswap.cli import tables
+from normswap.cli.progress import bar, working
 from normswap.cli.options import (
     Compared,
     ImageOpening,
@@ -66,7 +67,7 @@ def run(
         raise OptionError(
             f"{' and '.join(asked)} without --against", "it says how that MODEL is opened"
         )
-    with progress.working(f"loading {directory}"):
+    with working(f"loading {directory}"):
         file = exported_file(str(directory))
     if file is None:
         body = _of_directory(directory, against, images, opening, compiled=compiled)
@@ -92,7 +93,7 @@ def run(
 def _of_directory(
     directory: Path, against: str | None, images: Images, opening: ImageOpening, *, compiled: bool
 ) -> Body:
-    with progress.working(f"loading {directory}"):
+    with working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
         from normswap.storage import checkpoint
@@ -118,7 +119,7 @@ def _of_directory(
             raise SourceError(
                 f"the source cannot be opened: {error.what}", error.why, remedy
             ) from None
-    with progress.working("comparing"):
+    with working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
         apart = reverification.first_apart(network, result, report)
@@ -126,8 +127,8 @@ def _of_directory(
         loader = images.loader(
             opening.state(result), labelled=False if network.anatomy.features else None
         )
-        with progress.bar("comparing on images") as advance:
-            data = reverification.on_images(network, result, loader, advance)
+        with bar("comparing on images") as progress:
+            data = reverification.on_images(network, result, loader, progress)
     body: Body = {
         "directory": directory,
         "against": name,
@@ -144,7 +145,7 @@ def _of_directory(
             if images.data is None
             else network.form.read(next(iter(loader)))[0].like(result)
         )
-        with progress.working("compiling"):
+        with working("compiling"):
             deviations = compiling.compare(network, example)
             apart = apart or compiling.first_apart(network, example, deviations)
         body["compiled"] = [asdict(deviation) for deviation in deviations]
@@ -164,7 +165,7 @@ def _of_file(
     source = opening.open(against, device=images.device)
     file.request(source)
     loader = None if images.data is None else images.loader(source, labelled=None)
-    with progress.working("comparing"):
+    with working("comparing"):
         figures = exported_file.verify(file, source, loader)
     body = {
         "directory": file.file,
