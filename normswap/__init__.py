@@ -1,9 +1,8 @@
-"""normswap: move a pretrained vision network to another normalization scheme, keeping the function
-it learned.
+"""normswap moves a pretrained vision network to another normalization scheme.
 
-The public names, imported when first used, so that `import normswap` and `normswap --help` stay
-fast. No file of the package has the name of a public function: importing it would put the module in
-the function's place.
+The network keeps the function that it learned. Here are the public names. Each is imported when it
+is first used, so that `import normswap` and `normswap --help` stay fast. No file of the package has
+the name of a public function: importing the file would put the module in the function's place.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     open = open_model
 
-# By the file that has them.
+# Public names by the file that defines them.
 _NAMES = {
     "analysis.block_signals": "signal_propagation",
     "analysis.weight_decay": "param_groups",
@@ -58,8 +57,9 @@ _NAMES = {
     "schemes": "Scheme register_scheme",
     "storage.checkpoint": "load open save",
     "storage.publishing": "push",
+    "surgery.carrying_out": "Conversion",
     "surgery.comparison": "verify",
-    "surgery.conversion": "Conversion convert",
+    "surgery.conversion": "convert",
     "surgery.network": "Network",
     "surgery.recalibration": "recalibrate",
     "surgery.report": "Report",
@@ -69,7 +69,7 @@ _NAMES = {
     "training.recipe_files": "load_recipe",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-# In its file `open` would hide Python's.
+# A public name that its file spells otherwise: there `open` would hide Python's.
 _OTHER_NAMES = {"open": "open_model"}
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -77,9 +77,9 @@ __all__ = sorted([*_HOMES, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
-    return getattr(
-        importlib.import_module(f"normswap.{_HOMES[name]}"), _OTHER_NAMES.get(name, name)
-    )
+
+    home = importlib.import_module(f"normswap.{_HOMES[name]}")
+    return getattr(home, _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
-"""Copies of a network: one to run, with the same parameters, and one of everything.
+"""Copies of a network: `twin` is one to run, on the same parameters; `duplicate` copies everything.
 
-Forward may write to attributes and buffers (caches, counters); what is run must not be the user's
-network. Whatever cannot be copied (a lock, a Python module, a tensor with a history) is shared.
+A forward pass may write to attributes and buffers (caches, counters), and the user's network must
+stay as it is, so a twin is run in its place. What cannot be copied (a lock, a Python module, a
+tensor with a history) is shared between network and copy.
 """
 
 import copy
@@ -15,41 +16,46 @@ import torch
 from torch import Tensor, nn
 
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes)
+# Values of these classes never change, so a copy may share them.
 _ATOMS = {*_NUMBERS, type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device}
-# The copy of each object, by the object's identity.
+# The copy of each object, by the object's identity, as `copy.deepcopy` keeps it.
 Memo: TypeAlias = dict[int, Any]
 Module = TypeVar("Module", bound=nn.Module)
+# Returns the copy of a parameter or buffer.
+CopyTensor: TypeAlias = Callable[[Tensor, Memo], Tensor]
 
 
 def dotted(path: str, name: str) -> str:
-    """The path of what is called `name` in the module at `path`; the network's own path is empty."""
+    """Return the path of the child `name` of the module at `path`; the network's path is empty."""
     return f"{path}.{name}".removeprefix(".")
 
 
 def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
-    """A parameter's values in float64; `default` where the layer has none."""
+    """Return a parameter's values in float64, or `default` if the layer has no such parameter."""
     if tensor is None:
         return default
     return tensor.detach().double()
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by every path, as `named_modules` says it, whatever a class may have put in that
-    method's place.
+    """Return every module by every path, in the order of `named_modules`.
+
+    A class may have put a method of its own in the place of `named_modules`, so it is not called.
     """
     modules: dict[str, nn.Module] = {}
     ahead: list[tuple[str, nn.Module]] = [("", model)]
     while ahead:
         path, module = ahead.pop()
         modules[path] = module
+
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         ahead += [(dotted(path, name), child) for name, child in reversed(children)]
     return modules
 
 
 def twin(model: Module) -> Module:
-    """A copy in eval mode, for one run."""
-    copied = _copy(model, {}, _shared, whole=False)
+    """Return a copy in eval mode for one run; it has the parameters of `model` themselves."""
+    copied = _copy(model, {}, _share_parameter, whole=False)
     for module in tree(copied).values():
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__["training"] = False
@@ -57,20 +63,26 @@ def twin(model: Module) -> Module:
 
 
 def duplicate(model: Module, memo: Memo) -> Module:
-    """`copy.deepcopy`, several times as fast; what cannot be copied is shared.
+    """Return what `copy.deepcopy` returns, several times as fast; what cannot be copied is shared.
 
-    `memo` gives, by identity, what takes the place of what is not to be copied; what was copied is
-    added.
+    Args:
+        model: The network to copy.
+        memo: The copy of each object, by the object's identity. An object that is in it already is
+            not copied again. Every copy that is made is added.
     """
-    return _copy(model, memo, _cloned, whole=True)
+    return _copy(model, memo, _clone_tensor, whole=True)
 
 
 def to_double(model: Module, memo: Memo | None = None) -> Module:
-    """A float64 copy of `model`, cast while copying; like `copy.deepcopy`, what `memo` holds is not
-    copied again.
+    """Return a copy of `model` in float64, cast while it is copied.
+
+    Args:
+        model: The network to copy.
+        memo: As for `duplicate`; None stands for an empty one.
     """
     if memo is None:
         memo = {}
+
     for module in tree(model).values():
         if id(module) in memo:
             continue
@@ -80,57 +92,67 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
                 if isinstance(tensor, nn.Parameter):
                     double = nn.Parameter(double, tensor.requires_grad)
                 memo[id(tensor)] = double
+
     return duplicate(model, memo)
 
 
-def _copy(
-    model: Module, memo: Memo, own: Callable[[Tensor, Memo], Tensor], *, whole: bool
-) -> Module:
-    """A copy of the network, but of what `memo` holds; `own` copies parameters and buffers.
+def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) -> Module:
+    """Return a copy of the network.
 
-    With `whole`, other tensors are copied, too, and a module whose class says how it is copied, in
-    that way.
+    Args:
+        model: The network to copy.
+        memo: As for `duplicate`.
+        copy_tensor: Returns the copy of a parameter or buffer.
+        whole: Whether tensors that are neither parameters nor buffers are copied too, and whether
+            a module whose class defines how it is copied is copied in that way.
     """
-    fresh: list[tuple[nn.Module, nn.Module]] = []
+    shells: list[tuple[nn.Module, nn.Module]] = []
     ahead: list[nn.Module] = [model]
     while ahead:
         module = ahead.pop()
-        if id(module) in memo or (whole and _copies_itself(module) and _deeply(module, memo)):
+        if id(module) in memo:
             continue
-        shell = (
-            module if isinstance(module, torch.jit.ScriptModule) else object.__new__(type(module))
-        )
+        if whole and _defines_copying(module) and _deepcopied(module, memo):
+            continue
+
+        # All shells are made first, so that attributes that point to modules find their copies.
+        shell = module
+        if not isinstance(module, torch.jit.ScriptModule):
+            shell = object.__new__(type(module))
+            shells.append((module, shell))
         memo[id(module)] = shell
-        if shell is not module:
-            fresh.append((module, shell))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = own(tensor, memo)
+                memo[id(tensor)] = copy_tensor(tensor, memo)
         ahead += [child for child in module._modules.values() if child is not None]
-    for module, shell in fresh:
-        shell.__dict__.update(
-            {name: _copied(value, memo, whole) for name, value in vars(module).items()}
-        )
+
+    for module, shell in shells:
+        attributes = {name: _copied(value, memo, whole) for name, value in vars(module).items()}
+        shell.__dict__.update(attributes)
     copied: Module = memo[id(model)]
     return copied
 
 
-def _copies_itself(module: nn.Module) -> bool:
+def _defines_copying(module: nn.Module) -> bool:
+    """Return whether the module's class itself defines how it is copied or pickled."""
     kind = type(module)
-    return hasattr(kind, "__deepcopy__") or any(
-        getattr(kind, name, None) is not getattr(nn.Module, name, None)
-        for name in ("__getstate__", "__reduce__", "__reduce_ex__")
-    )
+    if hasattr(kind, "__deepcopy__"):
+        return True
+
+    hooks = ("__getstate__", "__reduce__", "__reduce_ex__")
+    return any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in hooks)
 
 
-def _deeply(value: object, memo: Memo) -> bool:
-    """Whether `copy.deepcopy` copies it; then `memo` holds the copy."""
+def _deepcopied(value: object, memo: Memo) -> bool:
+    """Copy `value` by `copy.deepcopy` into `memo`; return whether that was possible."""
     # A copy that fails half-way leaves nothing in `memo`.
     attempt: ChainMap[int, Any] = ChainMap({}, memo)
     try:
         attempt[id(value)] = copy.deepcopy(value, cast(Memo, attempt))
+    # The copying is a user's or another library's code, which may raise anything.
     except Exception:
         return False
+
     # deepcopy keeps these alive, so that no other object gets their identities.
     alive = attempt.maps[0].pop(id(attempt), [])
     memo.setdefault(id(memo), []).extend(alive)
@@ -138,15 +160,18 @@ def _deeply(value: object, memo: Memo) -> bool:
     return True
 
 
-def _shared(tensor: Tensor, memo: Memo) -> Tensor:
+def _share_parameter(tensor: Tensor, memo: Memo) -> Tensor:
+    """Return a parameter itself, or the copy of a buffer."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone()
 
 
-def _cloned(tensor: Tensor, memo: Memo) -> Tensor:
+def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
+    """Return the copy of a parameter or buffer; one with a history is cut off from that."""
     try:
         copied: Tensor = copy.deepcopy(tensor, memo)
+    # A subclass of Tensor may raise anything, and torch refuses a tensor with a history.
     except Exception:
         copied = tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):
@@ -155,6 +180,7 @@ def _cloned(tensor: Tensor, memo: Memo) -> Tensor:
 
 
 def _copied(value: Any, memo: Memo, whole: bool) -> Any:
+    """Return the copy of an attribute's value, whatever it is."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -162,25 +188,27 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
         return memo[id(value)]
     if isinstance(value, Tensor) and not whole:
         return value
+
+    # A container that refers to itself finds its copy in `memo` before that is filled.
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table
-        table.update(
-            (_copied(key, memo, whole), _copied(entry, memo, whole)) for key, entry in value.items()
-        )
+        for key, entry in value.items():
+            table[_copied(key, memo, whole)] = _copied(entry, memo, whole)
         return table
     if kind is list:
         row: list[object] = []
         memo[id(value)] = row
         row += [_copied(entry, memo, whole) for entry in value]
         return row
+
     if kind in (tuple, set):
         return kind(_copied(entry, memo, whole) for entry in value)
     if kind is MethodType:
         return MethodType(value.__func__, _copied(value.__self__, memo, whole))
     if kind is functools.partial:
-        func, args, keywords = (
-            _copied(entry, memo, whole) for entry in (value.func, value.args, value.keywords)
-        )
-        return functools.partial(func, *args, **keywords)
-    return memo[id(value)] if _deeply(value, memo) else value
+        function = _copied(value.func, memo, whole)
+        arguments = _copied(value.args, memo, whole)
+        keywords = _copied(value.keywords, memo, whole)
+        return functools.partial(function, *arguments, **keywords)
+    return memo[id(value)] if _deepcopied(value, memo) else value

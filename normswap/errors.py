@@ -1,4 +1,8 @@
-"""The errors: what happened, why, and what to do about it."""
+"""The errors: what happened, why, and what to do about it.
+
+A message names options as its reader writes them: `--calibrate` on the command line, `calibrate=`
+in Python.
+"""
 
 import difflib
 import importlib.util
@@ -9,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+# Whether the reader of a message has typed a command line.
 _TYPED: ContextVar[bool] = ContextVar("typed", default=False)
 # On the command line these options have another name than in Python.
 _FLAGS = {"purpose": "for", "arch_args": "arch-arg", "dtype": "precision", "size": "input-size"}
@@ -18,9 +23,9 @@ class NormswapError(Exception):
     """Base of every error that is the input's fault, not the program's.
 
     Args:
-        what: what is wrong, naming the file, module path or option.
-        why: the reason, if it is not already in `what`.
-        remedy: what the user can do now.
+        what: What is wrong. It names the file, the module path or the option.
+        why: The reason, if `what` does not say it already.
+        remedy: What the user can do now.
     """
 
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
@@ -30,21 +35,16 @@ class NormswapError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = ": ".join(filter(None, (self.what, self.why)))
-        return ". ".join(filter(None, (text, self.remedy)))
-
-
-def _python(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return f'"{value}"'
-    return repr(value)
+        sentence = ": ".join(filter(None, (self.what, self.why)))
+        return ". ".join(filter(None, (sentence, self.remedy)))
 
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Options are spelled as on the command line while this is entered, for Python otherwise."""
+    """Let messages spell options as on the command line while this is entered.
+
+    Outside of it they spell options as Python does.
+    """
     before = _TYPED.set(True)
     try:
         yield
@@ -53,31 +53,54 @@ def command_line() -> Iterator[None]:
 
 
 def flag(name: str) -> str:
-    """An option as the command line spells it."""
+    """Return an option as the command line spells it: `arch_args` is `--arch-arg`."""
     return f"--{_FLAGS.get(name, name).replace('_', '-')}"
 
 
 def called(name: str) -> str:
-    """An option in a sentence, by the name that the reader knows."""
+    """Return the name by which the reader knows an option, for use inside a sentence."""
     if not _TYPED.get():
         return name
     return _FLAGS.get(name, name)
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
-    """An option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA` (`DATA` is
-    the metavar).
+    """Return an option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA`.
+
+    Args:
+        name: The option's name in Python.
+        value: The value to write behind the name. A list repeats the option.
+        metavar: A placeholder to write instead of a value, such as `DATA`.
     """
     if not _TYPED.get():
-        return f"{name}={metavar or _python(value)}"
+        return f"{name}={metavar or _as_python(value)}"
     if isinstance(value, list):
         return " ".join(spelled(name, item) for item in value)
-    shown = metavar or ("" if value is None or value is True else shlex.quote(str(value)))
+
+    shown = metavar
+    if not metavar and value is not None and value is not True:
+        shown = shlex.quote(str(value))
     return f"{flag(name)} {shown}".rstrip()
 
 
+def _as_python(value: object) -> str:
+    """Return a value as Python code; None gives an empty text."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)
+
+
 def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) -> str:
-    """Suggest names like the one that is not there, as a remedy."""
+    """Return a remedy that suggests the names most like `name`.
+
+    Args:
+        name: The name that the user gave and that does not exist.
+        names: The names that do exist.
+        otherwise: The remedy if no name is alike.
+        most: How many names are suggested at most.
+    """
     matches = difflib.get_close_matches(name, list(names), most)
     if not matches:
         return otherwise
@@ -85,19 +108,20 @@ def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) ->
 
 
 def first_line(error: BaseException) -> str:
-    """The error's message cut to one line, or its class when it has none."""
-    text = str(error)
-    # torch adds lines of its own, and a KeyError spells them out.
-    if isinstance(error, KeyError) and "\\n" in text:
-        text = str(error.args[0])
-    return next(iter(text.strip().splitlines()), type(error).__name__)
+    """Return the first line of an error's message, or the error's class if it has no message."""
+    message = str(error)
+    # torch appends lines to a message. A KeyError shows them as "\n", so its argument is read.
+    if isinstance(error, KeyError) and "\\n" in message:
+        message = str(error.args[0])
+    return next(iter(message.strip().splitlines()), type(error).__name__)
 
 
 @contextmanager
 def explained(kind: type[NormswapError], what: str, remedy: str = "") -> Iterator[None]:
-    """Turn whatever is raised into an error of this kind, whose reason is its first line."""
+    """Turn any error raised inside into one of class `kind`, with the first line as its reason."""
     try:
         yield
+    # What is called inside is a user's network or another library, which may raise anything.
     except Exception as error:
         raise kind(what, first_line(error), remedy) from None
 
@@ -119,7 +143,7 @@ class OptionError(NormswapError):
 
 
 class RecipeError(NormswapError):
-    """A recipe cannot be found or read, or says something that it may not say."""
+    """A recipe cannot be found or read, or one of its keys or values is not allowed."""
 
 
 class RefusedError(NormswapError):
@@ -142,9 +166,12 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
     """Check that optional packages are installed.
 
     Args:
-        what: needs them; extra: of normswap, which brings them.
+        what: The feature that needs the packages, as the error names it.
+        packages: The names under which Python imports the packages.
+        extra: The extra of normswap's installation that brings the packages.
 
-    Raises OptionError: one is not.
+    Raises:
+        OptionError: A package is not installed.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -153,12 +180,15 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
 
 
 class WeightsNote(UserWarning):
-    """What a user should know of weights that were read: the command line prints it."""
+    """A remark on weights that were read; the command line prints it for the user."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the warnings and log lines of the libraries off the terminal: errors say it in one line."""
+    """Keep the warnings and log lines of libraries off the terminal.
+
+    The errors of this package say in one line what the user needs to know.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Entry points of other installed packages, each loaded once, when it is first of use."""
+"""Entry points of other installed packages, each loaded once, when it is first needed."""
 
 import functools
 from importlib.metadata import entry_points
@@ -8,13 +8,16 @@ from normswap.errors import OptionError
 
 @functools.cache
 def load(group: str) -> None:
-    """Import every entry point of `group`, which registers what it brings; raises OptionError: one
-    fails.
+    """Import every entry point of `group`; the import registers schemes or norms.
+
+    Raises:
+        OptionError: An entry point cannot be imported.
     """
     for point in entry_points(group=group):
         try:
             point.load()
-        except Exception as error:  # somebody else's code
+        # The entry point is another package's code, which may raise anything.
+        except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise OptionError(
                 f"the plugin {point.value} cannot be loaded", why, "Mend or uninstall it"

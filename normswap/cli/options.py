@@ -298,7 +298,7 @@ def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: A
         warnings.simplefilter("always", WeightsNote)
         from normswap.models import devices, zoo
         from normswap.storage import checkpoint
-        from normswap.training.run_folder import check_no_run
+        from normswap.storage.network_folder import check_no_run
 
         check_no_run(Path(name))
         file = exported_file(name) if runs else None

@@ -4,7 +4,7 @@ torch.
 
 from pathlib import Path
 
-from normswap.errors import OutputError, spelled
+from normswap.errors import OutputError, SourceError, spelled
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = (
     "model.safetensors",
@@ -49,6 +49,19 @@ def check_beside(place: Path) -> None:
             raise OutputError(
                 f"{place} lies in {parent}", "that is the directory of a network", remedy
             )
+
+
+def check_no_run(directory: Path) -> None:
+    """Check that `directory` is not the folder of a training run, where a network is needed.
+
+    Raises:
+        SourceError: It is one. The error says where the run's networks are.
+    """
+    if (directory / "recipe.yaml").is_file() and (directory / "best").is_dir():
+        raise SourceError(
+            f"{directory} is the folder of a run",
+            remedy=f"Its networks are {directory / 'best'} and last",
+        )
 
 
 def _is_network(place: Path) -> bool:

@@ -135,16 +135,6 @@ class Folder:
         checkpoint.save(model, place, force=True)
 
 
-def check_no_run(place: Path) -> None:
-    """Raise SourceError for the folder of a run where a network is needed; says where its networks
-    are.
-    """
-    if (place / "recipe.yaml").is_file() and (place / "best").is_dir():
-        raise SourceError(
-            f"{place} is the folder of a run", remedy=f"Its networks are {place / 'best'} and last"
-        )
-
-
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
     """Return what must not change when a run continues: the recipe, the network it starts from, the
     images.

@@ -40,7 +40,7 @@ def run(
     """
     with working(f"pushing {directory} to {repo}"):
         from normswap.storage.publishing import push
-        from normswap.training.run_folder import check_no_run
+        from normswap.storage.network_folder import check_no_run
 
         check_no_run(directory)
         pushed = push(

@@ -49,7 +49,7 @@ def run(
         )
     with working("opening and measuring"):
         from normswap.reporting import page, report
-        from normswap.training.run_folder import check_no_run
+        from normswap.storage.network_folder import check_no_run
 
         check_no_run(directory)
         loader = None if images.data is None else partial(images.loader, labelled=None)

@@ -99,7 +99,7 @@ def _of_directory(
         from normswap.storage import checkpoint
         from normswap.surgery import compiling, reverification
         from normswap.surgery.network import Network
-        from normswap.training.run_folder import check_no_run
+        from normswap.storage.network_folder import check_no_run
 
         check_no_run(directory)
         result = devices.place(
