@@ -342,7 +342,7 @@ def test_a_report_of_what_takes_two_arguments(
     refuses it.
     """
     code = (
-        "import input_forms\n\n\ndef make():\n    return"
+        "from support import input_forms\n\n\ndef make():\n    return"
         " input_forms.Unpacked(input_forms.Trunk())\n"
     )
     (tmp_path / "two.py").write_text(code)
