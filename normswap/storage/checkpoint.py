@@ -308,8 +308,17 @@ def _write(
     _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
+    config = config_of(model, record)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
+
+
+def config_of(model: nn.Module, record: provenance.Provenance) -> dict[str, Any]:
+    """Return what config.json says of a network: timm's layout, and the schemes that it went
+    through.
+    """
     arch = record.arch or Arch(type(model).__name__)
-    config = {
+    return {
         "architecture": kinds.named(arch),
         "num_classes": getattr(model, "num_classes", None),
         "model_args": arch.kwargs,
@@ -319,8 +328,6 @@ def _write(
             "plan": record.plan.digest,
         },
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

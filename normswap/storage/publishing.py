@@ -2,10 +2,13 @@
 
 What timm alone can build and load is published so that `timm.create_model("hf-hub:owner/name",
 pretrained=True)` does; anything else loads with normswap. Only the files that `checkpoint.save`
-wrote leave this machine, in one commit.
+writes leave this machine, in one commit: the two files of tensors as they were checked, config.json
+and the card written anew from the record in the weights. A link is refused.
 """
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +20,19 @@ import huggingface_hub as client
 from torch import nn
 
 from normswap import provenance
-from normswap.errors import NormswapError, OptionError, OutputError, first_line, quiet, spelled
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    OutputError,
+    SourceError,
+    first_line,
+    quiet,
+    spelled,
+)
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
-from normswap.storage.network_folder import CARD, CONFIG, FILES, WEIGHTS
+from normswap.storage.network_folder import CARD, CONFIG, FILES, NORMS, WEIGHTS
 from normswap.surgery import comparison
 
 # What timm's `norm_layer` calls the norms that a conversion may end in.
@@ -32,8 +43,13 @@ _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a push: the commit's url, the names of its files, and whether timm alone builds
-    the network.
+    """The result of a push.
+
+    Args:
+        url: The address of the commit.
+        repo: The repository, as owner/name.
+        files: The names of the files that were sent.
+        alone: Whether timm builds and loads the network without normswap.
     """
 
     url: str
@@ -51,57 +67,153 @@ def push(
     message: str = "",
     trust_factory: bool = False,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`, made if it is not there. Returns what
-    was published.
+    """Publish a directory that `save` wrote as `owner/name`, and return what was published.
+
+    The repository is made if it is not there.
 
     Args:
-        license: of the weights, by the hub's name (apache-2.0, mit, other); by default the
-            source's.
-        private: of a new repository.
-        message: of the commit.
+        directory: The network's directory. None of its files may be a link.
+        repo: The repository, as owner/name.
+        license: The license of the weights by the hub's name (apache-2.0, mit, other). The default
+            is the source's.
+        private: Whether nobody else may see the repository. One that is there and public is
+            refused.
+        message: The message of the commit.
+        trust_factory: Whether the user's factory that builds the network may be imported, which
+            runs its code.
 
-    Raises SourceError, OptionError, OutputError: the directory is damaged, the license unknown, the
-    hub refuses it.
+    Raises:
+        SourceError: The directory is damaged, or one of its files is a link.
+        OptionError: The name is none of a repository, or nobody knows the license.
+        OutputError: The hub refuses it, or the repository is public.
     """
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
+
     folder = Path(directory)
+    files = _FilesOfSave(folder)
     model = checkpoint.load(folder, trust_factory=trust_factory)
+    header = checkpoint.read_header(folder)
+    files.check_unchanged()
     record = provenance.of(model)
-    # Random weights are nobody's.
-    license = license or (record.pretrained_cfg.get("license") if record.sha256 else None)
-    license = license or _license_on_card(model_card.base_model(record))
-    if license is None:
-        remedy = (
-            f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0,"
-            " other ..."
-        )
-        raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
-    arguments = _arguments(model, record.arch)
-    contents: dict[str, Path | bytes] = {
-        name: folder / name for name in FILES if (folder / name).is_file()
-    }
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    license = license or _license_of_source(record, folder)
+
+    config = checkpoint.config_of(model, record)
+    arguments = _arguments_for_timm(model, record.arch)
     if arguments is not None:
         config["model_args"] = dict(arguments)
         code = f'import timm\n\nmodel = timm.create_model("hf-hub:{repo}", pretrained=True).eval()'
     else:
         by_normswap = model_card.loading_code(f"hf-hub:{repo}", record)
         code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
-    contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    report = checkpoint.read_header(folder).report
-    contents[CARD] = model_card.render(record, report, code=code, license=license).encode()
+    card = model_card.render(record, header.report, code=code, license=license)
+
+    contents = {
+        WEIGHTS: files.contents[WEIGHTS],
+        CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+        CARD: card.encode(),
+    }
+    # `save` notes the hash of what it writes, and `load` has compared it.
+    if NORMS in files.contents and NORMS in header.hashes:
+        contents[NORMS] = files.contents[NORMS]
+    commit_message = message or f"{folder.resolve().name}, converted by normswap"
+    url = _commit(repo, contents, commit_message, private=private)
+    return Published(url=url, repo=repo, files=tuple(contents), alone=arguments is not None)
+
+
+class _FilesOfSave:
+    """The files of a directory that `save` writes, each a regular file, opened without a link.
+
+    The contents are read before the network is loaded. `check_unchanged` compares the directory
+    with them afterwards, so that what was checked is what is sent.
+
+    Raises SourceError: there is no such directory, or a file is a link, a pipe or a directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.contents: dict[str, bytes] = {}
+        self._identities: dict[str, tuple[int, ...] | None] = {}
+        if not folder.is_dir():
+            raise SourceError(f"{folder} is no directory", remedy="Name what `save` wrote")
+
+        for name in FILES:
+            self._identities[name] = self._identity(name)
+            if name in (WEIGHTS, NORMS) and self._identities[name] is not None:
+                self.contents[name] = self._read(name)
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if a file is another one than was read, or was written to."""
+        for name in FILES:
+            if self._identity(name) != self._identities[name]:
+                raise SourceError(
+                    f"{self.folder / name} was changed while it was read", remedy="Push again"
+                )
+
+    def _identity(self, name: str) -> tuple[int, ...] | None:
+        """Return the numbers of a file that change with it, or None where it is not there."""
+        file = self.folder / name
+        try:
+            status = file.lstat()
+        except FileNotFoundError:
+            return None
+        self._check_regular(file, status)
+        return _identity_of(status)
+
+    def _read(self, name: str) -> bytes:
+        # A link that took the file's place meanwhile is not followed; a pipe is not waited for.
+        file = self.folder / name
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        try:
+            with open(os.open(file, flags), "rb") as opened:
+                status = os.fstat(opened.fileno())
+                self._check_regular(file, status)
+                if _identity_of(status) != self._identities[name]:
+                    raise SourceError(f"{file} was changed while it was read", remedy="Push again")
+                return opened.read()
+        except OSError as error:
+            raise SourceError(
+                f"{file} cannot be read", error.strerror or first_line(error)
+            ) from None
+
+    def _check_regular(self, file: Path, status: os.stat_result) -> None:
+        if stat.S_ISREG(status.st_mode):
+            return
+        why = "it is no regular file"
+        if stat.S_ISLNK(status.st_mode):
+            why = "it is a link, and only files of the directory itself are published"
+        remedy = f"Put a copy in its place: cp -rL {self.folder} COPY"
+        raise SourceError(f"{file} is not published", why, remedy)
+
+
+def _identity_of(status: os.stat_result) -> tuple[int, ...]:
+    # The time of the last change of the entry cannot be set back, as that of the contents can.
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+
+
+def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: bool) -> str:
+    """Send files in one commit, and return its address; OutputError where the hub refuses."""
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api = client.HfApi()
-    commit_message = message or f"{folder.name}, converted by normswap"
     try:
         with quiet():
+            if private:
+                _check_not_public(api, repo)
             api.create_repo(repo, private=private, exist_ok=True)
-            commit = api.create_commit(repo, operations, commit_message=commit_message)
+            commit = api.create_commit(repo, operations, commit_message=message)
+    except NormswapError:
+        raise
     except client.errors.HFValidationError as error:
         raise OutputError(
             f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name"
         ) from None
+    # The client raises its own errors, its HTTP library's and the system's, by version.
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         why = f"{hub.endpoint()} answers {status}"
@@ -111,18 +223,47 @@ def push(
         elif status in (401, 403):
             remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
-    return Published(str(commit.commit_url), repo, tuple(contents), arguments is not None)
+    return str(commit.commit_url)
+
+
+def _check_not_public(api: client.HfApi, repo: str) -> None:
+    """Raise OutputError for a repository that everybody can read: the hub would leave it so."""
+    try:
+        found = api.repo_info(repo)
+    except client.errors.RepositoryNotFoundError:
+        return
+    if not found.private:
+        remedy = f"Make it private on {hub.endpoint()}, or give another name"
+        raise OutputError(f"{repo} is there already, and public", remedy=remedy)
+
+
+def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
+    """Return the license of the source's weights; OptionError where nobody knows it."""
+    # Random weights are nobody's.
+    stated = record.pretrained_cfg.get("license") if record.sha256 else None
+    license = stated or _license_on_card(model_card.base_model(record))
+    if isinstance(license, str):
+        return license
+    remedy = (
+        f"Give {spelled('license', metavar='NAME')}, the source's: apache-2.0, mit, agpl-3.0,"
+        " other ..."
+    )
+    raise OptionError(f"nobody knows the license of the weights in {folder}", remedy=remedy)
 
 
 def _license_on_card(repo: str | None) -> str | None:
+    if repo is None:
+        return None
+    # Whatever is wrong with the source's card or the way to it, the license is just not known.
     with suppress(Exception):
-        return repo and client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
+        return client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
     return None
 
 
-def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
-    """Arguments with which timm builds this very network, if there are any: found by building it
-    and running both.
+def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
+    """Return arguments with which timm alone builds this very network, or None.
+
+    They are found by building it and comparing both networks.
     """
     if arch is None or arch.builder != "timm":
         return None
@@ -140,15 +281,16 @@ def _arguments(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | No
 
 
 def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) -> str | None:
-    """Return code that loads a folded network into timm's own class, if it does: it is run here,
-    and compared.
+    """Return code that loads a folded network into timm's own class, or None.
+
+    The code is run here, and its network compared.
     """
     if arch is None or arch.builder != "timm":
         return None
+    template = _FOLDED.read_text(encoding="utf-8")
+    code = partial(template.format, name=arch.name, kwargs=dict(arch.kwargs))
     names: dict[str, Any] = {}
-    code = partial(
-        _FOLDED.read_text(encoding="utf-8").format, name=arch.name, kwargs=dict(arch.kwargs)
-    )
+    # timm's constructors raise whatever they like; then the network is no folded one of theirs.
     with suppress(Exception):
         exec(code(file=repr(str(folder / WEIGHTS))), names)
         if comparison.verify(model, names["model"]).passed:

@@ -2,11 +2,12 @@
 hub's protocol.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import HfApi, ModelCard, constants
 from support.command_line import as_documented
 from support.hub_server import hub_server, use_hub
 from support.lived_in_networks import lived_in
@@ -26,6 +27,7 @@ from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card
+from normswap.storage.network_folder import FILES
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
 
@@ -175,6 +177,113 @@ def test_a_damaged_directory_is_not_pushed(
     file.write_bytes(content)
     assert main(["push", "out", "me/small"]) == 2
     assert not hub
+
+
+def _link_out(file: Path) -> None:
+    secret = file.parent.parent / "secret.json"
+    secret.write_text('{"auths": "TOPSECRET"}')
+    file.unlink(missing_ok=True)
+    file.symlink_to("../secret.json")
+
+
+def _link_to_the_same(file: Path) -> None:
+    file.rename(file.parent.parent / "moved")
+    file.symlink_to("../moved")
+
+
+def _dangling_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "replace", [_link_out, _link_to_the_same, _dangling_link, _pipe, _directory]
+)
+def test_what_is_no_file_of_the_directory_itself_is_not_pushed(
+    source: nn.Module,
+    hub: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    replace: Callable[[Path], None],
+) -> None:
+    normswap.save(normswap.convert(source, to="skipinit"), tmp_path / "out")
+    replace(tmp_path / "out" / name)
+
+    assert main(["push", "out", "me/small", "--license", "mit"]) == 2
+
+    assert f"out/{name} is not published" in capsys.readouterr().err
+    assert not hub
+
+
+def test_the_config_and_the_card_are_written_anew_from_the_weights(
+    source: nn.Module, hub: dict[str, Path], tmp_path: Path
+) -> None:
+    """A hard link cannot be told from a file; what it holds is not read."""
+    normswap.save(normswap.convert(source, to="skipinit"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "secret").write_text('{"auths": "TOPSECRET", "normswap": {}}')
+    for name in ("config.json", "README.md"):
+        (tmp_path / "out" / name).unlink()
+        os.link(tmp_path / "secret", tmp_path / "out" / name)
+
+    assert main(["push", "out", "me/small", "--license", "mit"]) == 0
+
+    pushed = {path.name: path.read_bytes() for path in hub["me/small"].iterdir()}
+    assert json.loads(pushed["config.json"]) == config
+    assert not any(b"TOPSECRET" in content for content in pushed.values())
+
+
+def test_a_file_that_changes_while_it_is_checked_is_not_pushed(
+    source: nn.Module,
+    hub: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    normswap.save(normswap.convert(source, to="skipinit"), tmp_path / "out")
+    normswap.save(normswap.convert(source, to="folded"), tmp_path / "other")
+    load = checkpoint.load
+
+    def swapped_after(directory: Path, **options: Any) -> nn.Module:
+        network = load(directory, **options)
+        os.replace(tmp_path / "other/model.safetensors", directory / "model.safetensors")
+        return network
+
+    monkeypatch.setattr(checkpoint, "load", swapped_after)
+    assert main(["push", "out", "me/small", "--license", "mit"]) == 2
+
+    assert "model.safetensors was changed while it was read" in capsys.readouterr().err
+    assert not hub
+
+
+def test_private_reaches_the_hub_and_a_public_repository_is_refused(
+    source: nn.Module, hub: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    normswap.save(normswap.convert(source, to="folded"), "out")
+    push = ["push", "out", "me/mine", "--license", "mit"]
+
+    assert main([*push, "--private"]) == 0
+    assert HfApi().repo_info("me/mine").private
+    assert main([*push, "--private"]) == 0  # it is private already
+
+    assert main(["push", "out", "me/open", "--license", "mit"]) == 0
+    assert not HfApi().repo_info("me/open").private
+    before = (hub["me/open"] / "README.md").read_bytes()
+    assert main(["push", "out", "me/open", "--license", "other", "--private"]) == 2
+    assert "me/open is there already, and public" in capsys.readouterr().err
+    assert (hub["me/open"] / "README.md").read_bytes() == before
 
 
 BASES = {

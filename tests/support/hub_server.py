@@ -34,6 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     mode: str
     seen: list[str]
     store: Path
+    private: set[str]
 
     def log_message(self, *_: Any) -> None:
         """Stay quiet."""
@@ -61,6 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
             there = repo in self.repos
             (self.store / repo).mkdir(parents=True, exist_ok=True)
+            # Newer clients write visibility in place of private.
+            if not there and (wanted.get("private") or wanted.get("visibility") == "private"):
+                self.private.add(repo)
             self.repos.setdefault(repo, self.store / repo)
             return self._say({"url": f"{here}/{repo}"}, status=409 if there else 200)
         asked = re.fullmatch(
@@ -124,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             "id": repo,
             "modelId": repo,
             "sha": COMMIT,
-            "private": False,
+            "private": repo in self.private,
             "siblings": files,
             "tags": ["timm"],
         }
@@ -200,7 +204,13 @@ def hub_server(
         store: where new repositories are made.
     """
     assert mode in MODES, mode
-    own = {"repos": repos, "mode": mode, "seen": [] if seen is None else seen, "store": store}
+    own = {
+        "repos": repos,
+        "mode": mode,
+        "seen": [] if seen is None else seen,
+        "store": store,
+        "private": set(),
+    }
     handler = type("Handler", (_Handler,), own)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
