@@ -99,13 +99,16 @@ def test_nothing_is_shared(kept: Any) -> None:
     copied = duplicate(model, {})
     ours = copied.kept
     theirs = copy.deepcopy(kept)
+
     assert type(ours) is type(theirs)
     assert ours is not kept
+
     if isinstance(kept, tuple):
         assert ours[1] is not kept[1]
     if isinstance(kept, dict) and "a" in kept:
         assert ours["a"] is not kept["a"]
     mine = {t.data_ptr() for m in (model, kept) if isinstance(m, nn.Module) for t in m.parameters()}
+
     assert not mine & {t.data_ptr() for t in copied.parameters()}
 
 

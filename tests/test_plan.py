@@ -88,15 +88,18 @@ def test_outcomes_are_saved_and_decide_nothing() -> None:
     with_them = Plan((Step("folded", {}, edits, told),))
     without = Plan((Step("folded", {}, edits),))
     read = Plan.from_json(with_them.to_json())
+
     assert read.steps[0].outcomes == told
     assert [str(outcome) for outcome in told.values()] == [
         "folds into conv1",
         "stays: it has hooks",
     ]
     assert read.digest == without.digest == json.loads(with_them.to_json())["digest"]
+
     body = json.loads(without.to_json())
     del body["steps"][0]["outcomes"]  # a plan of before
     assert Plan.from_json(json.dumps(body)) == without
+
     body["steps"][0]["outcomes"] = {"bn1": "folded"}
     with pytest.raises(PlanError, match=r"steps\[0\].outcomes.bn1: input should be an object"):
         Plan.from_json(json.dumps(body))

@@ -154,7 +154,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         str(site),
     ]
     done = subprocess.run([*command, str(PACKAGE)], capture_output=True, text=True, check=False)
+
     assert done.returncode == 0, done.stderr
+
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
 
 
@@ -171,6 +173,7 @@ def test_an_installed_scheme_is_a_target_of_the_command_line(
     mine = next(row for row in listed if row["name"] == "halved-skipinit")
     assert mine["options"] == {"share": 0.5}
     assert not mine["exact"]
+
     words = (
         "convert",
         str(DEMO),
@@ -183,6 +186,7 @@ def test_an_installed_scheme_is_a_target_of_the_command_line(
         "--json",
     )
     done = cli(installed, *words)
+
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"][0]["options"]["share"] == 0.25
     assert cli(installed, "inspect", str(tmp_path / "out")).returncode == 0
@@ -194,11 +198,14 @@ def test_an_installed_norm_folds(
     monkeypatch.syspath_prepend(installed["PYTHONPATH"].split(os.pathsep)[0])
     plugins.load.cache_clear()
     name = "normswap_example.tempered"
+
     assert name not in sys.modules
+
     normswap.convert(network(nn.BatchNorm2d(4)), to="folded", input_size=(3, 8, 8))
     done = normswap.convert(
         network(sys.modules[name].TemperedNorm(4)), to="folded", input_size=(3, 8, 8)
     )
+
     assert done.report.passed
     assert [type(m).__name__ for m in done.model] == [
         "Conv2d",
@@ -217,6 +224,7 @@ def test_a_broken_plugin_is_one_line(installed: dict[str, str], tmp_path: Path) 
     done = cli(
         {**installed, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"}, "schemes"
     )
+
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: the plugin nowhere_at_all cannot be loaded: ModuleNotFoundError"

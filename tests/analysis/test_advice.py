@@ -63,6 +63,7 @@ def test_the_rules(
     found, not_possible = advice.advise(Network(model), "net", batch, **how)
     assert found[0].scheme == chosen
     assert list(not_possible) == refused
+
     for one in found:
         assert ("--for opacus" in one.command) == bool(how.get("private"))
         if one.command:
@@ -91,10 +92,13 @@ def test_where_targets_ended_on_a_network_of_this_kind(
     network = Network(make())
     task, ended = advice.elsewhere(network, batch, private=private)
     assert task.startswith(about)
+
     targets = {
         advised.target for advised in advice.advise(network, "net", batch, private=private)[0]
     }
+
     assert targets <= ended.keys()
+
     table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
     section = next(part for part in table.split("\n## ") if part.startswith(about))
     assert re.findall(r"\| `skipinit` \|.*\| (.*?) \| \d \|", section)[0] == ended["skipinit"]
@@ -111,6 +115,7 @@ def test_bad_questions() -> None:
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", str(shipped.FOLDER), "--batch-size", "4", "--json"]) == 0
+
     body = as_documented(capfd.readouterr().out, "advise")
     assert body["choose"]["scheme"] == "skipinit"
     assert body.keys() == {
@@ -124,13 +129,16 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         "elsewhere",
         "measured",
     }
+
     exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
     assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
     assert main(["advise", str(shipped.FOLDER), "--private"]) == 0
+
     out = capfd.readouterr().out
     assert "--to skipinit --for opacus" in out
     assert "on this one nothing was measured" in " ".join(out.split())
     assert not re.search(r"\d %", out), "nothing is foretold from other networks"
+
     how = [
         "resnet18",
         "--weights",
@@ -140,7 +148,9 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         "--arch-arg",
         "channels=8,16,24,32",
     ]
+
     assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
+
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
     assert command[: 2 + len(how)] == ["normswap", "convert", *how]
     assert main([*command[1:], "--dry-run"]) == 0

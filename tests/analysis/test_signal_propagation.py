@@ -55,6 +55,7 @@ def test_one_constant_factor_is_taken_off_the_branch() -> None:
         model(x)
     (point,) = signal_propagation(Network(model, x))
     of_branch = float(seen[0].var((0, 2, 3), correction=0).mean())
+
     assert (point.branch_variance, point.added_variance) == pytest.approx(
         (9 * of_branch, 2.25 * of_branch)
     )
@@ -106,7 +107,9 @@ def test_nf_resnet50_follows_the_analytic_variance() -> None:
     wanted: list[float] = []
     for block in seen.blocks:
         wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
+
     assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
+
     points = signal_propagation(Network(model), noise(4, 96))
     assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
     assert (
@@ -157,10 +160,12 @@ def wide_resnet(
     weights = [
         module.weight for module in network.stages.modules() if isinstance(module, nn.Conv2d)
     ]
+
     for module in network.modules():
         module.padding_mode = "circular"
         if not relu and hasattr(module, "conv1"):
             module.act1 = module.act2 = nn.Identity()
+
     points = []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -169,6 +174,7 @@ def wide_resnet(
             weight.data *= 1 if relu else math.sqrt(0.5)
         x = noise(8, 8 + 8 * norm, seed).to(dtype)
         points.append(signal_propagation(Network(network, x), batch_statistics=norm))
+
     return points
 
 
@@ -192,6 +198,7 @@ def of_papers(
         "2^(l - 1)",
         2.0 ** (block - 1),
     )
+
     yield (
         "the same: branch",
         [point.branch_variance for point in plain[1:]],
@@ -207,12 +214,14 @@ def of_papers(
         "l (1 - 1/pi)",
         block * (1 - 1 / math.pi),
     )
+
     yield (
         "the same: squared moving mean",
         [point.mean_sq for point in relu],
         "l / pi",
         block / math.pi,
     )
+
     for layers, wide in shapes:
         skips = [second(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)]
         added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
@@ -283,16 +292,19 @@ def slope(role: str) -> float:
     """
     powers = (-3, 0, 3)
     updates = []
+
     network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
     for module in network.modules():
         # A larger eps is seen beside the variance that a small gamma leaves.
         module.eps = 1e-15  # type: ignore[assignment]
+
     x = noise(8, 32).double()
     gammas = [
         network.get_parameter(f"{norm.path}.weight")
         for norm in inspection.inspect(network, x[:2]).norms
         if norm.role == role
     ]
+
     for power in powers:
         network.zero_grad()
         for gamma in gammas:
@@ -302,6 +314,7 @@ def slope(role: str) -> float:
         updates.append(
             math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size))
         )
+
     return float(np.polyfit(powers, updates, 1)[0])
 
 
@@ -332,6 +345,7 @@ def test_awake_revives_what_timm_zeroes() -> None:
             p.added_variance
             for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)
         ]
+
         assert max(dead) == 0 < min(alive)
 
 

@@ -113,11 +113,13 @@ def test_membership_is_the_papers(name: str) -> None:
     assert {one.role for one in assigned if one.decay} == {
         role for role in TABLE[name] if role in DECAYING
     }
+
     groups = {group["name"]: group for group in param_groups(model, 0.1)}
     assert len(groups["decay"]["params"]) == sum(
         n for role, n in TABLE[name].items() if role in DECAYING
     )
     assert (groups["decay"]["weight_decay"], groups["no-decay"]["weight_decay"]) == (0.1, 0.0)
+
     check(model, list(groups.values()))
 
 
@@ -226,8 +228,10 @@ def test_converted_networks(
         timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options
     ).model
     assigned = roles(model)
+
     assert counts(assigned) == wanted
     assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
+
     for policy in POLICIES:
         check(model, param_groups(model, 0.1, policy))
 
@@ -240,11 +244,13 @@ def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     model = timm.create_model("resnetv2_18", act_layer="silu")
     done = convert(model, "folded", input_size=(3, 32, 32)).model
     role = {one.path: one for one in roles(done)}
+
     assert role["stages.1.blocks.0.norm1.weight"].role == "gamma_down"
     assert not role["stages.1.blocks.0.norm1.weight"].decay
     assert role["stages.1.blocks.1.norm1.weight"].role == "gamma_other"
     assert role["norm.weight"].role == "gamma_head"
     assert "gamma_unknown" not in counts(list(role.values()))
+
     done.__dict__.pop("_normswap_provenance")
     assert counts(roles(done))["gamma_unknown"] > 0
     assert not any(one.decay for one in roles(done) if one.role == "gamma_unknown")
@@ -285,6 +291,7 @@ def test_every_parameter_in_exactly_one_group(
         model, 0.1, policy, lr=lr, layer_decay=layer_decay, scalar_lr_scale=scalars
     )
     check(model, groups)
+
     assert all(("lr" in group) == (lr is not None) for group in groups)
     assert not any("lr" in group and "lr_scale" in group for group in groups)
 
@@ -297,9 +304,11 @@ def test_optimizers_take_the_groups_and_decay_the_right_ones() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+
     for one in roles(model):
         shrunk = before[one.path] * (0.9 if one.decay else 1.0)
         torch.testing.assert_close(model.get_parameter(one.path).detach(), shrunk)
+
     for opt in ("sgd", "adamw", "lamb"):
         made = create_optimizer_v2(param_groups(model, 0.1), opt=opt, lr=0.1, weight_decay=0.0)
         assert sorted(group["weight_decay"] for group in made.param_groups) == [0.0, 0.1]

@@ -71,6 +71,7 @@ def dense(conv: nn.Conv2d, x: Tensor) -> Tensor:
                 probe.weight[g * (conv.out_channels // conv.groups)].view(-1)[tap] = 1
                 columns.append(probe(x)[:, g * (conv.out_channels // conv.groups)].flatten())
         out.append(torch.stack(columns, 1))
+
     return torch.stack(out, 1)
 
 
@@ -99,6 +100,7 @@ def test_patches_of_one_and_of_three_dimensions(conv: Any, size: tuple[int, ...]
     x = torch.randn(3, 4, *size, dtype=torch.float64)
     seen, wanted = sampling.patches(conv, x, conv(x).detach(), 11, torch.Generator().manual_seed(0))
     weight = conv.weight.detach().reshape(conv.groups, conv.out_channels // conv.groups, -1)
+
     assert seen.shape[2] == min(11, conv(x)[0, 0].numel())
     assert (
         distance(
@@ -126,6 +128,7 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(
     zero_sum = {"nothing": None, "ones": torch.ones_like(some), "numbers": some}[sum_of]
     fit = least_squares.regress(folds, prior, zero_sum=zero_sum)
     unrolled = torch.cat([dense(conv, x) for x in batches]).numpy()
+
     wanted = torch.cat([y.transpose(0, 1).flatten(1).T for y in targets]).detach().numpy()
     for g in range(conv.groups):
         a = unrolled[:, g]
@@ -142,8 +145,10 @@ def test_streamed_regression_is_numpys_least_squares_on_the_unrolled_layer(
             else np.linalg.svd(zero_sum[g, None].numpy())[2][1:].T
         )
         v = basis @ np.linalg.lstsq(rows @ basis, goal, rcond=None)[0]
+
         assert np.linalg.norm(fit.weight[g].numpy().T - v) <= 1e-8 * np.linalg.norm(v)
         assert np.allclose(fit.bias[g].numpy(), biased * (b.mean(0) - a.mean(0) @ v), atol=1e-8)
+
         if zero_sum is not None:
             assert abs(zero_sum[g].numpy() @ fit.weight[g].numpy().T).max() < 1e-10
 
@@ -161,15 +166,19 @@ def test_blocks_in_float32_are_as_good_as_float64(
     batches = [100 + torch.randn(40, 1, 9, 200, generator=generator) @ mixing for _ in range(8)]
     truth = torch.randn(1, 5, 200, generator=generator)
     narrow = Folds()
+
     wide = Folds()
     for x in batches:
         y = (x @ truth.transpose(1, 2)).relu()
         narrow.add(x, y)
         wide.add(x.double(), y.double())
+
     rows = torch.cat(batches).double()
     own = (rows.flatten(0, 2) - rows.mean((0, 1, 2))).numpy()
     covariance = narrow.total().covariances()[0][0].numpy()
+
     assert np.abs(covariance - own.T @ own / len(own)).max() <= 1e-6 * np.abs(covariance).max()
+
     one, two = (least_squares.regress(folds, torch.zeros_like(truth)) for folds in (narrow, wide))
     assert one.ridge == two.ridge
     assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
@@ -184,6 +193,7 @@ def test_rows_of_half_precision_are_summed_up_in_float32(dtype: torch.dtype) -> 
     for rows, targets in zip(x.split(700, 1), y.split(700, 1), strict=True):
         moments.add(rows, targets)
     both = np.cov(torch.cat([x, y], 2)[0].double().numpy().T, bias=True)
+
     covariance, cross, variance = (value[0].numpy() for value in moments.covariances())
     for got, wanted in (
         (covariance, both[:5, :5]),
@@ -211,9 +221,12 @@ def test_what_float32_left_below_zero_is_lifted() -> None:
     )
     one, two = covariance.diagonal(dim1=1, dim2=2).mean(1).tolist()
     kernel = least_squares.Kernel.of(covariance, 1e-4)
+
     assert kernel.damp.flatten().tolist() == pytest.approx([1e-2 * one, 1e-4 * two])
+
     again = kernel.factor @ kernel.factor.transpose(1, 2)
     assert torch.allclose(again, covariance + kernel.damp * torch.eye(64))
+
     covariance[1, 3, 5] = covariance[1, 5, 3] = torch.nan  # no ridge mends that
     with pytest.raises(torch.linalg.LinAlgError):
         least_squares.Kernel.of(covariance, 1e-4)
@@ -256,13 +269,16 @@ def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
         conversion.convert(model, scheme, inputs=x[:8], calibrate=data, seed=3, **options)
         for _ in range(2)
     ]
+
     assert all(
         torch.equal(a, b)
         for a, b in zip(*(r.model.state_dict().values() for r in results), strict=True)
     )
+
     step = results[0].plan.steps[-1]
     unfitted = applying.apply_step(model, step)
     reference = run(model, x)
+
     assert distance(reference, run(results[0].model, x)) < 0.8 * distance(
         reference, run(unfitted, x)
     )
@@ -273,9 +289,11 @@ def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     model = narrow("resnetv2_18")
     done = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32), stem="fit")
     convs = [m for m in done.model.modules() if isinstance(m, nn.Conv2d)]
+
     assert (
         sum(type(conv) is ScaledStdConv2d for conv in convs) == len(convs) - 1
     )  # the classifier is none
+
     kept = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32)).model
     assert [type(m) is ScaledStdConv2d for m in kept.modules() if isinstance(m, nn.Conv2d)] == [
         False,
@@ -322,6 +340,7 @@ def test_what_cannot_be_standardized_keeps_nothing_else_from_it(name: str, to: s
     standardized = [
         edit.path for edit in done.plan.steps[-1].edits if edit.layer == "StandardizedConv"
     ]
+
     assert sorted(standardized) == sorted(["conv"] + ["first"] * fit)
     assert any("first is not standardized" in note for note in done.notes) is said
     assert distance(run(model, x), run(done.model, x)) < 1e-12
@@ -366,15 +385,18 @@ def test_images_where_they_are_needed_alone(to: str, options: dict[str, Any], me
 def test_rows_of_features_are_fitted_to_as_images_are() -> None:
     torch.manual_seed(0)
     rows = torch.randn(64, 4)
+
     flat: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
     with torch.no_grad():
         flat[1].running_mean.copy_(flat[0](rows).mean(0))
         flat[1].running_var.copy_(flat[0](rows).var(0))
         wanted = flat(rows)
+
     unfitted, fitted = (
         conversion.convert(flat, "layernorm", inputs=rows, **given).model
         for given in ({}, {"calibrate": rows.split(8)})
     )
+
     assert distance(wanted, run(fitted, rows)) < 0.8 * distance(wanted, run(unfitted, rows))
 
 
@@ -385,24 +407,30 @@ def test_groups_are_explained_or_refused() -> None:
         "bn1: 4 groups, the divisor of its 8 channels nearest to 5" not in builder.notes
     )  # resnet18's stem has 64
     assert any("nearest to 5" in note for note in builder.notes)
+
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=8)
     assert (
         "layer1.0.bn1: groups of 2 channels, as groups of 1 erase each channel's mean"
         in builder.notes
     )
     assert "9 times the mean variance, so 90% of variance + eps is constant" in builder.notes[-1]
+
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", relative_eps=0)
     assert not any("eps" in note for note in builder.notes)
+
     flat = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
     with pytest.raises(RefusedError, match="erases it"):
         conversion.plan_step(inspection.inspect(flat), "instancenorm")
+
     single = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Linear(1, 2)).eval()
     with pytest.raises(RefusedError, match="erases it; leave it out with `skip=`"):
         conversion.plan_step(inspection.inspect(single), "groupnorm")
+
     with pytest.raises(RefusedError, match="no BatchNorm"):
         conversion.plan_step(
             inspection.inspect(conversion.convert(model, "folded").model), "groupnorm"
         )
+
     assert [groupnorm.nearest_divisor(c, g) for c, g in ((30, 4), (7, 3), (64, 32), (12, 5))] == [
         3,
         1,
@@ -424,6 +452,7 @@ def test_the_only_channel_of_a_map_is_normalized_over_its_places() -> None:
     y = model[0](x)
     mean = y.mean((1, 2, 3), keepdim=True)
     var = y.var((1, 2, 3), correction=0, keepdim=True)
+
     assert torch.allclose(done.model(x), model[3](model[2]((y - mean) / (var + 1e-5).sqrt())))
 
 
@@ -434,12 +463,15 @@ def test_the_rescaling_before_the_norm_keeps_the_batchnorms_function() -> None:
     model = narrow("resnetv2_18").double()
     step, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", groups=2)
     args = {edit.path: edit.args for edit in step.edits if edit.layer == "GroupNorm"}
+
     assert args["stages.0.blocks.0.norm1"]["lead"]
     assert "lead" not in args["stages.0.blocks.0.norm2"]
     assert str(builder.outcomes["norm"]).endswith("behind a scale and shift")
+
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     recentred = applying.apply_step(model, groupnorm.fitting_target(step))
     assert distance(run(model, x), run(recentred, x)) < 1e-12
+
     edits = tuple(edit for edit in groupnorm.fitting_target(step).edits if edit.layer != "Rescaled")
     broken = applying.apply_step(model, Step(step.scheme, step.options, edits))
     assert distance(run(model, x), run(broken, x)) > 1e-3
@@ -494,6 +526,7 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
     every = torch.tensor(
         [[1.0 if i >> b & 1 else -1.0 for b in range(10)] for i in range(1024)], dtype=torch.float64
     )
+
     for _ in range(10):
         half = torch.randn(4, 10, dtype=torch.float64)
         values = (every @ half.T).square().sum(1)
@@ -506,6 +539,7 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
     found = synthetic_images.pink(4000, (2, *sides), 0).double()
     assert float(found.std()) == pytest.approx(1, rel=1e-4)
+
     power = np.square(
         np.abs(np.fft.fftn(found.numpy(), axes=tuple(range(2, 2 + len(sides)))))
     ).mean((0, 1))
@@ -513,8 +547,10 @@ def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, .
         sum(np.square(f) for f in np.meshgrid(*map(np.fft.fftfreq, sides), indexing="ij"))
     )
     flat = (power * np.square(frequency)).ravel()[1:]
+
     assert flat.min() > 0.85 * flat.max()
     assert power.flat[0] * max(sides) ** -2 == pytest.approx(flat.mean(), rel=0.1)
+
     one, two = found.movedim(1, 0).flatten(1)
     # of the first's own noise a the others have a share: sqrt(0.8) a + sqrt(0.2) b, the first both
     # of a
@@ -605,4 +641,5 @@ def test_leaves_are_as_large_as_the_images_that_are_given(
     model = network()
     model.pretrained_cfg = {"input_size": (3, 72, 72)}
     on_leaves(model, size)
+
     assert {*map(tuple, shown)} == {(3, 72, 72) if size == (3, 64, 64) else size}

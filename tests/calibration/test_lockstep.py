@@ -20,6 +20,7 @@ def test_only_what_is_still_read_is_kept() -> None:
         node.name: [i for i, user in enumerate(interpreter.nodes) if node in user.all_input_nodes]
         for node in interpreter.nodes
     }
+
     values = interpreter.start(Example((x,)))
     with torch.no_grad():
         for stop in range(1, len(interpreter.nodes)):
@@ -30,6 +31,7 @@ def test_only_what_is_still_read_is_kept() -> None:
                 if any(at >= stop for at in readers[node.name])
             }
             assert values.keys() - {SIZE} == still
+
     (answer,) = (value for name, value in values.items() if name != SIZE)
     assert isinstance(answer, Tensor)
     assert torch.allclose(answer, reference)
@@ -56,6 +58,7 @@ def test_one_value_that_is_not_finite_is_refused_in_whichever_batch(
     if broken is not None:
         batches[broken][1, 2] = 0.0
     steps = Lockstep([Pointwise(function).eval()], batches)
+
     (layer,) = (node for node in steps.interpreters[0].nodes if node.target == "layer")
     if broken is None:
         assert len([*steps.run_to([layer])]) == 3
@@ -115,7 +118,9 @@ def test_values_that_are_stored_are_what_one_pass_computes(
     found: list[Tensor] = []
     for node in steps.interpreters[0].nodes[1:]:
         found = [values[node.all_input_nodes[0].name] for (values,) in steps.run_to([node])]
+
     assert all(torch.equal(one, two) for one, two in zip(batches, before, strict=True))
+
     with torch.no_grad():
         assert all(
             torch.equal(value, model(batch.clone()))
@@ -132,6 +137,7 @@ def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
         next(value for name, value in values.items() if name != SIZE)
         for (values,) in steps.run_to([conv])
     ]
+
     assert [x.tolist() for x in shown] == [
         x.tolist() for x in (batches[0], batches[0].flip(-1), batches[1])
     ]

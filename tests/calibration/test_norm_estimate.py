@@ -53,10 +53,12 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     plain: Any = copy.deepcopy(net[1])
     if hasattr(plain, "act"):
         plain.act = nn.Identity()
+
     with torch.no_grad():
         # Every fourth image is held out.
         x = net[0](torch.cat(batches)[torch.arange(32) % 4 != 3])
         y = plain(x.clone())
+
     norm = result[1]
     for c in range(8):
         a = x[:, c].flatten().numpy()
@@ -67,6 +69,7 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
         scale = norm.weight[c].item() / (norm.running_var[c].item() + norm.eps) ** 0.5
         assert np.isclose(scale, slope)
         assert np.isclose(norm.bias[c].item() - scale * norm.running_mean[c].item(), offset)
+
     assert distance(run(net, batches[0]), run(result, batches[0])) < 0.5
 
 
@@ -91,21 +94,27 @@ def test_on_to_other_schemes(arch: str, to: str) -> None:
         functools.partial(timm_layers.GroupNormAct, num_groups=2) if v2 else timm_layers.GroupNorm1
     )
     net = randomized(timm.create_model(arch, norm_layer=norm, **small))
+
     assert batchnorms(net) == []
+
     done = normswap.convert(net, to, calibrate=iter(images()), input_size=SIZE)
     steps = [step.scheme for step in done.plan.steps]
     assert steps == (["estimate"] if to == "batchnorm" else ["estimate", to])
     assert not done.report.exact
+
     left = [m for m in done.model.modules() if isinstance(m, nn.GroupNorm)]
     assert bool(left) == (to == "groupnorm")
+
     if to != "batchnorm":
         assert (
             not any(isinstance(m, timm_layers.StdConv2d) for m in done.model.modules())
             or to == "groupnorm"
         )
+
     x = images(8, seed=7)[0]
     error = distance(run(net, x), run(done.model, x))
     assert error < 0.8
+
     if to in ("folded", "skipinit"):  # exactly what the estimated network computes
         bn = normswap.convert(net, "batchnorm", calibrate=images(), input_size=SIZE).model
         assert distance(run(bn, x), run(done.model, x)) < 1e-10
@@ -148,8 +157,10 @@ def test_images_that_can_be_read_once_are_kept_for_each_step() -> None:
         normswap.convert(net, "dyt", inputs=batches[0], calibrate=images)
         for images in (batches, iter(batches))
     )
+
     assert [step.scheme for step in listed.plan.steps] == ["estimate", "dyt"]
     assert listed.report.unmeasured.startswith("2 steps were fitted")
+
     folded = normswap.convert(net, "folded", inputs=batches[0], calibrate=batches)
     assert folded.report.kept is not None
     assert folded.report.kept.count == 6, "every fourth of 24, and the other step is exact"

@@ -85,6 +85,7 @@ def test_the_loss_is_what_a_groupnorm_gets_wrong(
     x = maps()
     effect = torch.rand(CHANNELS, generator=torch.Generator().manual_seed(1)).double()
     place = site(x, effect, eps)
+
     scale = place.least_costly()
     for one in (scale, scale.abs(), torch.ones_like(scale)):
         parts = place.loss(one.float().view(GROUPS, -1))
@@ -205,6 +206,7 @@ def test_chosen_on_photographs_too_it_keeps_more_of_others(kind: str, pictures: 
     known = pictures[:50]
     others = pictures[50:]
     step, _ = conversion.plan_step(inspect(model, known[:2]), "groupnorm", group_size=4)
+
     errors = []
     for batches in ((), [Example((known,))]):
         target, result = (
@@ -213,6 +215,7 @@ def test_chosen_on_photographs_too_it_keeps_more_of_others(kind: str, pictures: 
         per_sample_rescaling.choose_rescaling(target, result, step, Example((known[:2],)), batches)
         assert distance(run(model, others), run(target, others)) < 1e-5
         errors.append(distance(run(model, others), run(result, others)))
+
     assert errors[1] < errors[0]
 
 
@@ -220,15 +223,18 @@ def test_a_group_of_dead_channels_stays_dead() -> None:
     """As ImageNet-trained networks have them, filters and variances of 0, when groups are small."""
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 8, 3)
+
     norm = nn.BatchNorm2d(8)
     with torch.no_grad():
         conv.weight[2:4] = 0.0
         conv.bias[2:4] = 0.0
         norm.running_var[2:4] = 0.0  # type: ignore[index]
         norm.bias.copy_(torch.randn(8))
+
     model = nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(8, 2, 1)).double().eval()
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     done = conversion.convert(model, "groupnorm", groups=4, inputs=x)
     with torch.no_grad():
         normed = done.model[1](done.model[0](x))
+
     assert torch.allclose(normed[:, 2:4], norm.bias[2:4].view(2, 1, 1).expand_as(normed[:, 2:4]))

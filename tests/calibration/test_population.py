@@ -56,13 +56,16 @@ def test_statistics_are_torchs_cumulative_averages(arch: str) -> None:
     expected = torchs_own(model, batches)
     state = done.model.state_dict()
     before = model.state_dict()
+
     assert expected
+
     for name, tensor in state.items():
         if name in expected:
             assert distance(expected[name], tensor) <= 1e-12
             assert distance(before[name], tensor) > 1e-3
         else:
             assert torch.equal(before[name], tensor)
+
     assert not done.report.exact
 
 
@@ -83,10 +86,12 @@ def test_a_smaller_last_batch_is_left_out() -> None:
     model = network()
     batches = shifted(count=43)
     assert len(batches[-1]) == 3
+
     done = recalibrate(model, batches, input_size=SIZE)
     assert (
         "40 images in 5 batches; 3 images in batches of another size are left out" in done.notes[0]
     )
+
     whole = recalibrate(model, batches[:-1], input_size=SIZE)
     assert all(
         torch.equal(a, b)
@@ -103,20 +108,26 @@ def test_it_is_a_step_like_others(tmp_path: Path) -> None:
     done = recalibrate(
         model, shifted(), input_size=SIZE, data="dark", progress=lambda *at: told.append(at)
     )
+
     assert told == [(i + 1, 5) for i in range(5)]
+
     loaded = normswap.load(normswap.save(done, tmp_path / "new"))
     record = provenance.of(loaded)
     assert record is not None
     assert [(step.scheme, step.options["data"]) for step in record.plan.steps] == [
         ("recalibrate", "dark")
     ]
+
     x = shifted()[0]
     reference = run(done.model, x)
     assert torch.equal(reference, run(loaded, x))
+
     folded = normswap.convert(loaded, "folded", input_size=SIZE).model
     assert distance(reference, run(folded, x)) < 1e-12
+
     back = normswap.convert(folded, "unfold", input_size=SIZE).model
     assert distance(reference, run(back, x)) < 1e-12
+
     for name, tensor in back.state_dict().items():
         if "running" in name:
             assert torch.equal(tensor, done.model.state_dict()[name])

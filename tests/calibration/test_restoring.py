@@ -65,11 +65,13 @@ def test_by_biases_alone_the_weights_stay() -> None:
     sparse = pruned(source)
     done = recalibrate(sparse, batches, against=source, means_only=True, input_size=(3, 9, 9))
     record = provenance.of(done.model)
+
     assert record is not None
     assert {name: record.plan.steps[-1].options[name] for name in ("against", "scales")} == {
         "against": 1,
         "scales": False,
     }
+
     wanted = moments(copy.deepcopy(source), batches)
     got = moments(copy.deepcopy(done.model), batches)
     assert all(
@@ -93,6 +95,7 @@ def test_of_several_references_the_moments_are_averaged() -> None:
     )
     first = moments(one, batches)
     second = moments(two, batches)
+
     assert torch.allclose(got["0"][0], (first["0"][0] + second["0"][0]) / 2)
     assert torch.allclose(got["2"][1].sqrt(), (first["2"][1].sqrt() + second["2"][1].sqrt()) / 2)
 
@@ -184,6 +187,7 @@ def test_weights_that_are_made_of_others_are_refused_by_path(
         (path, one) for path, one in model.named_modules() if isinstance(one, nn.Conv2d)
     )
     how(layer)
+
     with pytest.raises(
         RefusedError, match=rf"the weight of {path} is made of other tensors.*prune\.remove"
     ):
@@ -223,15 +227,19 @@ def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_s
     batches = images()
     source(torch.cat(batches))  # statistics
     folded = normswap.convert(source.eval(), "folded", input_size=(3, 9, 9), branches="keep").model
+
     changed = copy.deepcopy(folded)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+
     done = recalibrate(changed, batches, against=source, input_size=(3, 9, 9))
     assert "of 3 layers" in done.notes[0]
+
     wanted = moments(folded, batches)
     got = moments(done.model, batches)
     assert len(wanted) == 3
+
     for path, (mean, var) in wanted.items():
         assert torch.allclose(got[path][0], mean, atol=1e-9)
         assert torch.allclose(got[path][1], var, rtol=1e-9)
@@ -254,6 +262,7 @@ def test_hooks_that_stay_do_not_disturb_measured_statistics() -> None:
     batches = images(48)
     done = recalibrate(model, batches, inputs=batches[0]).model
     update_bn(batches, model)
+
     for at in (1, 4):
         mine: Any = done.get_submodule(str(at))
         assert torch.allclose(mine.running_mean, model[at].running_mean, atol=1e-10)

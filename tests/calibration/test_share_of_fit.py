@@ -69,9 +69,11 @@ def test_logits_are_compared_as_probabilities_and_maps_by_their_squares() -> Non
     one = torch.randn(7, 5, dtype=torch.float64)
     two = torch.randn(7, 5, dtype=torch.float64)
     p, q = (torch.distributions.Categorical(logits=value) for value in (one, two))
+
     assert float(sequential_fit.divergence(one, two)) == pytest.approx(
         float(torch.distributions.kl_divergence(p, q).sum())
     )
+
     maps = (one.view(7, 5, 1, 1), two.view(7, 5, 1, 1))
     assert float(sequential_fit.divergence(*maps)) == pytest.approx(float((one - two).norm() ** 2))
     assert float(sequential_fit.divergence(one, one + 3)) == pytest.approx(
@@ -111,7 +113,9 @@ def test_what_misleads_is_taken_back_by_the_images_that_were_held_out(zero_sum: 
     ).eval()
     bright = [Example((20 * torch.randn(16, 3),), {}) for _ in range(4)]
     dark = Example((torch.randn(16, 3),), {})
+
     assert distance(source, result, dark) < 1e-12
+
     factors = (lambda path, module: None) if zero_sum else None
     sequential_fit.refit(source, result, Apart([*bright, dark]), zero_sum=factors)
     assert (

@@ -138,6 +138,7 @@ def test_mean_and_variance_are_numpys(name: str, shift: float, scale: float, see
     widths = 0.5 + torch.rand(1, C, 1, 1, generator=generator)
     x = shift + scale * widths * torch.randn(10, C, 3, 3, generator=generator)
     estimate, formula = ESTIMATORS[name]
+
     order = torch.arange(10) if name == "ghosts" else torch.randperm(10, generator=generator)
     for images in (x, x[order][:, torch.randperm(C, generator=generator)]):
         mean, variance = (torch.as_tensor(value).double().numpy() for value in estimate(images))
@@ -160,6 +161,7 @@ def test_lines_are_numpys(shift: float, scale: float) -> None:
     line = ChannelLine(C, torch.device("cpu"))
     for part, target in zip(x.split(33, 1), y.split(33, 1), strict=True):
         line.add(part, target)
+
     slope, offset = line.fitted()
     for channel in range(3):
         wanted = np.polyfit(x[channel].numpy() - shift, y[channel].numpy(), 1)
@@ -167,7 +169,9 @@ def test_lines_are_numpys(shift: float, scale: float) -> None:
         assert float(offset[channel] + slope[channel] * shift) == pytest.approx(
             wanted[1], rel=1e-5, abs=1e-5
         )
+
     assert (float(slope[3]), float(offset[3])) == (0, pytest.approx(float(y[3].mean())))
+
     constant = ChannelLine(1, torch.device("cpu"))
     constant.add(torch.full((1, 999), 1e3 / 7).double(), torch.zeros(1, 999).double())
     assert constant.moments()[1].item() >= 0
@@ -180,9 +184,11 @@ def test_the_signal_is_numpys(shift: float, scale: float) -> None:
     model = nn.Sequential(nn.Conv2d(C, C, 1), Branch(), nn.Conv2d(C, 2, 1)).eval()
     x = shift + scale * torch.randn(10, C, 3, 3)
     (point,) = block_signals.signal_propagation(Network(model, x[:2]), list(x.split(3)))
+
     with torch.no_grad():
         stem = model[0](x)
         branch = model[1].bn(model[1].conv(stem))  # type: ignore[union-attr, operator]
+
     assert point.mean_sq == pytest.approx(
         float(np.mean(rows(stem + branch).mean(1) ** 2)), rel=1e-6
     )

@@ -53,12 +53,14 @@ def test_they_have_the_statistics_that_are_kept_and_the_network_stays(network: n
     network.train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     first, *others = synthetic_images.make(network, form(network), SIZE, seed=0)
+
     assert [len(batch) for batch in (first, *others)] == [32] * 4
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(module.training and not module._forward_pre_hooks for module in network.modules())
     assert all(
         parameter.requires_grad and parameter.grad is None for parameter in network.parameters()
     )
+
     noise_error = statistics_error(network.eval(), synthetic_images.pink(32, SIZE, 0))
     assert statistics_error(network, first) < 0.03 * noise_error
 
@@ -99,6 +101,7 @@ def test_nf_is_fitted_to_them_and_nothing_is_told_of_agreement(
     )
     x = 2 * synthetic_images.pink(64, SIZE, 9) + 1
     made, noise = (distance(run(network, x), run(each.model, x)) for each in (done, on_noise))
+
     assert made < 0.7 * noise
     assert done.report.kept is None
     assert any("made from the network's own statistics" in note for note in done.notes)

@@ -44,10 +44,12 @@ def assert_same(one: Any, two: Any) -> None:
     own record too.
     """
     assert str(one) == str(two)
+
     state = one.state_dict()
     other = two.state_dict()
     assert state.keys() == other.keys()
     assert all(tensor.equal(other[name]) for name, tensor in state.items())
+
     first, second = (origin(model) or Provenance() for model in (one, two))
     assert first.plan.digest == second.plan.digest
     assert preprocessing.data_config(one) == preprocessing.data_config(two)
@@ -57,6 +59,7 @@ def assert_same(one: Any, two: Any) -> None:
     )
     assert first.norms.keys() == second.norms.keys()
     assert all(tensor.equal(second.norms[name]) for name, tensor in first.norms.items())
+
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert one.eval()(x).equal(two.eval()(x))
@@ -79,19 +82,23 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
     )
     by_command = normswap.load("typed")
     source = checkpoint.open_model(MODEL)
+
     options = dict(row.options)
     if options.pop("calibrate", None):
         options["calibrate"] = make_loader(
             source, "demo", split="train", samples=28, seed=3, labelled=False
         )
         options["seed"] = 3
+
     done = normswap.convert(source, row.scheme, **options)
     assert_same(done.model, by_command)
     assert_same(checkpoint.open_model("typed"), by_command)
+
     report = body["steps"][-1]["report"]
     assert [error["relative_l2"] for error in report["logits"]] == [
         error.relative_l2 for error in done.report.logits
     ]
+
     if "calibrate" in row.options:
         assert done.report.kept is not None
         assert report["kept"]["agreement"] == done.report.kept.agreement
@@ -100,6 +107,7 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
             not tensor.equal(other[name]) for name, tensor in done.model.state_dict().items()
         )
         return
+
     run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
     assert_same(normswap.load("planned"), by_command)
 
@@ -113,6 +121,7 @@ def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:
     )
     done = recalibrate(source, loader).model
     typed_one = normswap.load("typed")
+
     assert all(
         tensor.equal(typed_one.state_dict()[name]) for name, tensor in done.state_dict().items()
     )
@@ -123,11 +132,14 @@ def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) ->
     body = run_json(capfd, "evaluate", MODEL, *images)
     source = checkpoint.open_model(MODEL)
     found = evaluate(source, make_loader(source, "demo", samples=60, workers=0))
+
     assert (body["top1"], body["top5"], body["loss"]) == (found.top1, found.top5, found.loss)
+
     done = normswap.convert(source, "groupnorm", relative_eps=0)
     checkpoint.save(done, Path("out"))
     proof = run_json(capfd, "verify", "out")
     report = normswap.verify(source, normswap.load("out"), exact=False)
+
     assert [error["relative_l2"] for error in proof["report"]["logits"]][-1] == pytest.approx(
         report.logits[-1].relative_l2
     )

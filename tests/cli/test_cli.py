@@ -69,13 +69,16 @@ def test_no_help_imports_anything_heavy() -> None:
 
 def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
     assert main(["--help"]) == 0
+
     words = [
         line.split()[1]
         for line in capfd.readouterr().out.partition("Commands")[2].splitlines()
         if "  " in line
     ]
+
     assert tuple(word for word in words if word in COMMANDS) == COMMANDS
     assert main([]) == main(["--version"]) == 0
+
     begin, _, version = capfd.readouterr().out.rpartition("normswap 0.")
     assert "Begin with `normswap demo`" in " ".join(begin.split())
     assert version.strip().replace(".", "").isdecimal()
@@ -87,12 +90,14 @@ def test_help_of_every_command(command: str, capfd: Capture) -> None:
     end it.
     """
     assert main([command, "--help"]) == 0
+
     page = " ".join(capfd.readouterr().out.split())
     module = importlib.import_module(f"normswap.cli.commands.{command}_command")
     assert module.run.__doc__.startswith(commands.SUMMARIES[command].rpartition(": ")[0])
     assert commands.SUMMARIES[command][:60] in page
     assert "Keys of --json: " in page
     assert len(module.EXAMPLES) >= 2
+
     for example in module.EXAMPLES:
         name, *words = shlex.split(example)
         assert name == command
@@ -172,12 +177,14 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     convert = ["convert", MODEL]
     assert main([*convert, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
     assert set(files(here)) == {"plan.json"}
+
     plan = json.loads(Path("plan.json").read_text())
     (step,) = plan["steps"]
     step["options"]["alpha"] = 0.25  # not a match any more: a reset
     next(edit for edit in step["edits"] if edit["path"] == "layer2.0.bn2")["args"]["alpha"] = 0.25
     Path("plan.json").write_text(json.dumps(plan))
     (done,) = run_json(capfd, *convert, "--from-plan", "plan.json", "-o", "edited")["steps"]
+
     assert not done["report"]["exact"]
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
 
@@ -258,9 +265,11 @@ def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, convert
         for word in ("--arch-arg", f"{name}={value}")
     ]
     how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
+
     assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)[
         "passed"
     ]
+
     random = ("--against", "resnet18", *shaped, "--num-classes", "10", "--weights", "random")
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
@@ -281,10 +290,12 @@ def test_verify_names_the_layer_that_was_changed(
 def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Path) -> None:
     """Also of a network whose values were fitted, which no plan tells."""
     assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
+
     rewrite(
         here / "out",
         tensors={changed: -1.5 * load_file(here / "out" / "model.safetensors")[changed]},
     )
+
     refused(
         ("verify", "out"),
         ("are not those that were saved", f": {changed}: ", "changed=True"),
@@ -296,21 +307,25 @@ def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Pat
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
     shutil.copytree(shipped.FOLDER, here / "source")
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
+
     state = load_file(here / "source" / "model.safetensors")
     save_file(
         {name: t * 1.1 if name == "fc.weight" else t for name, t in state.items()},
         "source/model.safetensors",
     )
     body = run_json(capfd, "verify", "out", code=1)
+
     assert (body["passed"], body["source_unchanged"]) == (False, False)
     assert main(["verify", "out"]) == 1
     assert "warning: the source is not what it was" in capfd.readouterr().out
+
     shutil.rmtree(here / "source")
     refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
 def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, here: Path) -> None:
     assert main(["convert", MODEL, "--to", "groupnorm", "--relative-eps", "0", "-o", "other"]) == 0
+
     command = ("verify", "other", "--data", IMAGES, "--samples", "40", "--workers", "0")
     share = run_json(capfd, *command)["data"]["agreement"]
     assert main([*command, "--min-kept", str(share)]) == 0
@@ -535,6 +550,7 @@ def test_what_was_not_done_is_not_said_to_be(
         "renames": [],
     }
     tables.print_step("demo", step, dry=dry)
+
     assert capsys.readouterr().out.startswith(f"{words}  demo to folded")
 
 
@@ -548,6 +564,7 @@ def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> Non
 
 def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
+
     body = run_json(
         capfd,
         "spp",
@@ -563,6 +580,7 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
         "0",
     )
     before, after = body["curves"].values()
+
     assert list(body["curves"]) == [shipped.FOLDER.name, "after"]
     assert set(before[0]) == {
         "block",
@@ -573,9 +591,11 @@ def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
         "branch_variance",
         "added_variance",
     }
+
     for one, other in zip(before, after, strict=True):
         assert other["variance"] == pytest.approx(one["variance"], rel=1e-3)
         assert other["mean_sq"] == pytest.approx(one["mean_sq"], rel=1e-3, abs=1e-6)
+
     assert body["files"] == ["a.png"]
     assert set(body["inputs"].values()) == {f"8 images of {IMAGES}"}
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -585,11 +605,14 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
     size = ("--input-size", "3,32,32")
     channels = SMALL[3:5]
     small = ("spp", *SMALL[:5], *size, "--samples", "2")
+
     assert main([*small]) == 0
+
     out, err = capfd.readouterr()
     assert err == ""
     assert "layer4.1" in out
     assert out.endswith(f"next: normswap advise {shlex.join([*SMALL[:3], *size, *channels])}\n")
+
     first = run_json(capfd, *small)
     again = run_json(capfd, *small)
     assert first == again

@@ -46,6 +46,7 @@ def test_without_it_the_error_names_it(name: str, capsys: pytest.CaptureFixture[
 def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn: None) -> None:
     """What is written knows it: nobody has to say it again."""
     assert main(["convert", name, *SIZE, "--to", "folded", "-o", "out"]) == 0
+
     capsys.readouterr()
     assert main(["inspect", "out", "--trust-factory", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["input_size"] == [3, 40, 20]
@@ -53,6 +54,7 @@ def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn:
     assert main(["report", "out", "--trust-factory", "-o", "out.html"]) == 0
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
     assert json.loads(Path("out.onnx.preprocess.json").read_text())["input"]["size"] == [3, 40, 20]
+
     source = zoo.open_source(name)
     x = torch.randn(2, 3, 40, 20)
     assert distance(run(source, x), run(load("out", trust_factory=True), x)) < 1e-5
@@ -64,9 +66,11 @@ def test_it_goes_into_the_record_and_leaves_the_rest() -> None:
     assert zoo.for_size(model, (3, 96, 64)) is model
     assert network_input.size(model) == (3, 96, 64)
     assert zoo.data_config(model) == before | {"input_size": (3, 96, 64)}
+
     record = provenance.of(model)
     assert record is not None
     assert record.arch is not None
+
     bare = zoo.for_size(timm.create_model("resnet18"), (3, 96, 64))
     assert zoo.data_config(bare)["input_size"] == (3, 96, 64)
     assert list(zoo.data_config(bare)["mean"]) == before["mean"]

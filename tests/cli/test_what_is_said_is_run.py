@@ -62,13 +62,17 @@ def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(
             assert main([*words, *(() if words is start else QUICK.get(words[0], ()))]) == 0, (
                 shlex.join(words)
             )
+
             printed = capfd.readouterr()
             assert re.findall(WARNING, "".join(printed)) == [], shlex.join(words)
+
             last = [line for line in printed.out.splitlines() if line.startswith("next: ")]
             assert len(last) <= 1
+
             words = next(named_commands(last[0]), []) if last else []
             if words and kind_of(words) in ran:
                 break
+
     assert len(ran) > len(STARTS) + 4
 
 
@@ -99,11 +103,13 @@ def test_what_an_error_proposes_is_right(
     mistake: tuple[str, ...], here: Path, capfd: Capture
 ) -> None:
     assert main(mistake) == 2
+
     error = capfd.readouterr().err
     for option in re.findall(r"[`'](--[^`']+)[`']", error):
         words = [READER.get(word, word) for word in shlex.split(option)]
         extra = ("--samples", "40") if "demo" in words else ()
         assert main([*mistake, *words, *extra, "--dry-run"]) == 0, option
+
     for words in named_commands(error):
         if words[0] in ("schemes", "inspect"):
             assert main([*words, *((MODEL,) if words == ["inspect"] else ())]) == 0
@@ -119,11 +125,13 @@ def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
     scope: dict[str, object] = {}
     exec(code.replace('"."', '"out"'), scope)
+
     assert isinstance(scope["model"], torch.nn.Module)
     assert not scope["model"].training
     assert main(["verify", "out"]) == 0
     assert main(["convert", "out", "--to", "unfold", "-o", "back"]) == (
         0 if "--to unfold" in card else 2
     )
+
     if "--to unfold" in card:
         assert run_json(capfd, "verify", "back", "--against", MODEL)["passed"]

@@ -90,6 +90,7 @@ def exchanged(model: nn.Module) -> None:
         for b in every[3:]
         if a is not b and len(a.weight) == len(b.weight) > 15
     )
+
     for name in ("running_mean", "running_var"):
         first = getattr(one, name).clone()
         second = getattr(two, name).clone()
@@ -262,6 +263,7 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     dead = [at + group * 16 // groups for group in range(groups) for at in range(2)]
     model[4].running_var[dead] = 0.0
     faults = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults
+
     assert "zero-variance" not in [fault.name for fault in faults]
 
 
@@ -301,6 +303,7 @@ def behind_a_dead_norm() -> Any:
     )
     nn.init.constant_(net[1].weight[:6], 1e-3)
     nn.init.constant_(net[1].bias[:6], -0.5)
+
     return settled(net), net[4]
 
 
@@ -380,6 +383,7 @@ def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
     diagnosis = normswap.diagnose(
         stages[is_long], inputs=images[0][:2], images=images if with_images else None
     )
+
     assert diagnosis.faults == ()
     assert "Either the training ended with frozen statistics" in diagnosis.notes[0]
     assert "measure before and after" in diagnosis.notes[0]

@@ -230,6 +230,7 @@ def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
         model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
     )
     shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
+
     assert first.mean == pytest.approx(float(shift.abs().median()), rel=1e-3)
     assert 0 < first.error < 0.1
     assert first.is_off
@@ -298,6 +299,7 @@ def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
         for at, call in enumerate(case.images.calls)
     ]
     mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
+
     assert [*drift._little_by_little(mixed, sites)] == []
 
 
@@ -325,9 +327,11 @@ def test_images_are_the_cause_where_the_first_norm_sees_other_variances_at_the_s
     model = trained()
     case = _case(model, images(model))
     drifts = [_drift(site, 0.0) for site in case.sites]
+
     assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [
         "wrong-statistics"
     ]
+
     mean, var = drifts[0].seen
     drifts[0] = dataclasses.replace(drifts[0], seen=(mean, 2 * var))
     assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [

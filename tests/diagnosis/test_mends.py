@@ -58,6 +58,7 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
     (words,) = named_commands(finding["mend"])
     run_json(capfd, *words, *QUICK[words[0]], "-o", "mended")
     mended = normswap.load("mended")
+
     assert normswap.diagnose(mended).faults == ()
     assert bool((mended.get_parameter("fc.bias") == 1).all()), (
         "another network than the one with the fault"

@@ -56,18 +56,23 @@ def test_a_package_holds_the_folded_network_and_is_not_called_verified(
     model = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU()).eval()
     nn.init.constant_(model[1].running_var, 1 - model[1].eps)  # so that folding changes no digit
     done = normswap.export(model, file, dtype=dtype, **SIZE)
+
     assert (done.format, done.figures, done.dtype) == ("coreml", None, dtype)
     assert done.nodes == {"conv": 1, "relu": 1, **({"cast": 2} if dtype == "fp16" else {})}
+
     weights = (
         conv.weight.detach()
         .to(torch.float32 if dtype == "fp32" else torch.float16)
         .numpy()
         .tobytes()
     )
+
     assert weights in content(file)["Data/com.apple.CoreML/weights/weight.bin"]
     assert done.bytes == sum(map(len, content(file).values()))
+
     body = json.loads(done.sidecar.read_text())
     assert body["checked"] == formats.NOT_RUN
+
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert (exported.precision, exported.described()["bytes"]) == (dtype, done.bytes)
@@ -81,6 +86,7 @@ def test_a_package_holds_the_folded_network_and_is_not_called_verified(
         "versions",
     }
     assert json.loads(exported.metadata["preprocess"])["input"] == body["input"]
+
     for run in (exported.network, lambda: exported_file.verify(exported, model)):
         with pytest.raises(
             OptionError, match=r"net\.mlpackage does not run here: coreml has no runtime on linux"
@@ -107,6 +113,7 @@ def test_inputs_and_outputs_have_their_names(tmp_path: Path) -> None:
         [(one.name, list(one.type.multiArrayType.shape)) for one in side]
         for side in (described.input, described.output)
     ]
+
     assert found == [
         [("view", [1, 3, 8, 8]), ("other", [1, 4, 6, 6])],
         [("wide", [1, 4, 6, 6]), ("narrow", [1, 4])],

@@ -97,13 +97,17 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
     images = make_loader(demo, "demo", samples=100, workers=0)
     calibrate = make_loader(demo, "demo", samples=64, seed=1, workers=0)
     done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
+
     assert done.nodes["XnnpackBackend"] == 1
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
+
     x = torch.cat([batch[0] for batch in images])
     found = run_alone(file, "executorch", x)
     wanted = run(demo, x)
+
     assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
     assert 1e-3 < distance(wanted, found) < 0.1
+
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.precision == "int8"

@@ -120,10 +120,12 @@ def test_two_options_of_export(
     told = made_or_refused(capfd, here, "export", MODEL, *words, "-o", file.name)
     if told is None:
         return
+
     precision = "int8" if quantized else next((w for w in ("fp16", "bf16") if w in words), "fp32")
     assert (told["format"], told["dtype"]) == (form, precision)
     assert told["dynamic_batch"] == ("--dynamic-batch" in words)
     assert told["noise_only"] == ("--data" not in words and not quantized)
+
     side = 48 if "3,48,48" in words else 64
     channels = 1 if "--in-chans" in words else 3
     count = 3 if "--dynamic-batch" in words else 1
@@ -136,10 +138,13 @@ def test_two_options_of_export(
     std = torch.tensor([0.2] * 3 if "--image-std" in words else config["std"]).reshape(1, -1, 1, 1)
     images = (pixels - mean[:, :channels]) / std[:, :channels]
     got = formats.choose(file, None).open(file)(pixels if "--normalize" in words else images)
+
     assert got.shape == (len(pixels), 3 if "--num-classes" in words else 10)
     assert got.isfinite().all()
+
     if any(one.changes for one in pair):
         return
+
     wanted = (
         timm.create_model(f"local-dir:{MODEL}", pretrained=True)
         .double()
@@ -148,4 +153,5 @@ def test_two_options_of_export(
     )
     if "--softmax" in words:
         wanted = wanted.softmax(-1)
+
     assert (got.double() - wanted).norm() < ALLOWED[precision] * wanted.norm()

@@ -72,6 +72,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
     done = normswap.export(demo(), file, **settings)
     network = opened(file)
     result = evaluate(network, make_loader(network, "demo", samples=IMAGES, workers=0))
+
     assert (result.top1, result.top5, result.count) == (
         of_checkpoint().top1,
         of_checkpoint().top5,
@@ -80,6 +81,7 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
     assert result.loss == pytest.approx(
         of_checkpoint().loss, rel=2e-2 if "dtype" in options else 1e-4
     )
+
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert (exported.form.name, exported.metadata["source"], exported.precision) == (
@@ -88,10 +90,13 @@ def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Pa
         done.dtype,
     )
     assert exported.described()["nodes"] == done.nodes
+
     figures = exported_file.verify(
         exported, demo(), make_loader(demo(), "demo", samples=8, workers=0)
     )
+
     assert (figures.passed, figures.agreement, figures.count) == (True, 1, 8)
+
     other = nn.Sequential(nn.Conv2d(3, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert not exported_file.verify(exported, other).passed
 
@@ -114,7 +119,9 @@ def test_a_file_in_int8_says_what_it_measured(ending: str, tmp_path: Path) -> No
     )
     network = opened(file)
     again = evaluate(network, make_loader(network, "demo", samples=200, workers=0))
+
     assert (again.top1, None) == (done.figures.top1, done.figures.apart)
+
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.described()["sidecar"]["quantization"]["measured"]["top1"] == again.top1
@@ -146,17 +153,22 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
         make_loader(demo(), "demo", samples=32, seed=seed, workers=0) for seed in (0, 1)
     )
     data: dict[str, Any] = {"images": images, "calibrate": others} if dtype == "int8" else {}
+
     assert normswap.export(demo(), file, dtype=dtype, **data).figures.apart is None
+
     before = exporter.fold_for_export(Network(demo())).get_parameter(f"{layer}.{fault}").detach()
     if dtype == "int8":
         before = before.flatten(1).abs().amax(1) / {"onnx": 64, "tflite": 127}[ending]
     elif ending in ("tflite", "pte") and fault == "weight":
         before = before.permute(0, 2, 3, 1).contiguous()
+
     after = before * (0 if fault == "bias" else 1.5)
     stored = file.with_suffix(".bin") if ending in ("xml", "param") else file
     content = stored.read_bytes()
     (old, new) = (tensor.numpy().tobytes() for tensor in (before, after))
+
     assert content.count(old) == 1
+
     stored.write_bytes(content.replace(old, new))
     command = [
         "verify",
@@ -170,7 +182,9 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
         "--workers",
         "0",
     ]
+
     assert main(command) == int(dtype == "fp32")
+
     # Where ncnn and LiteRT fuse it with its ReLU, the numbers are those behind that. ExecuTorch's
     # runtime gives none.
     named = (
@@ -178,6 +192,7 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
         if ending == "pte"
         else f"first at {layer} (Conv2d): relative L2 "
     )
+
     assert f", {named}" in capsys.readouterr().out
 
 
@@ -187,16 +202,20 @@ def test_where_a_runtime_gives_no_inner_values_verify_looks_for_the_weights(
     form = replace(formats.get("pt2"), inside=False)
     monkeypatch.setitem(formats._FORMATS, "pt2", form)
     exported = ExportedFile.find(str(normswap.export(demo(), tmp_path / "a.pt2").file))
+
     assert exported is not None
     assert exported_file.verify(exported, demo()).missing == ""
+
     for path in ("layer2.1.bn1.weight", "layer2.1.bn1.bias"):
         other = copy.deepcopy(demo())
         other.get_parameter(path).data[3] += 0.1
         missing = exported_file.verify(exported, other).missing
         assert missing == path.replace("bn1", "conv1")
+
     runs = form.open(exported.file)
     monkeypatch.setattr(form.functions, "open", lambda file: lambda x: 1.01 * runs(x))
     figures = exported_file.verify(exported, demo())
+
     assert (figures.passed, figures.place) == (False, "")
 
 
@@ -263,11 +282,13 @@ def test_a_missing_runtime_and_a_damaged_file_are_one_line(
     file.write_bytes(b"nothing")
     with pytest.raises(SourceError, match=r"a.pt2 is no readable pt2 file"):
         ExportedFile.find(str(file))
+
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name)
     )
     (tmp_path / "a.xml").write_bytes(b"")
+
     with pytest.raises(
         OptionError, match=r"openvino needs the package openvino: .* pip install -e '\.\[export\]'"
     ):
@@ -307,10 +328,12 @@ def test_the_next_step_that_is_named_can_be_done(
     monkeypatch.delitem(sys.modules, "backbones", raising=False)
     monkeypatch.chdir(tmp_path)
     some = ["--data", "demo", "--samples", "4"]
+
     assert (
         main(["export", f"backbones:{name}", "-o", "net.pt2", "--input-size", "3,32,32", *some])
         == 0
     )
+
     *said, last = capsys.readouterr().out.splitlines()
     assert any("same answer" in each for each in said) is (name == "classifier")
     assert last.startswith(f"next: normswap {command} net.pt2 ")
@@ -342,12 +365,14 @@ def test_a_file_of_another_network_never_passes(name: str, dtype: str, tmp_path:
     images = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     file = tmp_path / "a.onnx"
     options: dict[str, Any] = {"input_size": (3, 16, 16)}
+
     if dtype == "int8":
         options |= {"dtype": dtype, "calibrate": images[:32], "images": images[32:]}
     if dtype == "int8" and name in ("a dict", "boxes"):
         with pytest.raises(OptionError, match="does not give one tensor"):
             normswap.export(network, file, **options)
         return
+
     normswap.export(network, file, **options)
     exported = ExportedFile.find(str(file))
     assert exported is not None

@@ -30,9 +30,11 @@ def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
     source = calm(timm.create_model(name), x).float()
     x = x[:4]
     expected = run(source, x)
+
     assert (
         distance(expected.mean(0).expand_as(expected), expected) > 0.1
     )  # the input moves the output
+
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(source, file, input_size=SIZE)
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]

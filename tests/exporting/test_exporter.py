@@ -74,6 +74,7 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(model, file, input_size=(3, 64, 64), format=form)
+
     assert done.file == file
     assert (done.format, done.dtype, done.figures.count, done.bytes) == (
         form,
@@ -85,6 +86,7 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
     assert done.figures.agreement == 1
     assert not [kind for kind in done.nodes if any(word in kind.lower() for word in NORMS)]
     assert sum("conv" in kind.lower() for kind in done.nodes)
+
     parts = {"openvino": ["net.bin"]}.get(form, [])
     assert [each.name for each in done.parts] == parts
     assert {p.name for p in tmp_path.iterdir()} == {
@@ -93,6 +95,7 @@ def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Pat
         f"{file.name}.preprocess.json",
     }
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
     check(model, file, x)
     if form in ("onnx", "pt2"):  # made for one image
         with pytest.raises(
@@ -119,7 +122,9 @@ def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
     done = normswap.export(converted, tmp_path / "a.pt2", input_size=(3, 64, 64))
     plain = plain_nodes()
     per_sample = {"group_norm.default": 14} if scheme == "groupnorm" else {}
+
     assert {kind: n for kind, n in done.nodes.items() if kind not in plain} == per_sample
+
     if not per_sample:
         assert done.nodes == plain
 
@@ -131,10 +136,12 @@ def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
         normswap.export(folded, tmp_path / "a.pt2", input_size=(3, 64, 64)).figures.relative_l2
         <= 1e-6
     )
+
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     assert (
         normswap.export(other, tmp_path / "b.pt2", input_size=(3, 8, 8)).figures.relative_l2 <= 1e-6
     )
+
     notes = normswap.export(other.half(), tmp_path / "c.pt2", input_size=(3, 8, 8)).notes
     assert notes[0] == "the network is in float16, and the file computes in fp32"
     assert "float16" not in str(
@@ -195,6 +202,7 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
         told = json.loads(done.sidecar.read_text())
         assert told["precision"] == {"weights": "bf16", "arithmetic": "fp32"}
         answers.append(torch.cat([formats.get(form).open(file)(one) for one in x.split(1)]))
+
     assert distance(run(model, x), answers[0]) <= FIGURES["bf16"]
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
 
@@ -277,11 +285,14 @@ def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "net.pt2"
     normswap.export(model, file, input_size=(3, 64, 64))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
     with pytest.raises(OutputError, match="exists"):
         normswap.export(model, file, input_size=(3, 64, 64))
+
     monkeypatch.setattr(
         formats.get("pt2").functions, "open", lambda file: lambda x: torch.zeros(len(x), 10)
     )
+
     with pytest.raises(VerificationError, match=r"relative L2 error 1.0e\+00, allowed 1.0e-05"):
         normswap.export(model, file, input_size=(3, 64, 64), force=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -435,6 +446,7 @@ def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_p
         normswap.export(
             nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force
         )
+
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "net.param": "ncnn's",
         "net.bin": "ncnn's",
@@ -503,6 +515,7 @@ def test_a_full_disk_is_said_in_a_line(form: str, tmp_path: Path) -> None:
         form,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert f"cannot write {file}: " in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -66,9 +66,11 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
         for t in onnx.load(file).graph.initializer
         if t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1
     ]
+
     assert len(weights) == 4
     assert all(abs(onnx.numpy_helper.to_array(t)).max() == 64 for t in weights)
     assert done.quantized["calibrated_on"] == 32
+
     body = json.loads(done.sidecar.read_text())
     assert body["precision"] == {"weights": "int8", "arithmetic": "int8"}
     assert body["quantization"]["measured"]["count"] == 64
@@ -196,10 +198,13 @@ def test_ranges_in_pt2(normalize: bool, tmp_path: Path) -> None:
         for node in pt2_file.load(file).graph.nodes
         if "quantize_per_tensor" in node.name
     ]
+
     assert all(args[2:] == (0, 255, torch.uint8) for args in found)
+
     step, zero = found[0][:2]
     assert step == pytest.approx(float(x.max() - x.min()) / 255, rel=1e-5)
     assert zero == round(float(-x.min()) / step)
+
     weights = [value for value in held(file).values() if value.dtype == torch.int8]
     assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in weights)
 
@@ -239,6 +244,7 @@ def test_ranges_go_from_the_least_number_to_the_largest(
     x[1111, 1, 2, 3] = 20.0
     options: dict[str, Any] = {"calibrate": x.split(256), "images": x[:8], "dynamic_batch": True}
     normswap.export(small(), file, dtype="int8", input_size=(3, 16, 16), **options)
+
     assert input_step(file) == pytest.approx(40 / 255, rel=0.02)
 
 
@@ -285,6 +291,7 @@ def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, 
     corrected: Any = Shipped(copy.deepcopy(network))
     batches = pictures(64).split(16)
     correct_biases(corrected, Quantization(batches, 7), halves=halves)
+
     for path in levels or ("stem", "twice", "again", "head"):
         layer = network.get_submodule(path)
         inputs = []
@@ -293,6 +300,7 @@ def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, 
         ):
             for batch in batches:
                 network(batch)
+
         rounded = copy.deepcopy(corrected.network.get_submodule(path))
         scale = rounded.weight.abs().flatten(1).amax(1) / levels.get(path, 64)
         zeros = torch.zeros(len(scale), dtype=torch.int32)
@@ -307,6 +315,7 @@ def test_rounding_shifts_the_mean_of_no_channel(halves: bool, levels: dict[str, 
             for candidate in (layer, rounded, uncorrected)
         )
         shift = (before - after).abs()
+
         # A channel's largest weight lies between two steps of a 63.5th, and may be rounded to
         # either.
         assert (shift.median() if levels.get(path) == 63.5 else shift.max()) < 1e-6
@@ -317,6 +326,7 @@ def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
     network = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding="same"), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     ).eval()
+
     with pytest.raises(RefusedError, match=r"^torchao cannot quantize it: .*conv2d"):
         normswap.export(
             network,
@@ -326,6 +336,7 @@ def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
             calibrate=pictures(8),
             images=pictures(8),
         )
+
     assert list(tmp_path.iterdir()) == []
 
 
@@ -385,6 +396,7 @@ def test_bad_input(
         "images": pictures(8),
         **options,
     }
+
     with pytest.raises(kind, match=match):
         normswap.export(small(), tmp_path / name, input_size=(3, 16, 16), **given)
     assert list(tmp_path.iterdir()) == []
@@ -437,7 +449,9 @@ def test_images_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
         lambda self, index: read.append(index) or item(self, index),
     )
     one, two = datasets.split_for_calibration(loader, 100, most=50)
+
     assert (one.count, two.count) == (100, 50)
+
     for part in (one, two):
         assert sum(len(images) for images, _ in part) == part.count
     assert len(set(read)) == len(read) == 150
@@ -473,15 +487,19 @@ def test_the_demo_network_from_end_to_end(
         "200",
         "--dynamic-batch",
     ]
+
     assert main(["export", str(DATA), "-o", str(file), *words, "--json"]) == 0
+
     body = json.loads(capsys.readouterr().out)
     source = open_model(str(DATA))
     loader = datasets.make_loader(source, TAR, batch_size=64, workers=0, split="train")
     runs = formats.get(body["format"]).open(file)
+
     right = count = 0
     for x, labels in datasets.split_for_calibration(loader, 200)[1]:
         right += int((runs(x).argmax(1) == labels).sum())
         count += len(x)
+
     assert (body["figures"]["count"], count) == (300, 300)
     assert body["figures"]["top1"] == pytest.approx(100 * right / count)
     assert body["figures"]["top1"] > body["figures"]["source_top1"] - 2

@@ -71,7 +71,9 @@ def test_a_network_alone(name: str, args: dict[str, Any], dtype: str, tmp_path: 
     done = normswap.export(
         model, tmp_path / "net.tflite", dtype=dtype, images=x, input_size=(3, 64, 64)
     )
+
     assert (done.format, set(arithmetic(done.nodes))) == ("litert", {"ADD"})  # of the branches
+
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert done.bytes < weights * {"fp32": 4, "fp16": 2}[dtype] + 150_000
     assert (
@@ -99,6 +101,7 @@ def test_three_dimensions(tmp_path: Path) -> None:
     )
     model, x = living(nn.Sequential(*layers), 1, 6, 8, 7)
     done = normswap.export(model, tmp_path / "net.tflite", inputs=x)
+
     assert (done.figures.passed, done.figures.count) == (True, 3)
     assert arithmetic(done.nodes) == {"ADD": 2}  # its 3-D convolution has no bias
 
@@ -165,6 +168,7 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
     calibrate = make_loader(demo, "demo", samples=64, seed=1, workers=0)
     file = tmp_path / "demo.tflite"
     done = normswap.export(demo, file, dtype="int8", images=images, calibrate=calibrate)
+
     assert done.quantized is not None
     assert (done.quantized["weight_bits"], done.nodes["QUANTIZE"], done.nodes["DEQUANTIZE"]) == (
         8,
@@ -172,11 +176,14 @@ def test_int8_computes_on_bytes_and_keeps_the_answers(tmp_path: Path) -> None:
         1,
     )
     assert done.bytes < 4 * 0.3 * sum(p.numel() for p in demo.parameters())
+
     x = torch.cat([batch[0] for batch in images])
     found = run_alone(file, "litert", x)
     wanted = run(demo, x)
+
     assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= 97
     assert 1e-3 < distance(wanted, found) < 0.04  # ranges that the tool averages: 0.11
+
     exported = ExportedFile.find(str(file))
     assert exported is not None
     assert exported.precision == "int8"

@@ -58,12 +58,14 @@ def test_a_network_alone(name: str, dtype: str, tmp_path: Path) -> None:
     model = calm(timm.create_model(name, num_classes=10), x).float()
     file = tmp_path / "net.ncnn.param"
     done = normswap.export(model, file, dtype=dtype, input_size=(3, 64, 64))
+
     assert (done.format, unfolded(done.nodes)) == ("ncnn", [])
     assert {p.name for p in tmp_path.iterdir()} == {
         "net.ncnn.param",
         "net.ncnn.bin",
         "net.ncnn.param.preprocess.json",
     }
+
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert file.with_suffix(".bin").stat().st_size < weights * {"fp32": 4.4, "fp16": 2.4}[dtype]
     assert (
@@ -97,6 +99,7 @@ def test_a_transformer_and_anchors(tmp_path: Path) -> None:
         "depth": 2,
         "num_heads": 2,
     }
+
     transformer = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
     for model in (transformer, Anchored()):
         model, x = living(model, 3, 16, 16)

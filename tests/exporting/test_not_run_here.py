@@ -92,6 +92,7 @@ def test_force_replaces_a_package_and_no_other_directory(
     mine = tmp_path / "mine.mlpackage"
     mine.mkdir()
     formats.check(place, FileSettings(force=True))
+
     with pytest.raises(OutputError, match="exists"):
         formats.check(place, FileSettings())
     with pytest.raises(OutputError, match=r"mine\.mlpackage has no Manifest\.json"):

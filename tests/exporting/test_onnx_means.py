@@ -48,6 +48,7 @@ class Calls(nn.Module):
 def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
     torch.manual_seed(0)
     network = Calls(what).eval()
+
     x = torch.randn(2, 3, 12, 12)
     with quiet(), torch.no_grad():
         program = torch.onnx.export(
@@ -58,12 +59,16 @@ def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
             input_names=["images"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
         )
+
     assert program is not None
+
     model = program.model_proto
     onnx_file.pool_means(model.graph)
     onnx.checker.check_model(model, full_check=True)
+
     found = Counter(node.op_type for node in model.graph.node)
     assert {kind: found[kind] for kind in kinds} == kinds
+
     (y,) = ort.InferenceSession(model.SerializeToString()).run(None, {"images": x.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(y), network(x), rtol=1e-5, atol=1e-6)
@@ -87,6 +92,7 @@ def test_a_scale_that_stays_has_any_dimension(sides: tuple[int, ...], tmp_path: 
     exported = normswap.export(network, tmp_path / "network.onnx", inputs=x)
     session = ort.InferenceSession(exported.file)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+
     torch.testing.assert_close(torch.from_numpy(y), network(x).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -103,6 +109,7 @@ def test_an_rms_norm_is_one_operator(ending: str, norms: tuple[str, str], tmp_pa
     source, x = small("vit")
     source = source.float()
     x = x.float()
+
     counts = {}
     for name, model in zip(
         norms, (source, normswap.convert(source, to="rmsnorm", inputs=x).model), strict=True
@@ -110,4 +117,5 @@ def test_an_rms_norm_is_one_operator(ending: str, norms: tuple[str, str], tmp_pa
         exported = normswap.export(model, tmp_path / f"{name}.{ending}", dynamic_batch=True)
         assert exported.nodes[name] == 5
         counts[name] = sum(exported.nodes.values())
+
     assert counts[norms[1]] <= counts[norms[0]]

@@ -74,17 +74,22 @@ def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) ->
     model = make()
     file = tmp_path / f"net.{ENDINGS[form]}"
     done = normswap.export(model, file, inputs=inputs)
+
     assert done.figures.count == 8
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]
+
     body = json.loads(done.sidecar.read_text())
     assert [put["name"] for put in body["inputs"]] == names
     assert [put["name"] for put in body["outputs"]] == outputs
+
     given = tensors(one(inputs))
     wanted = called(model, one(inputs))
     assert [put["shape"] for put in body["inputs"]] == [list(t.shape) for t in given]
+
     got = formats.get(form).open(file)(*given)
     got = got if isinstance(got, tuple) else (got,)
     assert len(got) == len(wanted) == len(outputs)
+
     for a, b in zip(wanted, got, strict=True):
         assert a.shape == b.shape
         assert float((a - b).norm() / a.norm()) < 1e-5
@@ -145,18 +150,22 @@ def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> No
     assert done.figures.inputs == "smooth noise, seed 0"
     assert done.noise_only
     assert done.figures.count == 4
+
     x = X[: 3 if dynamic else 1]
     given = onnxruntime.InferenceSession(done.file).run(None, {"x": x.numpy()})
     for found, wanted in zip(given, called(model, (x,)), strict=True):
         assert float((torch.from_numpy(found) - wanted).norm() / wanted.norm()) < 1e-5
     beside = json.loads(done.sidecar.read_text())
+
     assert [one["name"] for one in beside["outputs"]] == ["boxes", "scores"]
     assert beside["outputs"][0]["shape"] == [None if dynamic else 1, 2, 5]
     assert len(beside["normalize"]["mean"]) == 3
+
     images = [(X, torch.zeros(8)), X[8:], X[:4]]
     done = normswap.export(
         model, tmp_path / "b.onnx", input_size=SIZE, dynamic_batch=dynamic, images=images
     )
+
     assert (done.figures.inputs, done.figures.count) == ("given inputs", 12)
 
 
@@ -231,13 +240,16 @@ def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) ->
     model = Boxes(trunk())
     pictures = list(scaled(X))
     done = normswap.export(model, file, inputs=(pictures,))
+
     assert done.figures.agreement is None
+
     runs = formats.get(form).open(file)
     seen = set()
     for x in pictures:
         for a, b in zip(called(model, ([x],)), runs(x), strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
             seen.add(len(a))
+
     assert len(seen) > 1
 
 

@@ -68,6 +68,7 @@ def package() -> Path:
             files.extractall(home.with_suffix(".part"), filter="data")
         home.with_suffix(".part").rename(home)
         packed.unlink()
+
     return home / "package"
 
 
@@ -85,6 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     (folder / "node_modules").mkdir()
     (folder / "node_modules" / "onnxruntime-web").symlink_to(package())
     (folder / "index.html").write_text(HTML)
+
     with tarfile.open(shipped.FOLDER / "images.tar") as images:
         members = [one for one in images.getmembers() if one.isfile()][::60]
         for i, member in enumerate(members):
@@ -92,6 +94,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
             here = (folder / "unpacked" / member.name).rename(folder / f"{i}.jpg")
             for name, size in SIZES.items():
                 Image.open(here).resize(size).save(folder / f"{i} {name}.png")
+
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
     ) as server:
@@ -110,6 +113,7 @@ def shown(folder: Path, address: str, model: str, images: list[str]) -> list[lis
         f"--user-data-dir={folder / 'profile'}",
         f"{address}/watch.html",
     ]
+
     found = None
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
         timer = threading.Timer(120, browser.kill)
@@ -120,8 +124,10 @@ def shown(folder: Path, address: str, model: str, images: list[str]) -> list[lis
                 break
         timer.cancel()
         browser.terminate()
+
     assert found, "nothing after two minutes"
     assert found[1] == "SHOWN", found[2]
+
     return list(json.loads(found[2].replace('\\"', '"')))
 
 
@@ -180,9 +186,11 @@ def test_same_top5(
     folder, address = site
     file = folder / f"{name}.onnx"
     assert main(["export", str(shipped.FOLDER), "-o", str(file), *options]) == 0
+
     if resize:
         body: Any = sidecar.body_of(file, {})
         sidecar.write(formats.sidecar_of(file), {**body, "resize": resize})
+
     images = sorted(path.name for path in folder.glob("[0-9]*"))
     for image, lines in zip(images, shown(folder, address, file.name, images), strict=True):
         wanted = answers(file, folder / image)

@@ -106,6 +106,7 @@ def test_one_convolution(case: str, tmp_path: Path) -> None:
     net = built(MERGED[case]())
     done = normswap.convert(net, "folded", inputs=images())
     assert [step.scheme for step in done.plan.steps] == ["folded", "merged-branches"]
+
     used = [module for module in done.model.modules() if isinstance(module, nn.Conv2d)]
     assert len(used) == 2  # the stem's, and that of all branches
     assert not any(
@@ -113,6 +114,7 @@ def test_one_convolution(case: str, tmp_path: Path) -> None:
     )
     assert done.report.exact
     assert apart(net, done.model) < 1e-12
+
     if case == "repvgg":
         again = normswap.load(normswap.save(done, tmp_path / "net"), skeleton=MERGED[case]())
         assert apart(done.model, again) == 0

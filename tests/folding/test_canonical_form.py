@@ -45,6 +45,7 @@ def trained(model: nn.Module, alpha: float | None = None) -> None:
 def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     reference = outputs(model, x)
+
     planned, builder = step(model, "folded")
     for path, pattern in case.expect.items():
         if pattern.startswith(REFUSED):
@@ -52,10 +53,13 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
             assert path not in {edit.path for edit in planned.edits}
         else:
             assert re.search(pattern, str(builder.outcomes[path])), builder.outcomes[path]
+
     assert builder.refusals == {}
+
     result = applying.apply_step(model, planned)
     assert distance(reference, outputs(result, x)) <= EXACT
     assert torch.equal(outputs(model, x), reference), "the source was changed"
+
     left = {path for path, pattern in case.expect.items() if pattern.startswith((REFUSED, "never"))}
     assert set(batchnorms(result)) == left
 
@@ -64,6 +68,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
 def test_skipinit_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     reference = outputs(model, x)
+
     why = ""
     try:
         planned, builder = step(model, "skipinit")
@@ -71,6 +76,7 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
         planned = None
         builder = None
         why = str(error)
+
     if planned is None or builder is None:
         assert re.search("no residual blocks|would need two edits", why)
     elif not builder.refusals:
@@ -225,12 +231,15 @@ def test_folded_exactly(arch: str) -> None:
     model, x = norm_free(arch)
     reference = run(model, x)
     assert distance(reference, reference.flip(0)) > 0.01
+
     planned, builder = step(model, "folded")
     assert builder.refusals == {}
+
     result: Any = applied(model, planned)
     assert distance(reference, run(result, x)) <= 1e-12
     assert not any(isinstance(module, STANDARDIZED) for module in result.modules())
     assert type(result) is type(model)
+
     for stage in result.stages:
         for block in stage:
             assert (block.alpha, block.beta, block.skipinit_gain) == (1.0, 1.0, None)
@@ -238,11 +247,13 @@ def test_folded_exactly(arch: str) -> None:
             assert all(
                 getattr(act, "gamma", 1.0) == 1.0 for act in (block.act1, block.act2, block.act3)
             )
+
     with torch.no_grad():
         assert distance(model.forward_features(x), result.forward_features(x)) <= 1e-12
     fresh = timm.create_model(arch, num_classes=10, **NORM_FREE[arch]).double().eval()
     fresh = applying.apply(fresh, Plan.from_json(Plan().then(planned).to_json()).steps)
     fresh.load_state_dict(result.state_dict(), strict=True)
+
     assert torch.equal(run(fresh, x), run(result, x))
 
 
@@ -250,11 +261,13 @@ def test_folded_exactly(arch: str) -> None:
 def test_converted_to_other_schemes(arch: str) -> None:
     model, x = norm_free(arch)
     reference = run(model, x)
+
     folded = applied(model, step(model, "folded")[0])
     for start in (model, folded):
         for scheme, options in (("weightnorm", {}), ("spectralnorm", {})):
             planned, _ = step(start, scheme, **options)
             assert distance(reference, run(applying.apply_step(start, planned), x)) <= 1e-12
+
     for scheme, options in (
         ("skipinit", {}),
         ("fixup", {}),

@@ -177,7 +177,9 @@ def test_free_channels_and_no_other_can_be_scaled(name: str, make: Make, free: i
     model = built(make)
     x = 3 * images()
     channels = channels_of(model, x)
+
     assert channels.count == 1 + free
+
     for group in range(1, channels.count):
         factors = torch.ones(channels.count, dtype=torch.float64)
         factors[group] = 3
@@ -264,9 +266,12 @@ def test_timm_networks_keep_their_function(name: str) -> None:
     folded = exporter.fold_for_export(Network(model, size=(3, 64, 64)))
     channels = channels_of(folded, x)
     written = [group for layer in channels.layers for group in layer.writes.tolist()]
+
     assert sum(group != FIXED for group in written) / len(written) >= FREE[name]
+
     factors = torch.randn(
         channels.count, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).exp()
     factors[FIXED] = 1
+
     assert distance(run(model, x), run(scaled(folded, channels, factors), x)) < 1e-12

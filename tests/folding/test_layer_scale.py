@@ -81,6 +81,7 @@ def test_unfold_gives_the_architecture_back() -> None:
         "unfold",
         input_size=x.shape[1:],
     ).model
+
     assert scaled(back) == scaled(model)
     assert back.state_dict().keys() == model.state_dict().keys()
     assert distance(run(model, x), run(back, x)) <= TOLERANCE
@@ -108,6 +109,7 @@ class Branch(nn.Module):
             return x + self.scale(f) * self.scale.gamma
         if self.what == "linear twice":
             return x + self.scale(self.linear(f))
+
         return x + self.scale(f)
 
 
@@ -191,16 +193,19 @@ def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
     config = transformers.Dinov2Config(
         hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=28, patch_size=7
     )
+
     model = inhabit(transformers.Dinov2ForImageClassification(config).double().eval())
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.endswith("lambda1"):
                 value.uniform_(-0.3, 0.7)
+
     images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in ((28, 28), (42, 56))]
     results = {
         to: normswap.convert(model, to, inputs={"pixel_values": images[0]}).model
         for to in ("folded", "rmsnorm")
     }
+
     with Widening(), torch.no_grad():
         for x, allowed in zip(
             images, (TOLERANCE, 1e-9), strict=True
@@ -211,10 +216,12 @@ def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
                 assert not [
                     name for name, _ in result.named_parameters() if name.endswith("lambda1")
                 ]
+
     learnt = [
         m
         for m in results["folded"].modules()
         if isinstance(m, nn.LayerNorm) and m.elementwise_affine
     ]
+
     assert len(learnt) == 1  # the last one, whose output are the features
     assert not [m for m in results["rmsnorm"].modules() if isinstance(m, nn.LayerNorm)]

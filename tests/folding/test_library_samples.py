@@ -118,11 +118,14 @@ def test_in_one_line(name: str) -> None:
     (example,) = [one.like(model.double()) for one in calling.batches(given)]
     wild.live(model, example)
     done = normswap.convert(model, "folded", inputs=example)
+
     assert done.report.passed
     assert wild.norms(done.model) == []
+
     broken = torch.nn.Module.parameters(done.model)
     with torch.no_grad():
         next(broken).mul_(1.01)
+
     assert not normswap.verify(model, done.model, inputs=example).passed
 
 

@@ -86,18 +86,23 @@ def test_exact(name: str) -> None:
     model, x = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     result: Any = folded(model)[0]
+
     assert with_affine(result) == STAY[name]
+
     kinds = [
         Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()
     ]  # test_layer_scale.py
+
     assert [type(m) for m in result.modules()] == kinds
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
     with torch.no_grad():
         net: Any = model
         assert distance(net.forward_features(x), result.forward_features(x)) <= TOLERANCE
         maps = zip(net.forward_intermediates(x)[1], result.forward_intermediates(x)[1], strict=True)
         assert all(distance(a, b) <= TOLERANCE for a, b in maps)
+
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     with pytest.raises(RefusedError, match="nothing to convert"):
         plan_step(inspect(result), "folded")
@@ -338,6 +343,7 @@ def test_a_measured_norm_folds() -> None:
         nn.init.normal_(parameter)
     x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
     result, verdicts = folded(model)
+
     assert list(map(str, verdicts.values())) == ["its scale and shift move to 2"]
     assert list(result[1].parameters()) == []
     assert distance(run(model, x), run(result, x)) < 1e-13

@@ -217,11 +217,14 @@ def test_there_and_back(arch: str, args: dict[str, Any], size: int, tmp_path: Pa
     done = normswap.convert(model, "folded", inputs=x)
     normswap.save(done, tmp_path / "folded")
     again = normswap.load(tmp_path / "folded")
+
     assert torch.equal(run(again, x), run(done.model, x))
+
     with torch.no_grad():
         for module in again.modules():
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 module.bias += 0.01
+
     back = unfolding.unfold(Network(again, x)).module
     assert batchnorms(back) == batchnorms(model)
     assert distance(run(done.model, x), run(back, x)) > 1e-3

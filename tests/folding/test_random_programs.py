@@ -82,7 +82,9 @@ class Program(nn.Module):
                 new = FUNCTIONS[which](one)
             else:
                 new = SUMS[which](one, two)
+
             values.append(new)
+
         return torch.cat([value.flatten(1) for value in values[-self.outputs :]], 1)
 
 
@@ -161,7 +163,9 @@ def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> No
     ]
     model, x = prepared(Program(code, 1), 0)
     planned, builder = step(model, "skipinit")
+
     assert bool(builder.refusals) == refused
+
     if not refused:
         assert (
             distance(run(model, x.clone()), run(applying.apply_step(model, planned), x.clone()))
@@ -175,10 +179,12 @@ def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)
     reference = run(model, x.clone())
     assume(bool(reference.isfinite().all()))
+
     try:
         planned, builder = step(model, "skipinit")
     except RefusedError:
         return
+
     if not builder.refusals:
         result = applying.apply_step(model, planned)
         assert distance(reference, run(result, x.clone())) <= 1e-10

@@ -72,6 +72,7 @@ def moved(step: Step) -> tuple[int | None, bool]:
         other = y.clone()
         other[:, channel] += 1
         changed.append(step(other) != step(y))
+
     where = torch.stack(changed)
     alone = None
     for dim, size in enumerate(changed[0].shape):
@@ -79,6 +80,7 @@ def moved(step: Step) -> tuple[int | None, bool]:
             not part.movedim(dim, 0)[torch.arange(WIDE) != i].any() for i, part in enumerate(where)
         ):
             alone = dim
+
     return alone, bool(where.any(0).all())
 
 

@@ -212,10 +212,12 @@ def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
     )
     mine: dict[str, Any] = {}
     exec(compile(file.read_text(), file, "exec"), mine)
+
     with pytest.raises(
         TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: "
     ) as caught:
         inspect(nn.Sequential(conv(), mine["Mine"](4, 4, 1)))
+
     assert f"{file}:4, `return x.view(7, 7)`" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -252,10 +254,12 @@ def state(model: nn.Module) -> str:
             f"{name} {tensor.requires_grad} {id(tensor)}".encode()
             + tensor.detach().numpy().tobytes()
         )
+
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         hooks = [len(hook) for key, hook in vars(module).items() if key.endswith("_hooks")]
         seen.update(f"{name} {id(module)} {sorted(own.items(), key=str)} {hooks}".encode())
+
     return seen.hexdigest()
 
 

@@ -256,12 +256,15 @@ def test_anatomy_of(row: Row) -> None:
     assert summary(seen) == (row.roles, row.blocks, row.stages)
     assert (seen.classifier, seen.refusals) == (row.classifier, ())
     assert row.dropout in (None, seen.dropout)
+
     role = {norm.path: norm.role for norm in seen.norms}
     assert {path: role[path] for path in row.norms} == row.norms
+
     for norm in seen.norms:
         module: Any = model.get_submodule(norm.path)
         assert (norm.kind, norm.channels) == (type(module).__name__, module.weight.numel())
         assert norm.kind.startswith(row.kind)
+
     for block in seen.blocks:
         path = block.path.split("+")[0]
         tail, last, gate = row.ends or (block.tail and block.tail[len(path) + 1 :], None, None)
@@ -358,10 +361,12 @@ def test_the_mode_is_put_back() -> None:
     model = Two().eval()
     model.trunk.train()
     before = torch.get_rng_state()
+
     with with_heads(model):
         assert model.training
         assert not model.trunk[1].training
         torch.rand(3)
+
     assert [m.training for m in (model, model.trunk, model.trunk[1], model.aux)] == [
         False,
         True,
@@ -377,10 +382,13 @@ def test_googlenet() -> None:
         torch.randn(2, 3, 64, 64),
     ).float()
     done = normswap.convert(model, to="folded")
+
     assert batchnorms(done.model) == []
+
     example = torch.randn(2, 3, 96, 96)
     with torch.no_grad(), with_heads(model):
         expected = model(example)
+
     with torch.no_grad(), with_heads(done.model):
         found = done.model(example)
     for name in expected._fields:

@@ -176,7 +176,9 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
             else str(builder.outcomes[path])
         )
         assert re.search(pattern.removeprefix(REFUSED), said), said
+
     assert builder.refusals == {}
+
     result = applying.apply_step(model, planned)
     for value in (
         x,
@@ -414,8 +416,10 @@ def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -
     done = normswap.convert(
         model, to, inputs=torch.randn(3, C, 8, 8, dtype=torch.float64), **options
     )
+
     assert done.report.passed
     assert not any(isinstance(module, Frozen) for module in done.model.modules())
+
     if to != "affine":
         assert 1e-3 in {
             getattr(module, name, None)
@@ -468,7 +472,9 @@ def test_results_in_results_are_fetched_step_by_step() -> None:
         graph.graph_copy(traced.graph, {})
         or next(n for n in reversed(graph.nodes) if n.op != "output")
     )
+
     assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
+
     done = normswap.convert(model, "folded", inputs=x)
     assert not batchnorms(done.model)
     assert distance(run(model, x), run(done.model, x)) <= EXACT

@@ -43,17 +43,20 @@ def test_every_cited_place_is_a_row() -> None:
         for path in (ROOT / folder).rglob("*")
         if path not in (LIST, Path(__file__))
     ]
+
     texts = [
         path
         for path in (*files, *ROOT.glob("*.md"))
         if path.suffix in (".py", ".md", ".yaml", ".jinja", ".ipynb")
     ]
+
     found = {
         (str(path.relative_to(ROOT)), *place)
         for path in texts
         for place in cited(path.read_text("utf-8"))
     }
     rows = re.findall(r"^\| `(.+)` \| (.+), (.+) \| .+ \|$", LIST.read_text("utf-8"), re.MULTILINE)
+
     assert sorted(found) == sorted(rows)
 
 

@@ -26,12 +26,14 @@ def table(name: str) -> Iterator[Row]:
         if not line.startswith("|"):
             head = []
             continue
+
         cells = [
             cell.strip().replace("`", "").replace("*", "")
             for cell in re.split(r"(?<!\\)\|", line)[1:-1]
         ]
         if set(line) <= set("|- "):
             continue
+
         if not head:
             head = cells
         else:

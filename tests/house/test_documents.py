@@ -108,6 +108,7 @@ def test_files_that_are_named_exist() -> None:
             for name in named
             if not FREE.search(name) and not any((HERE / at / name).exists() for at in PLACES)
         ]
+
     assert missing == []
 
 
@@ -142,14 +143,18 @@ def test_the_list_is_the_way(tmp_path: Path) -> None:
         [sys.executable, "-c", FOLLOWED, *words], capture_output=True, text=True, check=True
     )
     said = json.loads(ran.stderr.splitlines()[-1])
+
     assert said["code"] == 0
+
     calls = {(one, other) for one, other in said["calls"]}
     listed = list(dict.fromkeys(file for _, file in flow()))
     assert listed == [file for file in said["first"] if file in listed]
     assert [(one, other) for one, other in flow() if one and other not in reached(one, calls)] == []
+
     up = [
         (one, other)
         for one, other in calls
         if one and one not in RUNNING and room(other) > room(one)
     ]
+
     assert up == []

@@ -92,16 +92,19 @@ def reaches_in(text: str) -> list[str]:
     """Private names of other files of the package that a file uses."""
     modules: set[str] = set()
     found = []
+
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "normswap":
             modules |= {alias.asname or alias.name for alias in node.names}
             found += [alias.name for alias in node.names if private(alias.name)]
+
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = node.value.id
             if owner in modules and owner.islower() and private(node.attr):
                 found.append(f"{owner}.{node.attr}")
+
     return found
 
 
@@ -203,6 +206,7 @@ def test_light_modules_and_commands_do_not_import_torch() -> None:
 def test_public_names_are_there() -> None:
     names = dir(normswap)
     assert len(set(names)) == len(names)
+
     for name in names:
         assert getattr(normswap, name) is not None
     tree = ast.parse((ROOT / "__init__.py").read_text())
@@ -211,6 +215,7 @@ def test_public_names_are_there() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and "normswap" in str(node.module)
     ]
+
     assert set(names) == {alias.asname or "open" for node in imported for alias in node.names}
     with pytest.raises(AttributeError, match="nonsense"):
         _ = normswap.nonsense

@@ -237,6 +237,7 @@ def run_in_a_copy(
         apply(change, copy / file)
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, *program]
+
     return subprocess.run(
         command, cwd=copy, env=environment, check=False, capture_output=True, text=True
     )

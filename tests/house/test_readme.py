@@ -29,6 +29,7 @@ def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for line in block.splitlines()
         if line.startswith("normswap ")
     ]
+
     ran = 0
     for line in lines:
         words = shlex.split(line, comments=True)
@@ -41,6 +42,7 @@ def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             words += ["--samples", "40"]
         assert main(words[1:]) == 0, line
         ran += 1
+
     assert ran >= 6
 
 
@@ -54,6 +56,7 @@ def test_the_first_screen_prints_what_it_shows(
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
     printed = iter(capfd.readouterr().out.splitlines())
     shown = blocks("text")[0].splitlines()
+
     assert [
         line for line in shown if line not in printed
     ] == []  # in this order: each is looked for behind the last

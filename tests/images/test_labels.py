@@ -158,9 +158,11 @@ def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
     for part, count in (("train", 3), ("val", 2), ("test", 1)):
         for i in range(count):
             photograph(tmp_path / part / "cat" / f"{i}.png")
+
     loader = make_loader(CONFIG, str(tmp_path), workers=0)
     assert loader.count == 2  # not all parts together
     assert loader.notes[0] == f"images of {tmp_path / 'val'}"
+
     counts = {"training": 3, "val": 2, "valid": 2, "test": 1}
     assert {
         split: make_loader(CONFIG, str(tmp_path), workers=0, split=split).count for split in counts
@@ -206,6 +208,7 @@ def test_commands_refuse_names_that_partly_match(
         photograph(tmp_path / "photos" / name / "0.png")
     data = ["--workers", "0", "--data", "photos"]
     said = ("photos: 1 of 2 labels are no classes of the network (plane)",)
+
     refused(("evaluate", MODEL, *data), said, tmp_path, capfd)
     refused(("export", MODEL, *data, "-o", "net.onnx"), said, tmp_path, capfd)
     assert main(["convert", MODEL, "--to", "folded", "-o", "folded"]) == 0
@@ -218,10 +221,12 @@ def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[s
         photograph(tmp_path / "photos" / f"{i}.png", 30 * i)
     out = str(tmp_path / "out")
     fit = ("--to", "groupnorm", "--only", "layer4", "--calibrate", str(tmp_path / "photos"))
+
     assert (
         run_json(capfd, "convert", MODEL, *fit, "-o", out)["steps"][0]["report"]["kept"]["count"]
         == 2
     )
+
     for i in range(32):
         photograph(tmp_path / "classes" / "x" / f"{i}.png", 7 * i)
     run_json(
@@ -250,17 +255,22 @@ def test_an_encoder_is_compared_by_its_features(
         Image.fromarray(
             np.random.default_rng(i).integers(0, 255, (64, 64, 3), dtype=np.uint8)
         ).save(file)
+
     data = ("--data", "photos", "--workers", "0")
     assert main(["convert", MODEL, "--num-classes", "0", "--to", "groupnorm", "-o", "encoder"]) == 0
+
     result = normswap.load("encoder")
     source = open_model(MODEL, num_classes=0)
+
     images = next(iter(make_loader(source, "photos", workers=0, labelled=False)))[0]
     with torch.no_grad():
         features = source(images)
         others = result(images)
+
     off = float((features - others).norm() / features.norm())
     capfd.readouterr()
     known = run_json(capfd, "verify", "encoder", *data)["data"]
+
     assert known == {
         "agreement": None,
         "relative_l2": pytest.approx(off, rel=1e-4),
@@ -272,6 +282,7 @@ def test_an_encoder_is_compared_by_its_features(
     assert main(["verify", "encoder.onnx", "--against", "encoder", *data]) == 0
     assert main(["report", "encoder", "-o", "encoder.html", *data]) == 0
     assert f"{off:.1e}" in (tmp_path / "encoder.html").read_text()
+
     why = "the network has no classifier: features have no accuracy"
     refused(("evaluate", "encoder", *data), (why,), tmp_path, capfd)
 
@@ -307,6 +318,7 @@ def test_evaluate(classes: int, dtype: torch.dtype) -> None:
         model, pairs(labels, 15), progress=lambda done, total: calls.append((done, total))
     )
     rank = (logits > logits.gather(1, labels[:, None])).sum(1)
+
     assert found.top1 == pytest.approx(100 * (rank == 0).float().mean().item())
     assert found.top5 == pytest.approx(100 * (rank < 5).float().mean().item())
     assert found.loss == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-6)

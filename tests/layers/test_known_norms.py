@@ -103,6 +103,7 @@ def test_groupnorm_has_the_matched_moments(source: nn.Module) -> None:
     done = normswap.convert(source, "instancenorm", inputs=X)
     new = done.model.norm
     old = source.norm
+
     assert type(new) is nn.GroupNorm
     assert torch.allclose(
         new.weight, old.weight, atol=1e-4
@@ -143,9 +144,11 @@ def test_unfold_brings_it_back(source: nn.Module, to: str, learned: bool) -> Non
             for name, parameter in done.named_parameters():
                 if name.endswith("bias"):
                     parameter.add_(torch.randn(parameter.shape) / 10)
+
     back = normswap.convert(done, "unfold", inputs=X).model
     assert same(done, back) < 1e-5
     assert sum(isinstance(module, Whitener) for module in back.modules()) == 5
+
     if not learned:
         assert torch.equal(back.norm.centre, source.norm.centre)
 
@@ -211,12 +214,15 @@ def test_timms_norms_of_tokens_are_listed_folded_and_have_a_role(kind: type[nn.M
     model = Pair(kind(6)).eval()
     x = torch.randn(2, 5, 6)
     nn.init.uniform_(model.norm.weight, 0.5, 2)
+
     assert [(norm.path, norm.kind, norm.channels) for norm in normswap.inspect(model, x).norms] == [
         ("norm", kind.__name__, 6)
     ]
     assert {one.path: one.role for one in roles(model)}["norm.weight"].startswith("gamma_")
+
     done = normswap.convert(model, "folded", inputs=x)
     assert done.model.norm.weight is None
+
     with torch.no_grad():
         assert distance(model(x), done.model(x)) < 1e-6
 

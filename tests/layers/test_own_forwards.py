@@ -240,13 +240,16 @@ def test_the_formula_filter_by_filter(name: str, mean: bool) -> None:
     nn.init.normal_(conv.gain)
     if mean:
         nn.init.normal_(conv.mean)
+
     weight = torch.empty_like(conv.weight)
     for i, w in enumerate(conv.weight.detach()):
         unit = (w - w.mean()) / (w.var(correction=0) + conv.eps) ** 0.5
         weight[i] = unit * conv.gain[i] / w.numel() ** 0.5 + (conv.mean[i] if mean else 0)
+
     plain = kind.__bases__[1](4, 6, 3, **options).double()
     plain.load_state_dict({"weight": weight, **({} if conv.bias is None else {"bias": conv.bias})})
     x = torch.randn(2, 4, *(9,) * (conv.weight.ndim - 2), dtype=torch.float64)
+
     assert distance(run(plain, x), run(conv, x)) < 1e-14
 
 
@@ -290,11 +293,14 @@ def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: 
     assert kept.report.exact
     assert batchnorms(kept.model) == []
     assert sum(type(m) is conv for m in kept.model.modules()) > 2
+
     again = normswap.load(normswap.save(kept, tmp_path / "kept"), skeleton=trained(kind)[0])
     assert distance(run(model, x), run(again, x)) < 1e-10
+
     plain = normswap.convert(again, "folded", inputs=x).model
     assert not any(isinstance(m, STANDARDIZED) for m in plain.modules())
     assert distance(run(model, x), run(plain, x)) < 1e-10
+
     fitted = normswap.convert(
         model, to, inputs=x, calibrate=[x[i : i + 2] for i in (0, 2, 4, 6)] * 4
     )
@@ -303,7 +309,9 @@ def test_networks_of_other_dimensions(kind: str, conv: type, to: str, tmp_path: 
         for m in fitted.model.modules()
         if isinstance(m, STANDARDIZED) and not reparametrized.keeps_mean(m)
     ]
+
     assert left
+
     for m in left:
         assert reparametrized.effective(m).flatten(1).sum(1).abs().max() < 1e-10
     assert (

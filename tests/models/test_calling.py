@@ -73,6 +73,7 @@ def test_a_fit_is_that_of_plain_tensors(
     ):  # which are not shown in a mirror, nor to noise that a rescaling is chosen on
         monkeypatch.setattr(sequential_fit, "MIRRORED", 0)
         options = {**options, "relative_eps": 0} if to == "groupnorm" else options
+
     data = batches()
     wanted = plain(to, sequential_fit.MIRRORED, **options)
     calibrate = [given(x) for x in data]
@@ -80,9 +81,11 @@ def test_a_fit_is_that_of_plain_tensors(
         wrap(trunk()), to, inputs=given(data[0][:2]), calibrate=calibrate, **options
     )
     same(wanted.model, done.model)
+
     assert done.report.kept is not None
     assert wanted.report.kept is not None
     assert done.report.kept.count == wanted.report.kept.count == 8
+
     if form in ("keywords", "a record"):
         # A name says which of several outputs; of one tensor there is none.
         plain_kept, named_kept = (
@@ -181,19 +184,23 @@ def test_a_detector_is_fitted() -> None:
     """
     data = [scaled(x) for x in batches()]
     assert len({len(found["scores"]) for found in Boxes(trunk())(list(data[0]))}) > 1
+
     calibrate = [
         (tuple(x), tuple({"boxes": torch.zeros(0, 4)} for _ in x)) for x in data
     ]  # as its loader collates
+
     with pytest.MonkeyPatch.context() as whole:
         whole.setattr(sequential_fit, "SHARES", (1.0,))
         wanted = normswap.convert(trunk(), "groupnorm", inputs=data[0][:2], calibrate=data)
         fitted = normswap.convert(
             Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate
         )
+
     same(wanted.model, fitted.model)
     done = normswap.convert(
         Boxes(trunk()), "groupnorm", inputs=(list(data[0]),), calibrate=calibrate
     )
+
     assert done.report.passed
     assert done.report.worst.relative_l2 == 1, (
         "another number of boxes is all wrong, not infinitely"
@@ -307,11 +314,13 @@ def test_accuracy_is_that_of_plain_tensors() -> None:
     plain = [(x, labels) for x, (_, labels) in zip(batches(), labelled("keywords"), strict=True)]
     wanted = evaluate(trunk(), plain)
     assert wanted.top1 == pytest.approx(100 * 28 / 32)
+
     both: list[tuple[nn.Module, list[Any]]] = [
         (Keyword(trunk()), labelled("keywords")),
         (Keyword(trunk()), plain),
         (Tolerant(trunk()), [{**call, "labels": labels} for call, labels in labelled("keywords")]),
     ]
+
     for model, data in both:
         found = evaluate(model, data)
         assert (found.top1, found.top5, found.count) == (wanted.top1, wanted.top5, 32)
@@ -353,7 +362,9 @@ def test_a_report_of_what_takes_two_arguments(
     done = normswap.convert(source, "skipinit", inputs=inputs)
     folder = normswap.save(done, tmp_path / "out")
     again = checkpoint.load(folder, trust_factory=True)
+
     assert reverification.again(Network(source, inputs), again).passed
+
     back = normswap.convert(again, "unfold", inputs=inputs)
     assert back.report.passed
     with pytest.raises(NormswapError, match="takes more than images"):

@@ -40,6 +40,7 @@ def write_images() -> None:
     drawn = np.random.default_rng(0)
     for folder in ("images", "labels"):
         Path(folder).mkdir()
+
     for number in range(COUNT):
         pixels = drawn.integers(0, 90, (SIDE, SIDE, 3), dtype=np.uint8)
         top, left = drawn.integers(0, SIDE - 48, 2)
@@ -47,6 +48,7 @@ def write_images() -> None:
         Image.fromarray(pixels).save(f"images/{number}.png")
         middle = f"{(left + 24) / SIDE:.4f} {(top + 24) / SIDE:.4f} {48 / SIDE:.4f} {48 / SIDE:.4f}"
         Path(f"labels/{number}.txt").write_text(f"0 {middle}\n")
+
     Path("data.yaml").write_text(
         f"path: {Path.cwd()}\ntrain: images\nval: images\nnames: {{0: square}}\n"
     )

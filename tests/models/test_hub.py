@@ -30,6 +30,7 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_folder(root / "small", small().state_dict())
     write_folder(root / "bare", {})
     (root / "bare" / "model.safetensors").unlink()
+
     return {
         "timm/resnet18.a1_in1k": root / "full",
         "some/small": root / "small",
@@ -56,11 +57,13 @@ def test_hub(
     with hub_server(repos) as url:
         use_hub(monkeypatch, url, tmp_path)
         model = open_source(source)
+
     folder = repos["timm/resnet18.a1_in1k" if source == "resnet18" else "some/small"]
     assert origin(model).sha256 == origin(open_source(str(folder))).sha256
     assert origin(model).source == {"resnet18": "resnet18.a1_in1k"}.get(
         source, source.replace("hf_hub", "hf-hub")
     )
+
     again = open_source(source)  # the server is gone: from the cache
     assert origin(again) == origin(model)
 
@@ -93,6 +96,7 @@ def test_hub_fails(
         use_hub(monkeypatch, url, tmp_path)
         with pytest.raises(SourceError) as caught:
             open_source(source)
+
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -146,19 +150,23 @@ def test_downloads_converts_and_verifies(
 ) -> None:
     source, repos = trained
     monkeypatch.chdir(tmp_path)
+
     with hub_server(repos) as url:
         use_hub(monkeypatch, url, tmp_path / "home")
         assert main(["convert", "resnet18", "--to", "skipinit", "-o", "out"]) == 0
         assert "kept exactly" in capsys.readouterr().out
         assert main(["verify", "out"]) == 0  # the source again, by its recorded name
+
     result = checkpoint.load("out")
     record = provenance.of(result)
     assert record is not None
     assert record.source == "resnet18.a1_in1k"
+
     x = torch.randn(2, 3, 96, 96)
     with torch.no_grad():
         a = source(x).double()
         b = result(x).double()
+
     assert (a - b).norm() <= 1e-5 * a.norm()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in result.modules())
 
@@ -176,8 +184,10 @@ def test_a_failing_hub_leaves_nothing(
     with hub_server(trained[1], mode=mode) as url:
         use_hub(monkeypatch, url, tmp_path / "home")
         assert main(["convert", "resnet18", "--to", "skipinit", "-o", "out"]) == 2
+
     captured = capsys.readouterr()
     assert captured.out == ""
+
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("error:")
     assert says in line

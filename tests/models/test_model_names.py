@@ -61,12 +61,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "users_broken.py").write_text(
         "import torch\nraise RuntimeError('no licence\\nat all')\n"
     )
+
     for label in "abcd":
         (tmp_path / "images" / label).mkdir(parents=True)
         for i in range(2):
             Image.effect_noise((48, 48), 60).convert("RGB").save(
                 tmp_path / "images" / label / f"{i}.png"
             )
+
     for name in ("users_nets", "users_broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
@@ -116,11 +118,13 @@ def hugging_face(place: Path, **config: Any) -> Path:
         "num_labels": 4,
     }
     torch.manual_seed(0)
+
     model = made(transformers.ResNetConfig(**{**sizes, **config}))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.2, 0.2)
             nn.init.uniform_(module.running_var, 0.5, 2)
+
     model.save_pretrained(place)
     size = {
         "size": {"shortest_edge": 44},
@@ -129,6 +133,7 @@ def hugging_face(place: Path, **config: Any) -> Path:
     }
     stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
     (place / "preprocessor_config.json").write_text(json.dumps(stated))
+
     return place
 
 
@@ -136,6 +141,7 @@ def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
     words = ("--arch-arg", "width=6", "--num-classes", 4, "--input-size", "3,48,48")
     run("convert", "users_nets:make", *words, "--to", "folded", "-o", "a")
     trusted = ("a", "--trust-factory")
+
     for command in (
         ("verify", "a"),
         ("report", "a"),
@@ -143,11 +149,14 @@ def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
         ("convert", "a", "--to", "unfold", "-o", "b"),
     ):
         assert "--trust-factory" in fails(*command)
+
     with pytest.raises(SourceError, match="trust_factory=True"):
         normswap.load("a")
+
     del sys.modules["users_nets"]  # as in another process
     model = normswap.load("a", trust_factory=True)
     assert origin(model).arch == Arch("users_nets:make", {"width": 6, "num_classes": 4}, "factory")
+
     run("verify", *trusted)
     run("convert", *trusted, "--to", "unfold", "-o", "b")
     run(
@@ -186,11 +195,15 @@ def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     words = ("--weights", "w.pth", "--num-classes", 4, "--input-size", "3,64,64")
     run("convert", "torchvision:mobilenet_v3_small", *words, "--to", "folded", "-o", "a")
     x = torch.randn(2, 3, 64, 64)
+
     assert torch.allclose(normswap.load("a")(x), source(x), atol=1e-4)
+
     run("verify", "a")
     run("convert", "a", "--to", "unfold", "-o", "b")
     restored = load_file("b/model.safetensors")
+
     assert restored.keys() == source.state_dict().keys()
+
     run("evaluate", "a", "--data", "images")
 
 
@@ -211,7 +224,9 @@ def test_outputs_in_a_dict(here: Path, run: Run, fails: Run) -> None:
     run("verify", "a")
     run("export", "a", "-o", "a.onnx", "--input-size", "3,64,64")
     run("report", "a", "-o", "a.html")
+
     assert "does not classify images" in fails("evaluate", "a", "--data", "images")
+
     run("convert", "users_nets:make", "--arch-arg", "twice=true", "--to", "folded", "-o", "b")
     assert "same answer" not in run("export", "b", "--trust-factory", "-o", "b.onnx")
     assert "does not give one tensor" in fails(
@@ -225,12 +240,15 @@ def test_hugging_face(here: Path, run: Run) -> None:
     run("convert", "hf:hf", "--to", "folded", "-o", "a")
     run("verify", "a")
     model = normswap.load("a")
+
     assert network_input.size(model) == (3, 40, 40)
     assert zoo.data_config(model)["mean"] == [0.5, 0.4, 0.3]
     assert type(model).__name__ == "ResNetForImageClassification"
+
     run("convert", "a", "--to", "groupnorm", "--calibrate", "images", "-o", "b")
     run("convert", "a", "--to", "unfold", "-o", "c")
     assert load_file("c/model.safetensors").keys() == load_file("hf/model.safetensors").keys()
+
     run("export", "a", "-o", "a.pt2")
     run("report", "a", "-o", "a.html")
     run("evaluate", "b", "--data", "images")
@@ -270,10 +288,13 @@ def test_weights_in_several_files_are_all_fetched(
     (here / "parts/preprocessor_config.json").write_bytes(
         (whole / "preprocessor_config.json").read_bytes()
     )
+
     assert len([*(here / "parts").glob("*.safetensors")]) > 1
+
     with hub_server({"own/net": here / "parts"}) as url:
         use_hub(monkeypatch, url, here / "cache")
         found = zoo.open_source("hf:own/net").state_dict()
+
     assert network_input.size(zoo.open_source("hf:own/net")) == (3, 40, 40)  # from the cache
     assert all(
         torch.equal(found[name], value)
@@ -288,6 +309,7 @@ def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run
     arguments += ["--input-size", "1,64,64"]
     run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
     arch = origin(normswap.load("a", trust_factory=True)).arch
+
     assert arch is not None
     assert (arch.name, arch.kwargs["classes"], arch.builder) == (
         "segmentation_models_pytorch:Unet",
@@ -332,6 +354,7 @@ def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> No
     config = json.loads((place / "config.json").read_text())
     weight = "classifier.1.weight"
     extra = []
+
     said = ["do not fit", "missing: classifier.1.weight", "unexpected: other"]
     if change == "keys":
         state["other"] = state.pop(weight)
@@ -347,9 +370,11 @@ def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> No
     else:
         extra = ["--arch-arg", "depthz=3"]
         said = ["ResNetConfig has no argument depthz", "depths"]
+
     save_file(state, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(config))
     line = fails("inspect", "hf:hf", *extra)
+
     assert all(word in line for word in said), line
 
 
@@ -401,10 +426,13 @@ def test_torchvision_with_another_head(here: Path, monkeypatch: pytest.MonkeyPat
     state = torchvision.models.get_model("squeezenet1_1").state_dict()
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: state)
     whole, other = (zoo.open_source("torchvision:squeezenet1_1", num_classes=n) for n in (None, 3))
+
     assert all(torch.equal(value, state[key]) for key, value in whole.state_dict().items())
     assert other.classifier[1].weight.shape[0] == 3
+
     record = origin(other)
     assert record.arch is not None
+
     again = zoo.open_source(record.source, arch_args=record.arch.kwargs)
     assert zoo.hash_tensors(again.state_dict()) == record.sha256
     assert origin(whole).pretrained_cfg["num_classes"] == 1000

@@ -276,6 +276,7 @@ def test_commands_say_what_they_assume(
     command: tuple[str, ...], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command[0], name, *command[1:], *SIZE]) == 0
+
     said = capfd.readouterr().err
     assert "note: assumed, as the network does not say: mean 0.485,0.456,0.406" in said
     assert "--image-mean, --image-std, --crop-pct and --interpolation" in said
@@ -300,6 +301,7 @@ def test_what_is_stated_stays_with_the_network(
 ) -> None:
     assert main(["convert", name, "--to", "folded", "-o", "out", *SIZE, *STATED]) == 0
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
+
     said = json.loads(Path("out.onnx.preprocess.json").read_text())
     assert said["normalize"] == {"mean": [0.5] * 3, "std": [0.25] * 3}
     assert said["resize"]["interpolation"] == "bilinear"

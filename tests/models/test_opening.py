@@ -184,7 +184,9 @@ def test_networks_that_were_not_drawn_equal_others_once_they_are_loaded(name: st
     found.load_state_dict(state)
     ours = everything(found)
     theirs = everything(usual)
+
     assert ours.keys() == theirs.keys()
+
     for key, tensor in theirs.items():
         assert torch.equal(ours[key], tensor), key
 
@@ -301,15 +303,20 @@ def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find("cpu") == torch.device("cpu")
     with pytest.raises(OptionError, match="meta"):
         devices.find("meta")
+
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert devices.find("auto") == torch.device("cpu")
+
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
     assert devices.find("auto") == torch.device("cuda")
     assert devices.find("cuda:1") == torch.device("cuda:1")
+
     for absent in ("cuda:2", "mps"):
         with pytest.raises(OptionError, match="not available"):
             devices.find(absent)
+
     with pytest.raises(OptionError, match="exported"):
         devices.place(torch.nn.ReLU(), "cuda")

@@ -256,9 +256,11 @@ def test_hash_tensors() -> None:
     base["large"] = large = torch.arange(2.0**16)
     base["larger"] = torch.arange(2.0**17)
     digest = hash_tensors(base)
+
     assert digest == by_hand(base)
     assert digest == hash_tensors(dict(reversed(base.items())))
     assert digest == hash_tensors({**base, "a": torch.arange(4.0).reshape(2, 2).T.T.reshape(4)})
+
     changed: list[State] = [
         {**base, "a": torch.arange(4.0).reshape(2, 2)},
         {**base, "a": torch.arange(4.0).double()},
@@ -268,4 +270,5 @@ def test_hash_tensors() -> None:
         {**base, "large": large.reshape(2, -1)},
         {("c" if key == "a" else key): value for key, value in base.items()},
     ]
+
     assert len({digest, *map(hash_tensors, changed)}) == len(changed) + 1

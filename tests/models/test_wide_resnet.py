@@ -88,11 +88,14 @@ def test_timm_knows_it_and_its_ways() -> None:
     assert model.forward_features(x).shape == (2, 64, 8, 8)
     assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 64)
     assert model.get_classifier() is model.fc
+
     model.reset_classifier(3)
     assert model(x).shape == (2, 3)
+
     model.reset_classifier(0)
     assert model(x).shape == (2, 64)
     assert zoo.data_config(zoo.create(Arch("wide_resnet_cifar", {})))["input_size"] == (3, 32, 32)
+
     groups = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
     assert set(groups) == {name for name, _ in model.named_parameters()}
 

@@ -90,6 +90,7 @@ def test_another_head_and_stem(folder: Path, state: State) -> None:
     model = open_source(str(folder), num_classes=4, in_chans=1)
     own = model.state_dict()
     record = origin(model)
+
     assert model(torch.zeros(1, 1, 48, 48)).shape == (1, 4)
     assert torch.allclose(own["conv1.weight"], state["conv1.weight"].sum(1, keepdim=True))
     assert all(
@@ -152,6 +153,7 @@ def test_torchvision_file(
     )
     ours = open_source(str(tmp_path / "tv.pth"), arch=arch, arch_args=args, num_classes=5)
     image = torch.randn(2, 3, 64, 64)
+
     assert torch.allclose(ours(image), model(image), atol=1e-5)
 
 

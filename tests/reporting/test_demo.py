@@ -38,6 +38,7 @@ def test_everything_agrees(result: Body) -> None:
     assert source["network"] == "source"
     assert source["norms"] == sum(result["anatomy"]["norms"].values()) > 0
     assert [row["network"] for row in others] == list(demo.SCHEMES)
+
     for row in others:
         assert row["norms"] == 0
         assert row["top1"] == source["top1"]
@@ -50,10 +51,12 @@ def test_command(
 ) -> None:
     monkeypatch.setattr(demo, "run", lambda say: result)
     assert main(["demo", "--json"]) == 0
+
     out, err = capfd.readouterr()
     assert err == ""
     assert as_documented(out, "demo") == json.loads(json.dumps(plain(result)))
     assert main(["demo"]) == 0
+
     out, err = capfd.readouterr()
     assert err == ""
     assert "every figure agrees" in out

@@ -39,6 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     """For every case: the source's directory, the result's, the facts, the page."""
     home = tmp_path_factory.mktemp("report")
     sources = {kind: source(home / kind, kind) for kind in NETWORKS}
+
     found = {}
     for name, (kind, scheme, options) in CASES.items():
         done = normswap.convert(open_model(str(sources[kind])), scheme, **options)
@@ -50,6 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
                     figures, "_svg", lambda axes: "data:"
                 )  # most of the time goes into drawing
             found[name] = sources[kind], folder, facts, page.render(facts)
+
     return found
 
 
@@ -67,8 +69,10 @@ def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> No
         for name, value in state.items()
         if name.endswith(".alpha")
     }
+
     assert {alpha.path: alpha.value for alpha in facts.alphas} == stored
     assert len(stored) in (0, len(facts.blocks))
+
     order = [block.path for block in facts.blocks]
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
 
@@ -96,6 +100,7 @@ def test_every_norm_has_an_outcome(case: tuple[Path, Path, Facts, str]) -> None:
     assert sorted(norm.path for norm in listed) == sorted(
         n.path for n in normswap.inspect(open_model(str(origin))).norms
     )
+
     modules = dict(normswap.load(folder).named_modules())
     layers_by_outcome = {
         "gone": ("Vacant",),
@@ -104,6 +109,7 @@ def test_every_norm_has_an_outcome(case: tuple[Path, Path, Facts, str]) -> None:
         "affine": ("ChannelAffine",),
     }
     layers_by_outcome["replaced"] = ("GroupNorm",)
+
     for norm in listed:
         assert type(modules[norm.path]).__name__ in layers_by_outcome[norm.outcome]
         assert norm.said != "stays as it is"
@@ -160,15 +166,19 @@ def test_scalars_that_were_trained(made: Any, tmp_path: Path, undrawn: None) -> 
     with torch.no_grad():
         model.layer2[1].bn2.alpha.fill_(0.25)
         model.layer2[1].bn2.bias.fill_(-0.5)
+
     facts = report.collect(normswap.save(model, tmp_path / "trained"))
     assert [a.block for a in facts.alphas if a.planned != pytest.approx(a.value, rel=1e-6)] == [
         "layer2.1"
     ]
+
     trained = facts.alphas[3]
     assert (trained.value, trained.bias) == (0.25, -0.5)
+
     text = page.render(facts)
     assert f'<td class="n">{trained.planned:.6g}</td>' in text
     assert '<td class="n">-0.5</td>' in text
+
     check(text)
 
 
@@ -178,12 +188,14 @@ def test_accuracy_on_data(made: Any, tmp_path: Path, undrawn: None) -> None:
         (tmp_path / "data" / str(label)).mkdir(parents=True)
         pixels = torch.randint(0, 255, (48, 48, 3), generator=generator, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "data" / str(label) / "one.png")
+
     out = tmp_path / "page.html"
     folder = str(made["v1-skipinit"][1])
     assert (
         main(["report", folder, "-o", str(out), "--data", str(tmp_path / "data"), "--workers", "0"])
         == 0
     )
+
     text = out.read_text()
     assert "top-1" in text
     assert "<small>10 images</small>" in text
@@ -250,6 +262,7 @@ def test_names_are_escaped(made: Any) -> None:
     )
     text = page.render(facts)
     check(text)
+
     assert "<script" not in text
     assert "&lt;script&gt;" in text
 
@@ -296,17 +309,20 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_points_are_the_measured_values(made: Any, drawn: list[Any]) -> None:
     facts = made["v1-skipinit"][2]
     assert facts.report is not None
+
     figures.sites(facts, facts.report)
     errors, allowed = drawn[0].get_lines()
     assert list(errors.get_ydata()) == [error.relative_l2 for error in facts.report.sites]
     assert set(allowed.get_ydata()) == {facts.report.tolerance["float32"]}
     assert drawn[0].get_yscale() == "log"
     assert len([*figures.signal(facts)]) == 3
+
     for axes, name in zip(drawn[1:], ("variance", "mean_sq", "added_variance"), strict=True):
         for line, network in zip(axes.get_lines(), ("before", "after"), strict=True):
             assert list(line.get_ydata()) == [
                 getattr(point, name) for point in facts.signal[network]
             ]
+
     figures.alphas(facts)
     assert list(drawn[-1].get_lines()[0].get_ydata()) == [alpha.value for alpha in facts.alphas]
 
@@ -317,13 +333,16 @@ def test_command(
     monkeypatch.chdir(tmp_path)
     folder = str(made["v1-skipinit"][1])
     assert main(["report", folder]) == 0
+
     written = tmp_path / "v1-skipinit.html"
     assert written.read_text() == made["v1-skipinit"][3]
     assert capsys.readouterr().out.startswith("written to v1-skipinit.html: ")
+
     monkeypatch.setattr(figures, "_svg", lambda axes: "data:")
     assert main(["report", folder]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["report", folder, "--force", "--json"]) == 0
+
     body = as_documented(capsys.readouterr().out, "report")
     assert body["digest"] == made["v1-skipinit"][2].digest
     assert [p.name for p in tmp_path.iterdir()] == ["v1-skipinit.html"]
@@ -338,6 +357,7 @@ def test_bad_input_is_one_line(
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+
     out = str(tmp_path / "out.html")
     for argv in (
         [str(tmp_path / "none"), "-o", out],
@@ -350,10 +370,12 @@ def test_bad_input_is_one_line(
         [str(folder), "-o", out, "--data", str(tmp_path / "none")],
     ):
         assert main(["report", *argv]) == 2
+
         captured = capsys.readouterr()
         assert captured.out == ""
         assert len(captured.err.splitlines()) == 1
         assert "Traceback" not in captured.err
+
     assert precious.read_text() == "precious"
     assert not Path(out).exists()
 
@@ -394,7 +416,9 @@ def test_the_core_imports_neither(tmp_path: Path) -> None:
     done = without(
         f"import importlib\nfor name in {sorted(rooms)}: importlib.import_module(name)", tmp_path
     )
+
     assert done.returncode == 0, done.stderr
+
     for name in ("figures", "page"):  # the list says no more than is so
         assert "No module named" in without(f"import normswap.reporting.{name}", tmp_path).stderr
 

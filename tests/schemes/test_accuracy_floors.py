@@ -65,10 +65,13 @@ def test_floor(
     (before, after), labels = logits(
         [source, result], datasets.make_loader(source, str(IMAGES), batch_size=250, workers=2)
     )
+
     assert len(labels) == 10_000
+
     right, kept = (torch.eq(x.argmax(1), labels).sum().item() for x in (before, after))
     print(
         f"\n{network} {scheme} {options}: {right / 100:.2f} -> {kept / 100:.2f},"
         f" {100 * kept / right:.1f} % kept"
     )
+
     assert 100 * kept / right >= floor

@@ -74,6 +74,7 @@ def assert_comes_back(net: nn.Module, batches: list[Tensor], **options: Any) -> 
     done = normswap.convert(net, "batchnorm", inputs=batches[0], calibrate=batches, **options)
     assert not list(batchnorms(net))
     assert apart(net, done.model, batches[1]) < LIMIT
+
     after = trained(done.model, batches)
     for path in batchnorms(done.model):
         old: Any = done.model.get_submodule(path)
@@ -82,10 +83,12 @@ def assert_comes_back(net: nn.Module, batches: list[Tensor], **options: Any) -> 
         assert not torch.equal(old.running_var, new.running_var)
         assert not torch.equal(old.weight, new.weight)
         assert int(new.num_batches_tracked) == STEPS
+
     again = normswap.convert(after, "folded", inputs=batches[0]).model
     assert not list(batchnorms(again))
     assert apart(after, again, batches[1]) < LIMIT
     assert apart(net, again, batches[1]) > 1e3 * LIMIT  # it has learned
+
     return done.model
 
 
@@ -127,12 +130,15 @@ def test_weights_of_an_onnx_file(like: bool) -> None:
     model = lived("resnet18")[0]
     batches = photographs(33)
     net = bare()
+
     layers = [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     with torch.no_grad():
         for layer, (weight, bias) in zip(layers, weights_of_file(model, batches[0]), strict=True):
             layer.weight.copy_(weight)
             layer.get_parameter("bias").copy_(bias)
+
     assert apart(model, net, batches[0]) < 1e-5  # the exporter folds in float32
+
     done = assert_comes_back(net, batches, **({"like": skeleton("resnet18")} if like else {}))
     assert len(list(batchnorms(done))) == len(list(batchnorms(model)))
 
@@ -211,6 +217,7 @@ def test_norms_do_not_come_back_where_nothing_is_called(cut: str) -> None:
     if cut == "taken out":
         del half.bn2
     done = normswap.convert(half, "batchnorm", inputs=x)
+
     assert "bn2: there is no place for its norm any more" in done.notes
     assert [path for path in batchnorms(done.model) if path != "bn2"] == ["bn"]
     assert distance(run(half, x), run(done.model, x)) <= 1e-12

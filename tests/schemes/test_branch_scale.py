@@ -89,6 +89,7 @@ def test_one_scalar_per_block_in_its_place(arch: str) -> None:
     model, _ = source(arch)
     result = swapped(model, "skipinit")
     assert len(scales(result)) == len(blocks(model))
+
     for before, after in zip(blocks(model), blocks(result), strict=True):
         scalar = after.get_submodule(SCALAR_AT[arch])
         if SCALAR_AT[arch] == "se":
@@ -154,11 +155,14 @@ def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
     )
     x = torch.randn(3, 3, 33, 33, dtype=torch.float64)
     result = swapped(model, "skipinit")
+
     assert alphas(result) == [0.0] * len(blocks(model))
     assert distance(run(model, x), run(result, x)) <= 1e-12
+
     for block in blocks(result):
         last: Any = block.get_submodule("conv3" if hasattr(block, "conv3") else "conv2")
         assert bool(last.weight.any())
+
     result.train()(x).square().sum().backward()
     assert all(
         scale.alpha.grad is not None and bool(scale.alpha.grad.any()) for scale in scales(result)
@@ -208,13 +212,16 @@ def test_regularized_adds_dropout_and_biases(arch: str) -> None:
     rates = [m.p for m in result.modules() if isinstance(m, nn.Dropout)] + [
         getattr(result, "drop_rate", 0.0)
     ]
+
     assert 0.2 in rates
+
     post = arch != "resnetv2_18"
     for scale in scales(result):
         assert (scale.bias is not None) is post, (
             "one scalar bias before the final ReLU of v1 blocks, none in v2"
         )
         assert scale.bias is None or scale.bias.tolist() == [0.0]
+
     result.train()
     with torch.no_grad():
         assert not torch.equal(result(x), result(x)), "dropout is alive in training"
@@ -234,9 +241,11 @@ def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
                 scale.alpha.mul_(1 + number / 7)
                 if scale.bias is not None:
                     scale.bias.fill_(number / 9)
+
     done = normswap.convert(between, "skipinit", inputs=x)
     assert distance(run(between.model, x), run(done.model, x)) <= 1e-12
     assert alphas(done.model) == alphas(between.model)
+
     stays = trained and SCALAR_AT[arch] == "se"  # a bias does not pass a gate
     assert all((scale.bias is not None) is stays for scale in scales(done.model))
     assert any("keeps the scalar bias" in note for note in done.notes) is stays

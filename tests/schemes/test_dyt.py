@@ -84,8 +84,10 @@ def test_one_norm_by_hand(bias: bool, affine: bool) -> None:
     smaller = (
         made[0].weight.flatten(1).norm(dim=1) / first.weight.flatten(1).norm(dim=1) * std
     )  # with long tails
+
     assert bool((smaller < 1 + 1e-12).all())
     assert bool((smaller < 0.9).any())
+
     t = torch.linspace(-12, 12, 24001, dtype=torch.float64)
     per = (1, -1, 1, 1)
     bent = (0.7 * smaller.view(per) * t.view(-1, 1, 1, 1)).tanh()
@@ -97,6 +99,7 @@ def test_one_norm_by_hand(bias: bool, affine: bool) -> None:
     gamma = one.weight.view(per) if affine else 1.0
     beta = one.bias.view(per) if affine else 0.0
     expected = source[3]((factor * gamma * (0.7 * whole).tanh() + beta).relu())
+
     assert isinstance(made[1], DynamicTanh)
     assert not batchnorms(made)
     assert distance(expected.detach(), run(made, x)) < 1e-12
@@ -163,10 +166,12 @@ def test_factors_are_the_largest_with_which_no_more_is_lost(alpha: float) -> Non
     normal = np.random.default_rng(0).standard_normal(400_000)
     most = residual(normal, alpha)
     steps = (-4 * found.log2()).round()
+
     assert torch.equal(found, 2 ** (-steps / 4))
     assert found[[1, 5]].tolist() == [1, 1]
     assert found[0] > 0.8
     assert bool((found[2:5] < 0.8).all())
+
     for channel, factor in list(zip(x.double().numpy(), found.tolist(), strict=True))[2:5]:
         assert residual(channel, alpha * factor) < 1.03 * most
         assert residual(channel, alpha * factor * 2**0.25) > 0.97 * most
@@ -186,6 +191,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
     step, _ = conversion.plan_step(inspection.inspect(source, x), "dyt", bend=0.7)
     target = applying.apply_step(source, fitting_target(step))
     result = applying.apply_step(source, step)
+
     found = []
     for batches in ((), calls(x, 3 * pictures(8, 4))):
         pattern = copy.deepcopy(target)
@@ -193,6 +199,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
         tanh_factors.choose_factors(pattern, bent, step, Example((x,)), batches)
         assert distance(run(source, x), run(pattern, x)) < 1e-12
         found.append((distance(run(source, x), run(bent, x)), bent.state_dict()))
+
     (on_leaves, one), (on_images, two) = found
     assert any(not torch.equal(tensor, two[name]) for name, tensor in one.items())
     assert on_images < on_leaves
@@ -208,6 +215,7 @@ def test_few_values_do_not_choose_factors() -> None:
     on_leaves = copy.deepcopy(result)
     tanh_factors.choose_factors(copy.deepcopy(target), on_leaves, step, Example((x,)), ())
     tanh_factors.choose_factors(target, result, step, Example((x,)), calls(x))
+
     assert all(
         tensor.equal(on_leaves.state_dict()[name]) for name, tensor in result.state_dict().items()
     )

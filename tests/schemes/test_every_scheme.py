@@ -108,7 +108,9 @@ def test_timm_methods_live_on(arch: str, row: Row) -> None:
     own = case(arch, row)
     result = twin(arch, row)
     before: Any = own.source
+
     assert type(result) is type(before)
+
     kept = row.exact
     with torch.no_grad():
         assert result.forward_features(own.x).shape == before.forward_features(own.x).shape
@@ -117,11 +119,14 @@ def test_timm_methods_live_on(arch: str, row: Row) -> None:
         for a, b in zip([reference, *expected], [final, *maps], strict=True):
             assert a.shape == b.shape
             assert not kept or distance(a, b) <= 1e-12
+
     result.reset_classifier(7)
     assert run(result, own.x).shape == (3, 7)
+
     result.reset_classifier(0)
     features = run(result, own.x)
     assert features.shape == (3, result.num_features)
+
     with torch.no_grad():
         expected = before.forward_head(before.forward_features(own.x), pre_logits=True)
     assert not kept or distance(expected, features) <= 1e-12
@@ -149,6 +154,7 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
     after = own.result.state_dict()
     renamed = dict(applying.renames(own.source, own.step))
     norms = tuple(f"{path}." for path in batchnorms(own.source))
+
     edited = {edit.path for edit in own.step.edits}
     for name, tensor in before.items():
         path = name.rpartition(".")[0]
@@ -157,6 +163,7 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
         assert renamed.get(name, name) in after
         if path not in edited:
             assert torch.equal(tensor, after[renamed.get(name, name)])
+
     for name in after.keys() - before.keys() - set(renamed.values()):
         assert any(name.startswith(f"{path}.") for path in edited), f"{name} is new"
 
@@ -174,8 +181,10 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
             parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
         for scalar, alpha in zip(scalars, (-0.5, 0.0, 0.3), strict=False):
             scalar.alpha.fill_(alpha)
+
     x = case(arch, row).x
     reference = run(result, x)
+
     seen = inspection.inspect(result)
     for then in EXACT:
         if (then.scheme, row.scheme) == ("folded", "folded"):
@@ -198,9 +207,11 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
         model.to(dtype)
         planned, _ = step(model, row.scheme, **row.options)
         result = applying.apply_step(model, planned)
+
         assert {
             tensor.dtype for tensor in result.state_dict().values() if tensor.is_floating_point()
         } == {dtype}
+
         # the same function as the narrow source has in exact arithmetic, to the narrow type's
         # rounding
         if row.exact:
@@ -250,4 +261,5 @@ def test_plan_runs_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         nn.Module, "__call__", lambda *args, **kwargs: pytest.fail("the plan ran a module")
     )
     builder = schemes.get(name).plan(anatomy, **schemes.get(name).defaults)
+
     assert not builder.refusals

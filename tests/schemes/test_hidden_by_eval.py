@@ -64,6 +64,7 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     gammas = generator.choice(["any", "not negative", "ones"])
     momentum = generator.choice(["its own", None, 0.0])
     x = images(12, seed)
+
     source = copy.deepcopy(trained(name, seed))
     for path in batchnorms(source):
         norm: Any = source.get_submodule(path)
@@ -71,11 +72,14 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
         norm.momentum = norm.momentum if momentum == "its own" else momentum
         with torch.no_grad():
             norm.weight.copy_({"any": norm.weight, "ones": 1}.get(gammas, norm.weight.abs()))
+
     measured(source, x)
     there = normswap.convert(source, row.scheme, inputs=x[:2], **row.options)
     settings = {(norm.momentum, norm.eps) for norm in map(source.get_submodule, batchnorms(source))}
     learning: Any = [module for module in there.model.modules() if hasattr(module, "momentum")]
+
     assert {(norm.momentum, norm.eps) for norm in learning} <= settings
+
     anatomy = Network(there.model, x[:2]).anatomy
     for path in anatomy.provenance.original_paths:
         mean, deviation = anatomy.kept_moments(path)
@@ -83,8 +87,10 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
         assert mean.equal(source.get_parameter(f"{path}.bias"))
         assert deviation is not None
         assert deviation.equal(source.get_parameter(f"{path}.weight").abs())
+
     back = normswap.convert(there, "batchnorm", inputs=x[:2]).model
     assert [path.removesuffix(".inner") for path in batchnorms(back)] == batchnorms(source)
+
     values = inputs_of_norms(back, x)
     for path, old_path in zip(batchnorms(back), batchnorms(source), strict=True):
         norm = back.get_submodule(path)
@@ -95,11 +101,14 @@ def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
             old.num_batches_tracked,
         )
         assert norm.running_mean.dtype == old.running_mean.dtype
+
         mean = values[path].mean(1)
         variance = values[path].var(1)
         tolerance = 1e-3 * (variance + 1e-4).sqrt()
+
         assert bool(((norm.running_mean - mean).abs() <= tolerance).all()), path
         assert bool(((norm.running_var - variance).abs() <= 1e-3 * (variance + 1e-4)).all()), path
+
     assert distance(in_training(source, x), in_training(back, x)) < 1e-3
     assert distance(run(source, x), run(back, x)) < 1e-10
 
@@ -118,18 +127,22 @@ def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     there = normswap.convert(source, row.scheme, inputs=x, **row.options)
     back = normswap.convert(there, "unfold", inputs=x).model
     buffers = dict(back.named_buffers())
+
     assert all(buffers[key].equal(value) for key, value in source.named_buffers())
+
     if row.scheme in ("affine", "tune", "frozen-bn"):
         norms = (path for path in batchnorms(source))
         assert all(
             back.get_parameter(f"{path}.bias").equal(source.get_parameter(f"{path}.bias"))
             for path in norms
         )
+
     # What every parameter has learned since comes back, too.
     torch.manual_seed(dice(name, row).randrange(9))
     with torch.no_grad():
         for parameter in there.model.parameters():
             parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+
     back = normswap.convert(there, "unfold", inputs=x).model
     assert distance(run(there.model, x), run(back, x)) < 1e-10
 
@@ -149,15 +162,18 @@ def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     for path in generator.sample(layers, generator.randint(1, len(layers))):
         source.get_submodule(path).requires_grad_(False)
     done = normswap.convert(source, row.scheme, inputs=images(2), **row.options)
+
     # A network in which nothing is wrong is warned of nothing.
     assert not [note for note in done.notes if not re.search(SAID, note)]
     assert done.report.vacuous == ()
+
     names = dict(done.renames)
     now = dict(done.model.named_parameters())
     for old, parameter in source.named_parameters():
         new = names.get(old, old)
         if new in now:
             assert now[new].requires_grad == parameter.requires_grad, new
+
     drops = {
         path: module.p for path, module in source.named_modules() if isinstance(module, DROPOUTS)
     }

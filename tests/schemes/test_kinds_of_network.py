@@ -59,6 +59,7 @@ def test_samples_are_held_out_whole() -> None:
     x = torch.arange(10.0)[:, None]
     dealt = HeldOutSplit([Example((x,), {"y": list(-x), "gain": 2.0})], torch.device("cpu"))
     (seen,) = dealt
+
     assert seen.args[0].flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9]
     assert [float(y) for y in seen.kwargs["y"]] == [-0.0, -1, -2, -4, -5, -6, -8, -9]
     assert (
@@ -66,6 +67,7 @@ def test_samples_are_held_out_whole() -> None:
         == [-float(y) for y in dealt.held[0].kwargs["y"]]
         == [3, 7]
     )
+
     table = torch.zeros(3)
     dealt = HeldOutSplit([Example((x + i, table)) for i in range(5)], torch.device("cpu"))
     assert [float(one.args[0][0]) for one in dealt] == [0, 1, 2, 4]
@@ -108,7 +110,9 @@ def test_an_answer_is_told_from_a_wave_and_from_features(
     with torch.no_grad():
         two.conv.weight.add_(0.3 * torch.randn_like(two.conv.weight))
     kept = measured(one, two, [Example((x[:30],)), Example((x[30:],))], inspect(one, x[:2]))
+
     assert kept is not None
+
     error = compare(Network(one, x), two, exact=False).logits[-1]
     assert (error.answer, error.axis, error.agreement) == (
         kept.answer,
@@ -118,9 +122,11 @@ def test_an_answer_is_told_from_a_wave_and_from_features(
     assert (kept.agreement is None) is (answer is None)
     assert kept.answer.startswith(answer or "")
     assert f"axis {kept.axis}" == (answer or "").rpartition(" on ")[2] or kept.axis is None
+
     if answer and answer[-1].isdigit():
         before, after = (net(x).argmax(int(answer[-1])) for net in (one, two))
         assert kept.agreement == pytest.approx(float((before == after).double().mean()))
+
     if answer and answer.endswith(" of "):
         shares = {
             name: float((one(x)[name].argmax(1) == two(x)[name].argmax(1)).double().mean())
@@ -142,6 +148,7 @@ def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
     parts = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU())]
     model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
     planned, _ = conversion.plan_step(inspect(model, torch.randn(2, 1, 16, 16)), "nf", stem="fit")
+
     assert {edit.path: edit.args["mean"] for edit in planned.edits if "mean" in edit.args} == {
         "0": False,
         "3": False,
@@ -158,6 +165,7 @@ def test_nothing_is_foretold_without_images(
         "--weights",
         str(zoo_networks.DATA / "depthwise.safetensors"),
     ]
+
     command = [
         "convert",
         *weights,
@@ -170,15 +178,20 @@ def test_nothing_is_foretold_without_images(
         str(tmp_path / "out"),
     ]
     card = tmp_path / "out" / "README.md"
+
     assert main(command) == 0
+
     out = capfd.readouterr().out
     assert "not known: pass --calibrate IMAGES" in out
     assert "accuracy this keeps was not measured" in card.read_text()
     assert not re.search(r"\d %", out + card.read_text())
+
     data = ["--calibrate", str(shipped.FOLDER / "images.tar"), "--samples", "40"]
     assert main([*command, *data, "--json"]) == 0
+
     body = json.loads(capfd.readouterr().out)
     assert body.keys() == {"source", "output", "plan", "steps"}
+
     report = body["steps"][-1]["report"]
     assert report["kept"]["count"] == 10
     assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"

@@ -36,18 +36,23 @@ def test_dropout_in_front_of_the_classifier(block: type[nn.Module], tmp_path: Pa
     x = torch.randn(2, 3, 41, 41, dtype=torch.float64)
     done = normswap.convert(source, "regularized-skipinit", dropout=0.6, input_size=(3, 33, 33))
     torch.manual_seed(0)
+
     with torch.no_grad():
         seen: list[Tensor] = []
         done.model.head.inner.register_forward_hook(lambda module, args, out: seen.append(args[0]))  # type: ignore[union-attr]
         for _ in range(50):
             done.model.train()(x)
+
         assert float((torch.stack(seen) == 0).double().mean()) == pytest.approx(0.6, abs=0.06)
+
         again = normswap.convert(
             done.model, "regularized-skipinit", dropout=0.1, input_size=(3, 33, 33)
         )
         plain = normswap.convert(again.model, "skipinit", input_size=(3, 33, 33))
+
         assert torch.equal(plain.model.train()(x), plain.model(x))
         assert (plain.model.eval()(x) - source(x)).norm() <= 1e-10 * source(x).norm()
+
     loaded = normswap.load(normswap.save(plain, tmp_path / "out"), skeleton=Net(block).double())
     assert torch.equal(loaded(x), plain.model(x))
     with pytest.raises(RefusedError, match="nothing to convert"):
@@ -129,6 +134,8 @@ def test_it_loads_without_normswap(case: str) -> None:
     if "VGG" in case:  # places without a norm have other numbers there
         state = dict(zip(theirs.state_dict(), state.values(), strict=True))
     theirs.load_state_dict(state, strict=True)
+
     assert distance(run(done, x), run(theirs, x)) < 1e-13
+
     if to != "groupnorm":
         assert distance(run(model, x), run(theirs, x)) < 1e-12

@@ -55,6 +55,7 @@ def test_residual_scales_are_the_papers(resnet: nn.Module, rule: str) -> None:
     scales = [
         (path, float(m.alpha)) for path, m in result.named_modules() if isinstance(m, FixedScale)
     ]
+
     for block in range(1, DEPTH + 1):
         at = f"layer{(block + 1) // 2}.{(block - 1) % 2}."
         found = {path.removeprefix(at): value for path, value in scales if path.startswith(at)}
@@ -106,10 +107,12 @@ def test_fixups_exponent_in_bottlenecks() -> None:
     make = timm.create_model("resnet26", channels=(4, 8, 12, 16), num_classes=10)
     model: Any = lived_in(make, torch.randn(2, 3, 33, 33).double())
     keep: Any = swapped(model, "fixup")
+
     reset: Any = swapped(model, "fixup", init="fixup")
     for name in ("conv1", "conv2"):
         before, after = (net.layer2[1].get_submodule(name).weight for net in (keep, reset))
         assert torch.allclose(after, before * math.exp(-math.log(8) / 4), rtol=1e-12)
+
     assert not reset.layer2[1].conv3.weight.any()
     assert not reset.fc.weight.any()
     assert torch.equal(reset.layer2[0].downsample[0].weight, keep.layer2[0].downsample[0].weight)
@@ -129,6 +132,7 @@ def upsampling() -> nn.Module:
         bn=nn.BatchNorm2d(6),
         head=nn.Linear(6, 2),
     )
+
     return lived_in(model, torch.randn(4, 3, 9, 9).double())
 
 
@@ -137,17 +141,21 @@ def test_weight_norm_of_transposed_convolutions_is_per_filter() -> None:
     net: Any = swapped(upsampling(), "weightnorm")
     weight = net.up.parametrizations.weight
     assert weight.original0.shape == (1, 6, 1, 1)
+
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     bias = net.up.bias.view(1, -1, 1, 1)
     before = net.up(x) - bias
+
     for channel in range(6):
         v = weight.original1[:, channel]
         assert torch.allclose(
             net.up.weight[:, channel], weight.original0[0, channel] * v / v.square().sum().sqrt()
         )
+
     with torch.no_grad():
         weight.original0[0, 2] *= 3
     after = net.up(x) - bias
+
     assert torch.allclose(after[:, 2], 3 * before[:, 2])
     assert torch.equal(after[:, [0, 1, 3, 4, 5]], before[:, [0, 1, 3, 4, 5]])
 
@@ -160,10 +168,12 @@ def test_a_dead_filter_keeps_its_direction() -> None:
     with torch.no_grad():
         model.bn.weight[:2] = 0
         model.up.weight[:, 1] = 0
+
     before = model.up.weight.detach().clone()
     net: Any = swapped(model, "weightnorm")
     gain = net.up.parametrizations.weight.original0.flatten()
     direction = net.up.parametrizations.weight.original1
+
     assert gain[:2].tolist() == [0, 0]
     assert bool((gain[2:] != 0).all())
     assert (

@@ -91,6 +91,7 @@ def trained_privately(opacus: Any, model: nn.Module, steps: int = 3) -> list[flo
         max_grad_norm=1.0,
         poisson_sampling=False,
     )
+
     losses = []
     for _ in range(steps):
         for inputs, labels in loader:
@@ -104,6 +105,7 @@ def trained_privately(opacus: Any, model: nn.Module, steps: int = 3) -> list[flo
             )
             optimizer.step()
             optimizer.zero_grad()
+
     return losses
 
 
@@ -126,8 +128,10 @@ def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
     model = small(arch).float().train()
     validator = opacus.validators.ModuleValidator
     fixed = validator.fix(model)
+
     assert any(isinstance(module, BatchNormAct2d) for module in fixed.modules())
     assert validator.validate(fixed, strict=True) == []
+
     for to in ("layernorm", "skipinit" if arch == "resnetv2_18" else "folded"):
         options = {"relative_eps": 0} if to == "layernorm" else {}
         result = normswap.convert(
@@ -149,16 +153,21 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus
         with pytest.raises(RefusedError, match="no residual blocks"):
             normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
         return
+
     done = normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
     assert done.steps == 2
+
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     y = torch.tensor([0, 3, 7])
+
     oracle = copy.deepcopy(done.model).train()
     for module in oracle.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
     private = opacus.GradSampleModule(copy.deepcopy(oracle))
     F.cross_entropy(private(x), y).backward()
+
     ours = dict(private._module.named_parameters())
     for i in range(len(x)):
         oracle.zero_grad()
@@ -188,12 +197,15 @@ def test_the_function_is_that_of_the_scheme(
     plain = normswap.convert(model, to, input_size=(3, 32, 32), **options)
     done = normswap.convert(model, to, purpose=purpose, input_size=(3, 32, 32), **options)
     x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+
     assert distance(run(plain.model, x), run(done.model, x)) <= 1e-12
     assert [step.scheme for step in done.plan.steps] == [to, purpose]
     assert done.report.exact is plain.report.exact
     assert not any(isinstance(m, ChannelBias) and m.sign is not None for m in done.model.modules())
+
     names = done.model.state_dict()
     assert all(new in names and old in model.state_dict() for old, new in done.renames)
+
     record = provenance.of(done.model)
     assert record is not None
     assert record.plan == done.plan

@@ -61,8 +61,10 @@ def test_exact(name: str) -> None:
     model, x = small(name)
     _, builder = step(model, "rmsnorm")
     outcomes = [builder.outcomes[path] for path in kinds(model, nn.LayerNorm)]
+
     assert all(outcome.counted == "became RMSNorm" and outcome.reason for outcome in outcomes)
     assert bool(builder.notes) is ("averaged" in name)
+
     result: Any = converted(model)
     assert type(result) is type(model)
     assert kinds(result, nn.LayerNorm) == []
@@ -70,10 +72,13 @@ def test_exact(name: str) -> None:
     assert {parameter.dtype for parameter in result.parameters()} == {torch.float64}
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
     expected = features(model, x)
     if "averaged" in name:  # these features are the stream itself, and a norm follows the average
         expected = expected - expected.mean(-1, keepdim=True)
+
     assert distance(expected, features(result, x)) <= TOLERANCE
+
     result.reset_classifier(3)
     assert run(result, x).shape == (2, 3)
 
@@ -92,11 +97,15 @@ def test_laws(name: str, scheme: str) -> None:
     planned, _ = step(model, scheme)
     result = applying.apply_step(model, planned)
     backwards = applying.apply_step(model, Step(scheme, {}, planned.edits[::-1]))
+
     assert torch.equal(run(result, x), run(backwards, x))
+
     fresh = applying.apply(skeleton(name), Plan.from_json(Plan().then(planned).to_json()).steps)
     assert distance(run(result, x), run(fresh, x)) > 1e-3
+
     fresh.load_state_dict(result.state_dict(), strict=True)
     assert torch.equal(run(result, x), run(fresh, x))
+
     result.train()
     result(x).square().sum().backward()
     assert [
@@ -117,10 +126,12 @@ def test_there_and_back(name: str, scheme: str) -> None:
     with torch.no_grad():
         for parameter in done.parameters():
             parameter += 0.01 * torch.randn(parameter.shape, dtype=torch.float64)
+
     if "without" in name:
         with pytest.raises(VerificationError, match="cannot unfold"):
             normswap.convert(done, "unfold", inputs=x)
         return
+
     if (
         scheme == "rmsnorm"
     ):  # training has brought a mean back into the stream, which a LayerNorm would take off
@@ -129,6 +140,7 @@ def test_there_and_back(name: str, scheme: str) -> None:
         ):
             normswap.convert(done, "unfold", inputs=x)
         done = normswap.convert(model, scheme, inputs=x).model
+
     assert distance(run(done, x), run(unfolding.unfold(Network(done)).module, x)) < 1e-11
 
 
@@ -159,11 +171,14 @@ def test_refused_with_path_and_reason(name: str) -> None:
     path, why = REFUSED.get(name) or LARGER[name]
     model = skeleton(name) if name in REFUSED else timm.create_model(name)
     _, builder = step(model, "rmsnorm")
+
     assert why in builder.refusals[path]
+
     anatomy = inspect(model)
     with pytest.raises(RefusedError, match="cannot convert to rmsnorm") as error:
         plan_step(anatomy, "rmsnorm")
     assert ("skip=" in error.value.remedy) is bool(builder.outcomes)
+
     if builder.outcomes:
         skip = ast.literal_eval(error.value.remedy.partition("skip=")[2].partition("`")[0])
         planned, rest = plan_step(anatomy, "rmsnorm", skip=skip)
@@ -389,7 +404,9 @@ def test_every_writer_counts(missing: str) -> None:
         for edit in planned.edits
     ]
     edits = [edit for edit in edits if edit.path != missing or edit.layer != "Centred"]
+
     assert edits != list(planned.edits)
+
     harmed = applying.apply_step(model, Step("rmsnorm", {}, tuple(edits)))
     assert distance(run(model, x), run(harmed, x)) > 1e-6
 
@@ -405,6 +422,7 @@ def test_rmsnorm_is_timms(shift: bool) -> None:
         new: Any = channel_norm.RMSNorm.replacing(norm, like=x, shift=shift)
     theirs = RmsNorm(6, eps=1e-3).double()
     theirs.weight.data.copy_(norm.weight)
+
     with torch.no_grad():
         expected = theirs(x) + (norm.bias if shift else 0)
         assert distance(expected, new(x)) < 1e-14

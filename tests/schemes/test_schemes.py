@@ -148,6 +148,7 @@ def test_the_table_notices_harm(harm: str) -> None:
     own = lived("resnet18")
     broken = swapped(own.model, "skipinit")
     net: Any = broken.layer3[0]
+
     source: Any = own.model.layer3[0]
     with torch.no_grad():
         if harm == "eps":
@@ -161,6 +162,7 @@ def test_the_table_notices_harm(harm: str) -> None:
             net.conv2.bias += 1e-6
         else:
             net.bn2.alpha *= 1.01
+
     features, logits = features_and_logits(broken, own.inputs)
     assert all(distance(a, b) > TOLERANCE for a, b in zip(own.features, features, strict=True))
     assert all(distance(a, b) > TOLERANCE for a, b in zip(own.logits, logits, strict=True))

@@ -68,6 +68,7 @@ def mutated(draw: st.DrawFn, tree: Any) -> Any:
     holder = tree
     for step in above:
         holder = holder[step]
+
     how = draw(st.sampled_from(["junk", "junk", "missing", "twice", "renamed"]))
     if how == "junk":
         holder[key] = copy.deepcopy(draw(st.sampled_from(JUNK)))
@@ -77,6 +78,7 @@ def mutated(draw: st.DrawFn, tree: Any) -> Any:
         holder.append(copy.deepcopy(holder[key]))
     else:
         holder[f"{key}_"] = holder[key] if how == "twice" else holder.pop(key)
+
     return tree
 
 

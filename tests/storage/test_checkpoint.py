@@ -57,12 +57,15 @@ def test_unfold_of_another_kind_of_norm_is_refused(
     source = timm.create_model("resnet18", channels=(8, 8, 8, 8), num_classes=3).eval()
     x = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     done = convert(source, to, input_size=(3, 32, 32), **options)
+
     with pytest.raises(
         RefusedError, match=rf"cannot unfold bn1: a {kind} sits there now, .* `calibrate=DATA`"
     ):
         convert(done.model, "unfold", input_size=(3, 32, 32))
+
     checkpoint.save(done, tmp_path / "other")
     assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
+
     folded = convert(done.model, "folded", input_size=(3, 32, 32), calibrate=x).model
     back = convert(folded, "unfold", input_size=(3, 32, 32)).model
     assert len(batchnorms(back)) == len(batchnorms(source))
@@ -116,11 +119,14 @@ def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists"):
         checkpoint.save(conversion, saved)
     assert (saved / "model.safetensors").read_bytes() == before
+
     checkpoint.save(conversion, saved, force=True)
     assert (saved / "model.safetensors").read_bytes() != before
+
     other = tmp_path / "letters"
     other.mkdir()
     (other / "love.txt").write_text("dear")
+
     with pytest.raises(OutputError, match="not a model directory"):
         checkpoint.save(conversion, other, force=True)
     with pytest.raises(OutputError, match="is a file"):
@@ -246,6 +252,7 @@ def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) 
     """In the tensor that it is in, unless that has NaN or inf then."""
     whole = (written / name).read_bytes()
     tensors = load_file(written / name)
+
     begin = 8 + int.from_bytes(whole[:8], "little")
     for place in torch.randint(
         begin, len(whole), (12,), generator=torch.Generator().manual_seed(0)
@@ -260,6 +267,7 @@ def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) 
             for key, t in tensors.items()
             if t.numpy().tobytes() != harmed_tensors[key].numpy().tobytes()
         )
+
         with pytest.raises(
             SourceError,
             match=rf"{name}.* (are not those that were saved: {other}: |has NaN or inf)",
@@ -272,11 +280,13 @@ def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) 
     rewrite(file.parent, tensors={name: tensor + 1 for name, tensor in load_file(file).items()})
     with pytest.raises(SourceError, match=r"changed=True"):
         normswap.load(file.parent)
+
     model = normswap.load(file.parent, changed=True)
     assert model.fc.bias.mean() > 0.5
     assert torch.equal(
         normswap.load(normswap.save(model, tmp_path / "again")).fc.bias, model.fc.bias
     )
+
     for name, tensor in load_file(file).items():
         rewrite(file.parent, tensors={name: None, f"module.{name}": tensor})
     with pytest.raises(SourceError, match=r"are not those that were saved: conv1"):
@@ -300,11 +310,13 @@ def test_a_weights_file_opens_alone(tmp_path: Path) -> None:
     shutil.copy(folder / "model.safetensors", alone)
     x = torch.randn(1, 3, 64, 64)
     opened = normswap.open(str(alone))
+
     assert torch.equal(opened(x), normswap.load(folder)(x))
     assert not provenance.of(opened).norms  # they are in a file of their own
     assert len(provenance.of(normswap.open(str(folder / "model.safetensors"))).norms) > 0
     with pytest.raises(SourceError, match=r"knows its architecture\. Drop arch="):
         normswap.open(str(alone), arch="resnet18")
+
     alone.write_bytes(alone.read_bytes()[:-4] + b"abcd")
     with pytest.raises(SourceError, match=r"not those that were saved"):
         normswap.open(str(alone))
@@ -348,15 +360,18 @@ def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
     )
     error = Error("logits", "float32", (2, 3, 8, 8), 0.125, 0.5, 1.0)
     card = model_card.render(record, Report(False, True, "some noise", (error,), kept=kept))
+
     assert "\n# network converted to groupnorm (groups = 2)\n" in card
     assert "- Conversion: source -> skipinit (alpha = 0) -> groupnorm (groups = 2)\n" in card
     assert "\n| float32 | 2x3x8x8 | 1.2e-01 | 5.0e-01 |\n" in card
+
     lines = [f"Measured on images that nothing was fitted to: {said}. Other images may keep less."]
     assert [line for line in card.splitlines() if "nothing was fitted" in line] == (
         lines if kept else []
     )
     assert "BatchNorm network back" not in card
     assert "SHA-256" not in card
+
     known = model_card.render(Provenance(source="resnet18.a1_in1k", sha256="ab12"), None)
     assert (
         "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known

@@ -71,12 +71,14 @@ def test_there_and_back(
     done = normswap.convert(source, to="skipinit")
     normswap.save(done, tmp_path / "out")
     (tmp_path / "out" / "private-notes.txt").write_text("stays here")
+
     assert main(["push", "out", "me/small"]) == 2
     assert (
         "nobody knows the license of the weights in out. Give --license NAME"
         in capsys.readouterr().err
     )
     assert main(["push", "out", "me/small", "--license", "mit", "--json"]) == 0
+
     said = as_documented(capsys.readouterr().out, "push")
     assert not said["alone"]
     assert (
@@ -84,18 +86,21 @@ def test_there_and_back(
         == sorted(said["files"])
         == ["README.md", "config.json", "model.safetensors", "norms.safetensors"]
     )
+
     card = ModelCard.load("me/small")
     assert (card.data.license, card.data.base_model, card.data.library_name) == (
         "mit",
         None,
         "normswap",
     )
+
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value) == (
         "relative_l2",
         done.report.worst.relative_l2,
     )
     assert torch.equal(outputs(by_its_card(card)), outputs(done.model))
+
     again = checkpoint.open_model("hf-hub:me/small")
     assert torch.equal(outputs(again), outputs(done.model))
     assert main(["convert", "hf-hub:me/small", "--to", "unfold", "-o", "bn"]) == 0
@@ -118,9 +123,12 @@ def test_what_timm_builds_timm_loads(
     before = normswap.convert(source, to="folded").model if to == "unfold" else source
     done = normswap.convert(before, to=to, **options)
     normswap.save(done, tmp_path / "out")
+
     assert main(["push", "out", "me/plain", "--license", "mit"]) == 0
+
     model = timm.create_model("hf-hub:me/plain", pretrained=True).eval()
     torch.testing.assert_close(outputs(model), outputs(done.model))
+
     card = ModelCard.load("me/plain")
     assert card.data.library_name == "timm"
     torch.testing.assert_close(outputs(by_its_card(card)), outputs(done.model))
@@ -163,6 +171,7 @@ def test_what_the_hub_does_not_take_is_one_line(
     with hub_server({}, mode=mode, store=tmp_path / "store") as url:
         use_hub(monkeypatch, url, tmp_path / "home")
         assert main(["push", str(tmp_path / "out"), repo, "--license", "mit"]) == 2
+
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert says in line
 
@@ -325,15 +334,19 @@ def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sour
     (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
     hub["some/base"] = tmp_path / "base"
     folded = normswap.convert(normswap.open("hf-hub:some/base"), to="folded")
+
     assert not normswap.push(normswap.save(folded, tmp_path / "out"), "me/folded").alone
+
     card = ModelCard.load("me/folded")
     assert (card.data.license, card.data.base_model, card.data.library_name) == (
         "bsd-3-clause",
         "some/base",
         "timm",
     )
+
     (result,) = card.data.eval_results
     assert result.metric_value == folded.report.worst.relative_l2
+
     torch.save(outputs(folded.model), "wanted.pt")
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     alone = f"""import sys, torch
@@ -343,6 +356,7 @@ assert type(model) is type(timm.create_model("{name}"))
 x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 assert torch.equal(model(x), torch.load("wanted.pt"))
 """
+
     environment = {
         **os.environ,
         "HF_ENDPOINT": constants.ENDPOINT,

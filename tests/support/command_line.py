@@ -49,15 +49,21 @@ def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
     capfd.readouterr()
     code = main([*arguments, "--json"])
     out, err = capfd.readouterr()
+
     assert "Traceback" not in out + err
+
     if not code:
         return json.loads(out)
+
     assert (code, err.count("\n"), err[:7], list(folder.iterdir())) == (2, 1, "error: ", []), err
+
     known = (
         "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such"
         " option"
     )
+
     assert not re.search(known, err), err
+
     return None
 
 
@@ -100,11 +106,13 @@ def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd
     before = files(here)
     capfd.readouterr()
     assert main(arguments) == 2
+
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert "Traceback" not in err
+
     for text in said:
         assert text in err
     assert files(here) == before

@@ -53,6 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(refusals[self.mode], "")
         if self.path == "/api/validate-yaml":
             return self._say({"errors": [], "warnings": []})
+
         if self.path == "/api/repos/create":
             wanted = json.loads(given)
             repo = (
@@ -66,23 +67,28 @@ class _Handler(BaseHTTPRequestHandler):
             if not there and (wanted.get("private") or wanted.get("visibility") == "private"):
                 self.private.add(repo)
             self.repos.setdefault(repo, self.store / repo)
+
             return self._say({"url": f"{here}/{repo}"}, status=409 if there else 200)
+
         asked = re.fullmatch(
             r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0]
         )
         if asked is None or asked[1] not in self.repos:
             return self._refuse(404, "RepoNotFound")
+
         if asked[2] == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
                 for file in json.loads(given)["files"]
             ]
             return self._say({"files": files})
+
         for entry in map(json.loads, given.splitlines()):
             if entry["key"] == "file":
                 (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(
                     b64decode(entry["value"]["content"])
                 )
+
         url = f"{here}/{asked[1]}/commit/{COMMIT}"
         return self._say({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
 
@@ -114,12 +120,16 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "RepoNotFound")
         if listed and not resolved:
             return self._send(json.dumps(self._info(repo)).encode(), "application/json", body)
+
         assert resolved is not None
+
         if resolved[2] not in ("main", COMMIT):
             return self._refuse(404, "RevisionNotFound")
+
         file = self.repos[repo] / resolved[3]
         if not file.is_file():
             return self._refuse(404, "EntryNotFound")
+
         return self._file(file, body)
 
     def _info(self, repo: str) -> dict[str, Any]:
@@ -160,6 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(asked[1])
         self.send_response(206 if start else 200)
+
         for name, value in {
             "ETag": f'"{etag}"',
             "X-Repo-Commit": COMMIT,
@@ -170,11 +181,13 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Type": "application/octet-stream",
         }.items():
             self.send_header(name, value)
+
         if start:
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
         self.end_headers()
         broken = weights and self.mode == "stall"
         self.close_connection = body and broken
+
         if body:
             with contextlib.suppress(ConnectionError):  # a client that gave up
                 self.wfile.write(content[start : size // 2 if broken else size])
@@ -204,6 +217,7 @@ def hub_server(
         store: where new repositories are made.
     """
     assert mode in MODES, mode
+
     own = {
         "repos": repos,
         "mode": mode,
@@ -216,6 +230,7 @@ def hub_server(
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:

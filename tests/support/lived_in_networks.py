@@ -86,11 +86,13 @@ def _randomize(norm: Any, generator: torch.Generator) -> None:
     beta = norm.bias
     if gamma is None:
         return
+
     lots = torch.rand(gamma.shape, generator=generator, dtype=torch.float64)
     lots[:2] = torch.tensor([0.0, NEGATIVE])[
         : len(lots)
     ]  # at least one of each kind, however narrow the network
     value = torch.rand(gamma.shape, generator=generator, dtype=torch.float64) + 0.5
+
     value = torch.where(lots < NEGATIVE + ZERO, -value, value)
     with torch.no_grad():
         gamma.copy_(torch.where(lots < ZERO, torch.zeros_like(value), value))

@@ -75,6 +75,7 @@ def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
                 parameter.copy_(value.abs() + 0.3 if name.endswith("gain") else 0.2 * value)
             elif name.endswith("fc.weight"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
     return model.double().eval()
 
 

@@ -32,6 +32,7 @@ def source(folder: Path, kind: str) -> Path:
         "pretrained_cfg": {"input_size": [3, 48, 48]},
     }
     (folder / "config.json").write_text(json.dumps(layout))
+
     return folder
 
 
@@ -52,12 +53,14 @@ class Checker(HTMLParser):
         assert not any(name.startswith("on") for name in named)
         assert "url(" not in " ".join(named.values())
         assert named.get("src", "data:").startswith("data:")
+
         href = named.get("href", "")
         assert (
             not href
             or (tag, href) == ("link", "data:,")
             or (tag == "a" and href.startswith("https://arxiv.org/abs/"))
         )
+
         if tag == "img":
             assert len(named["alt"]) > 20
         if tag not in self.VOID:

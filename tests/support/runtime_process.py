@@ -93,6 +93,7 @@ def run_alone(
     program = _PROGRAM.format(
         blocked=set(_BLOCKED[form]), run=_RUN[form].format(output=output), batch=batch
     )
+
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "x.npy"
         wanted = Path(folder) / "y.npy"

@@ -49,6 +49,7 @@ def crossed(
     rows = list(ones)
     columns = list(others)
     assert every <= min(len(rows), len(columns)), "some row would never run"
+
     pairs = [
         pytest.param(
             one,
@@ -59,4 +60,5 @@ def crossed(
         for i, one in enumerate(rows)
         for j, other in enumerate(columns)
     ]
+
     return pytest.mark.parametrize(names, pairs)

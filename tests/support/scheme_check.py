@@ -57,6 +57,7 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
         conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
     except VerificationError as error:
         raise VerificationError(f"{scheme} does not keep what it claims", str(error)) from error
+
     for target in [*schemes.names(), "unfold"]:
         try:
             convert(Network(conversion.model, size=_SIZE), target)

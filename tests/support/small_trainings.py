@@ -68,6 +68,7 @@ def made(scheme: str, **options: Any) -> nn.Module:
     model = model.eval()
     if scheme != "batchnorm":
         model = normswap.convert(model, scheme, input_size=(3, 32, 32), **options).model
+
     return model
 
 

@@ -319,12 +319,15 @@ def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(
     model = Cancelled(by).bfloat16().eval()
     x = torch.randn(2, 3, 9, 9).bfloat16()
     wide = run(copy.deepcopy(model).double(), x.double())
+
     assert (float((wide - run(model, x)).norm() / wide.norm()) > 0.1) == bool(said)
+
     vacuous = [
         line
         for line in comparison.verify(model, copy.deepcopy(model), x).vacuous
         if "bfloat16 alone" in line
     ]
+
     assert len(vacuous) == said
 
 
@@ -411,7 +414,9 @@ def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
     wrong.load_state_dict(model.state_dict())
     wrong.conv.bias.data += 1e-3  # type: ignore[union-attr]
     x = torch.randn(2, 1, 8, 8)
+
     assert not comparison.verify(model, wrong, inputs=x).passed
+
     precise = comparison.compare_double(Network(model, x), lambda: copy.deepcopy(wrong).double())
     assert not comparison.compare(Network(model, x), wrong, precise=precise, traced=False).passed
     assert not comparison.verify(

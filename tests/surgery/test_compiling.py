@@ -178,4 +178,5 @@ def test_the_layer_is_named(faulty: str, fused: tuple[str, ...]) -> None:
     )
     results = [value for name, value in values.items() if name not in fused]
     apart = departure.first_apart(network, example, results, 1e-6)
+
     assert (apart and apart.site) == next(iter(faulty.split()), None)

@@ -275,6 +275,7 @@ def _state(model: nn.Module) -> list[object]:
     keeper: Any = model[-1]  # type: ignore[index]
     tensors = [(name, value.tolist()) for name, value in model.state_dict().items()]
     modes = [module.training for module in model.modules()]
+
     return [
         tensors,
         modes,
@@ -326,10 +327,12 @@ def test_the_source_stays_as_it_is(
     ).eval()
     net[1].train()
     before = _state(net)
+
     try:
         FUNCTIONS[name](net)
     except NormswapError as error:
         assert "Keeper" in str(error) or "4" in str(error), error  # noqa: PT017 - it may be refused, by path
+
     assert _state(net) == before
 
 
@@ -465,6 +468,7 @@ def test_what_a_forward_may_do_folds_exactly(name: str) -> None:
     norm = net.norm if hasattr(net, "norm") else net.body[1]
     norm.running_mean.normal_()
     done = normswap.convert(net, "folded", inputs=inputs)
+
     assert done.report.passed
     assert not any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
     assert [
@@ -484,6 +488,7 @@ def test_norms_that_the_target_does_not_ask_for_stay(scheme: str) -> None:
         nn.InstanceNorm2d(8, affine=True),
     ]
     source = lived_in(nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), IMAGES.double()).float()
+
     norm: Any = source[4]  # type: ignore[index]
     for images in (None, [IMAGES]):
         done: Any = normswap.convert(source, scheme, inputs=IMAGES[:2], calibrate=images).model
@@ -574,6 +579,7 @@ def test_norms_that_share_their_statistics_are_not_recalibrated() -> None:
     ]
     layers[4].running_mean = layers[1].running_mean
     layers[4].running_var = layers[1].running_var
+
     with pytest.raises(NormswapError, match="1 and 4 share their running statistics"):
         recalibration.recalibrate(nn.Sequential(*layers).eval(), [IMAGES[:32]], inputs=IMAGES[:2])
 

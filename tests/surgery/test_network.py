@@ -54,11 +54,14 @@ def test_it_is_made_of_modules_results_and_itself() -> None:
     done = normswap.convert(model, "folded", input_size=SIZE)
     assert Network.of(model).module is model
     assert Network.of(done).module is done.model
+
     network = Network.of(model, size=SIZE, seed=3)
     assert (network.size, network.seed) == (SIZE, 3)
     assert Network.of(network) is network
+
     seen = network.anatomy
     assert Network.of(network, calibrate=[torch.randn(2, *SIZE)]).anatomy is seen
+
     other = Network.of(network, seed=4)
     assert (other.module, other.size, other.seed, network.seed) == (model, SIZE, 4, 3)
 

@@ -242,6 +242,7 @@ def test_options_are_spelled_as_the_reader_writes_them(
         "calibrate=DATA",
         "force=True",
     )
+
     with command_line():
         assert (spelled("calibrate", metavar="DATA"), spelled("force", True)) == (
             "--calibrate DATA",

@@ -98,6 +98,7 @@ def assert_outside_stays(before: nn.Module, after: nn.Module, scope: dict[str, l
     for path, layer in before.named_modules():
         if takes_part(path, **scope) or any(True for _ in layer.children()):
             continue
+
         same = now[path]
         state = layer.state_dict()
         assert (type(same), same.extra_repr(), same.training) == (
@@ -118,12 +119,16 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
     scope = scope_of(name, row)
     part, builder = step(restrict(anatomy(name), **scope), row.scheme, **row.options)
     assert not builder.refusals
+
     norms = {path for path in batchnorms(trained(name)) if takes_part(path, **scope)}
     assert norms == builder.outcomes.keys()
+
     of_the_whole = {
         edit.path: edit for edit in whole(name, str(row)).edits if takes_part(edit.path, **scope)
     }
+
     assert {edit.path: edit for edit in part.edits} == of_the_whole
+
     if row in ROWS:
         done = normswap.convert(trained(name), row.scheme, inputs=images(2), **scope, **row.options)
         assert done.plan.steps[-1].edits == part.edits
@@ -218,12 +223,14 @@ def test_patterns() -> None:
         ("layer[12]", "layer2.0"),
         ("*", "x"),
     ]
+
     no = [
         ("layer3", "layer30"),
         ("layer3", "a.layer3"),
         ("bn1", "layer1.0.bn1"),
         ("layer3.*", "layer3"),
     ]
+
     assert all(matches(*pair) for pair in yes)
     assert not any(matches(*pair) for pair in no)
 

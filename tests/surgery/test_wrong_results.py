@@ -103,10 +103,12 @@ def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module])
     ).model
     x = torch.randn(2, *SIZE, dtype=torch.float64)
     seen = 0
+
     assert (
         distance(run(copy.deepcopy(source).double(), x), run(copy.deepcopy(back).double(), x))
         < 1e-6
     )
+
     for name, tensor in source.state_dict().items():
         if tensor.ndim == 4:
             gamma = source.get_submodule(_norm_of(name)).get_parameter("weight")
@@ -116,6 +118,7 @@ def test_unfold_gives_the_weights_that_were_there(make: Callable[[], nn.Module])
             seen += 1
         elif not name.endswith(".bias"):
             assert torch.equal(back.state_dict()[name], tensor), name
+
     assert seen >= 2
 
 
@@ -167,15 +170,19 @@ def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
     example = Example((x,)).map_floats(Tensor.double)
     before = {name: tensor.clone() for name, tensor in result.state_dict().items()}
     found = running.by_parts(result, example, *applying.doubles(model, result, step))
+
     assert found is not None
+
     rounded = running.outputs_double(result, example)[""]
     assert distance(run(wide, x.double()), found[""]) < 1e-14
+
     if any(
         not torch.equal(t, t.float().double())
         for t in wide.state_dict().values()
         if t.is_floating_point()
     ):
         assert distance(found[""], rounded) > 1e-9
+
     now = result.state_dict()
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
@@ -460,13 +467,17 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     x = torch.randn(8, 5)
     one = torch.nn.Linear(5, 1)
     two = torch.nn.Linear(5, 1)
+
     assert verify(one, two, x, exact=False).logits[0].agreement is None
+
     kept = held_out.measured(one, two, [Example((x,))])
     assert kept is not None
     assert (kept.agreement, kept.least) == (None, None)
+
     found = checks.check(reference_of(one), lambda images: one(images).detach(), [(x, None)])
     assert (found.agreement, found.top1) == (None, None)
     assert found.points_lost is None
+
     parts = (
         nn.Conv2d(3, 4, 3),
         nn.BatchNorm2d(4),
@@ -477,4 +488,5 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     done = convert(nn.Sequential(*parts).eval(), "folded", input_size=(3, 9, 9))
     save(done, tmp_path / "one")
     (row,) = re.findall(r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(), re.M)
+
     assert row.endswith("|  |")

@@ -65,13 +65,16 @@ def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch
     shares = [
         order(batch=batch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)
     ]
+
     for update, whole in enumerate(alone):
         parts = [own[update * accumulate + part] for own in shares for part in range(accumulate)]
         assert sorted(at for part in parts for at in part) == sorted(whole)
+
         mirror = dict(
             zip(whole, reversed(whole), strict=True)
         )  # the partners of mixup stay together
         size = batch // world // accumulate
+
         assert size % 2 or all(
             mirror[at] == other
             for part in parts
@@ -148,6 +151,7 @@ def test_places(tmp_path: Path) -> None:
         (tmp_path / name / "a").mkdir(parents=True)
     train = str(tmp_path / "train")
     test = str(tmp_path / "test")
+
     assert places(Data(root=str(tmp_path))) == (train, test)
     assert places(Data(root=train)) == (train, test)
     assert places(Data(root=train, validation="v")) == (train, "v")
@@ -195,15 +199,18 @@ def test_learning_rates(name: str) -> None:
 def test_scalars_have_a_rate_of_their_own_and_nothing_but_weights_decays() -> None:
     model = network("fixup")
     groups = optimizer(model, Optim(scalar_lr=0.1, weight_decay=0.5, decay="kim2022")).param_groups
+
     names = {id(p): name for name, p in model.named_parameters()}
     for group in groups:
         for parameter in group["params"]:
             scalar = parameter.numel() == 1
             assert group.get("lr_scale", 1.0) == (0.1 if scalar else 1.0), names[id(parameter)]
             assert (group["weight_decay"] > 0) == (parameter.ndim > 1), names[id(parameter)]
+
     every = optimizer(
         model, Optim(weight_decay=0.5)
     ).param_groups  # auto: as Fixup's authors have it
+
     assert {group["weight_decay"] for group in every} == {0.5}
     with pytest.raises(OptionError, match="no_such_thing"):
         optimizer(model, Optim(name="no_such_thing"))
@@ -244,12 +251,15 @@ def test_adaptive_clipping_leaves_the_classifier_alone(
     model(torch.randn(2, 3, 32, 32)).square().sum().mul(1e4).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     clip_gradients(model, Clip(mode="agc", value=0.01))
+
     some = False
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
+
         if name.startswith(head):
             assert torch.equal(parameter.grad, before[name])
             continue
+
         rows = (
             parameter.detach().reshape(len(parameter), -1)
             if parameter.ndim > 1
@@ -257,10 +267,14 @@ def test_adaptive_clipping_leaves_the_classifier_alone(
         )
         bound = 0.01 * rows.norm(dim=1).clamp(min=1e-3)
         now, old = (g.reshape_as(rows) for g in (parameter.grad, before[name]))
+
         assert (now.norm(dim=1) <= bound * 1.0001).all()
+
         factor = (bound / old.norm(dim=1).clamp(min=1e-6)).clamp(max=1.0)
         assert torch.allclose(now, old * factor[:, None], rtol=1e-4, atol=1e-8)
+
         some = some or not torch.equal(now, old)
+
     assert some
 
 
@@ -294,7 +308,9 @@ def test_distillation_of_logits_is_hintons() -> None:
     q = (ours / 3).softmax(1)
     hard = -ours.log_softmax(1)[range(4), y].mean()
     expected = 0.75 * hard + 0.25 * 9 * (p * (p.log() - q.log())).sum(1).mean()
+
     assert objective(model, x, y, ()).item() == pytest.approx(expected.item(), rel=1e-5)
+
     only = distilled(Distill(weight=1.0, temperature=3.0), model, teacher)
     assert torch.equal(
         only(model, x, y, ()), only(model, x, y.flip(0) + 50, ())
@@ -337,12 +353,15 @@ def test_mixup_mixes_mirror_images_and_their_labels() -> None:
     x = torch.randn(4, 3, 32, 32)
     y = torch.tensor([0, 1, 2, 3])
     found = Objective(plan, model, None)(model, x.clone(), y, (0, "mixup", 0))
+
     with drawn_by(0, "mixup", 0):
         np.random.rand()  # timm asks whether to mix at all
         share = float(np.random.beta(0.4, 0.4))
+
     soft = F.one_hot(y, 10) * 0.9 + 0.01
     target = share * soft + (1 - share) * soft.flip(0)
     logits = model(share * x + (1 - share) * x.flip(0))
+
     assert found.item() == pytest.approx(
         -(target * logits.log_softmax(1)).sum(1).mean().item(), rel=1e-5
     )
@@ -465,6 +484,7 @@ def test_every_row_has_the_loss_of_its_updates(
     )
     result = train(model, plan, tmp_path_factory.mktemp("run") / "out")
     rows = result.rows[1:]
+
     assert [row["train_loss"] for row in rows] == pytest.approx([loss] * len(rows), rel=1e-5)
     assert [row["val_loss"] for row in rows] == pytest.approx([loss] * len(rows), rel=1e-5)
     assert rows[-1]["epoch"] == pytest.approx(result.updates / (40 // batch))
@@ -495,6 +515,7 @@ def test_two_processes_of_unequal_shares_measure_what_one_does(share: int, tmp_p
     second: Any = OneOfTwo(first.sums)
     together = engine.measure(model, whole.only(range(share, 40)), second)
     alone = evaluate(model, whole)
+
     assert together is not None
     assert (together.top1, together.top5, together.count) == pytest.approx(
         (alone.top1, alone.top5, 40)

@@ -53,14 +53,17 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
     )  # which needs more than a pixel everywhere
     x = x.double()
     done = normswap.convert(source(arch), row.scheme, inputs=x[:2], **row.options)
+
     model: Any = done.model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
     model.drop_rate = 0.0
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     moved: set[str] = set()
+
     losses = []
     for _ in range(6):
         optimizer.zero_grad()
@@ -74,11 +77,14 @@ def test_every_scheme_trains(arch: str, row: Row) -> None:
         }
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
     assert losses[-1] < losses[0]
+
     frozen = row.scheme == "frozen-bn"
     assert moved == set(before), sorted(set(before) - moved)
     assert frozen or len(moved) > 30
     assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+
     _round_trip(model.eval(), source(arch), done, x)
 
 

@@ -74,6 +74,7 @@ def test_any_network_learns_again_from_its_source(
     before, after = (
         normswap.verify(source, m, x, exact=False).worst.relative_l2 for m in (start, result.model)
     )
+
     assert after < before * 2 / 3
 
 
@@ -91,21 +92,27 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
         str(images),
     ]
     words += ["-o", str(tmp_path / "run"), "--device", "cpu"]
+
     assert main(words) == 0
+
     shown = capsys.readouterr()
     assert "top-1:" in shown.out
     assert "epoch 1.00/1" in shown.err  # a log has a line per epoch
+
     last = normswap.load(tmp_path / "run/last")
     origin = provenance.of(last)
     assert origin is not None
     assert [step.scheme for step in origin.plan.steps] == ["skipinit"]
+
     rows = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert tuple(rows[0]) == COLUMNS
     assert recipe_files.load_recipe(tmp_path / "run/recipe.yaml").train.epochs == 1
+
     found = evaluate(
         last, make_loader(last, str(images / "val"), workers=0)
     )  # what `normswap evaluate` says
+
     assert float(rows[-1]["top1"]) == pytest.approx(found.top1)
     assert float(rows[-1]["val_loss"]) == pytest.approx(found.loss, rel=1e-5)
     assert main(words) == 2
@@ -126,6 +133,7 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
         )
         == 0
     )
+
     body = as_documented(capsys.readouterr().out, "finetune")
     assert body["finished"]
     assert body["updates"] == 5
@@ -149,12 +157,15 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
     said: list[str] = []
     plan = recipe(photos, data={"validation": None}, train={"epochs": 3})
     result = train(network("skipinit"), plan, tmp_path / "out", say=said.append)
+
     assert said == list(result.notes)
     assert "no validation images" in said[0]
     assert "best/ is the network with the lowest loss" in said[0]
+
     losses = {
         row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None
     }
+
     assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
 
 
@@ -166,11 +177,14 @@ def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
     given = [f"data.root={images}", "optim.lr=0.01"]
     read = normswap.load_recipe(tmp_path / "mine.yaml", given)
     same = normswap.Recipe.model_validate(read.model_dump())
+
     assert isinstance(read, normswap.Recipe)
     assert same == read
+
     result = normswap.finetune(
         network("skipinit"), read, tmp_path / "run", device="cpu", track="none"
     )
+
     assert isinstance(result, normswap.Result)
     assert (result.updates, result.finished) == (5, True)
     assert not normswap.inspect(normswap.load(result.best)).norms
@@ -189,6 +203,7 @@ def test_the_given_network_is_not_changed_and_no_random_number_is_lost(
     expected = torch.rand(3)
     torch.manual_seed(7)
     result = train(model, recipe(images), tmp_path / "out")
+
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not model.training
@@ -333,6 +348,7 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
             "is neither a file nor a directory",
         ),
     ]
+
     if not torch.cuda.is_available():
         table.append(
             (
@@ -340,6 +356,7 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
                 "cuda is not available",
             )
         )
+
     for words, problem in table:
         assert main(["finetune", *words, "-o", str(tmp_path / "out")]) == 2, words
         shown = capsys.readouterr()

@@ -136,6 +136,7 @@ def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost\necho localhost\n")):
         (work / name).write_text(text)
         (work / name).chmod(0o755)
+
     path = f"{work}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -143,6 +144,7 @@ def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -
         "SLURM_NTASKS": "2",
         "PATH": path,
     }
+
     job = [
         "bash",
         str(shipped.recipes() / "finetune.sbatch"),
@@ -150,6 +152,7 @@ def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -
         "-o",
         str(work / "run"),
     ]
+
     assert run(job, **slurm).count("written to") == 1  # by one process
     assert "continuing at update 4 of 4" in run(job, **slurm)
     assert_as_one_process(work, work / "run")

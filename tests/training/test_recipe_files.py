@@ -133,6 +133,7 @@ def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     recipe = recipe_files.load_recipe(
         file, [*given, "optim.clip.mode=norm", "data.augment.scale=[0.1,1]", "model.name=resnet34"]
     )
+
     assert (recipe.optim.lr, recipe.train.epochs, recipe.data.root) == (0.05, 10.0, "/a=b")
     assert recipe.convert is not None
     assert recipe.convert.options == {"alpha": 0}
@@ -195,6 +196,7 @@ def test_every_key_is_listed_with_what_it_takes() -> None:
         train=Train(ema=Ema()),
         distill=Distill(),
     )
+
     assert rows.keys() == recipe_files.flat(with_every_group).keys()
     assert all(row["help"] for row in rows.values())
     assert (rows["train.precision"]["takes"], rows["data.samples"]["takes"]) == (

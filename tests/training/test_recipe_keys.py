@@ -194,6 +194,7 @@ def test_on_a_gpu(images: Path, tmp_path: Path, precision: str) -> None:
     plan = recipe(images, train=part, convert={"to": "skipinit"}, distill={}, optim={"clip": {}})
     result = train(network(), plan, tmp_path / "out", device="cuda")
     losses = [row["train_loss"] for row in result.rows[1:]]
+
     assert losses[0] is not None
     assert losses[-1] is not None
     assert losses[-1] < losses[0]

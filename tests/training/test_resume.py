@@ -98,10 +98,12 @@ def test_a_continued_run_ends_as_the_uninterrupted_one(
     train_until(8, busy(), plan, tmp_path / "cut", resume="auto")
     torch.manual_seed(5)  # another process would have another state
     result = train(busy(), plan, tmp_path / "cut", resume="auto")
+
     assert result.finished
     assert result.notes == (f"continuing at update {6 if not every else 7} of 9",)
     assert same(whole, tmp_path / "cut")
     assert table(whole) == table(tmp_path / "cut")
+
     again = train(busy(), plan, tmp_path / "cut", resume="auto")  # there is nothing left to do
     assert again.updates == 9
     assert same(whole, tmp_path / "cut")
@@ -167,11 +169,14 @@ def test_a_scheduler_terminates_every_process_of_a_job(
         time.sleep(0.02)
     time.sleep(0.8)
     os.killpg(process.pid, signal.SIGTERM)
+
     assert process.wait() == 0
     assert not same(whole, tmp_path / "cut")
+
     train(
         busy(), recipe(images, **BUSY), tmp_path / "cut", resume="auto"
     )  # loaded otherwise, and yet the same
+
     assert same(whole, tmp_path / "cut")
 
 
@@ -213,8 +218,10 @@ def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
     train(network("skipinit", double=True), recipe(images, **parts), tmp_path / "one")
     one = table(tmp_path / "one")
     two = table(tmp_path / "two")
+
     assert len(one) == 5  # a header, and four rows
     assert one == two  # six digits of the losses
+
     ours = weights(tmp_path / "one/last")
     theirs = weights(tmp_path / "two/last")
     for name, tensor in ours.items():
@@ -256,14 +263,17 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
     plan = recipe(images)
     train_until(4, network("skipinit"), plan, tmp_path / "out")
     others = write_images(tmp_path / "others", 5)
+
     with pytest.raises(OptionError, match="the images' was"):
         train(network("skipinit"), recipe(others), tmp_path / "out", resume="auto")
     with pytest.raises(OutputError, match=r'holds a run.*resume="auto"'):
         train(network("skipinit"), plan, tmp_path / "out")
+
     state = tmp_path / "out/state/run.pt"
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(SourceError, match=r"run.pt cannot be read"):
         train(network("skipinit"), plan, tmp_path / "out", resume="auto")
+
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("x")
     with pytest.raises(OutputError, match="no run can be continued there"):
@@ -325,14 +335,17 @@ def test_a_full_disk_is_an_error_and_breaks_nothing(images: Path, tmp_path: Path
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, before[1]))
+
     try:
         with pytest.raises(OutputError, match=r"cannot write .*run.pt: File too large") as caught:
             train(network("skipinit"), plan, tmp_path / "out", resume="auto")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+
     assert isinstance(caught.value, NormswapError)
     assert sorted(path.name for path in (tmp_path / "out/state").iterdir()) == ["run.pt"]
+
     train(network("skipinit"), plan, tmp_path / "whole")
     train(network("skipinit"), plan, tmp_path / "out", resume="auto")
     assert same(tmp_path / "whole", tmp_path / "out")

@@ -61,17 +61,21 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
     """Known options, keys that the recipe may have, and the recipe's own name."""
     found = commands(name)
     assert found
+
     for command, *words in found:
         options = re.findall(r"--[a-z-]+|-o", " ".join(words))
         known = help_of(command)
         assert [option for option in options if option not in known] == []
+
         values = [words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("-")]
         free = [word for word in words if not word.startswith("-") and word not in values]
         assert name in words
+
         model, overrides = recipe_files.split([word for word in free if word != name])
         recipe = recipe_files.load_recipe(name, overrides)
         assert model or recipe.model, "something to train"
         assert recipe.data.root
+
         if command == "sweep":
             assert len(parse_rates(words[words.index("--lr") + 1])) > 3
 
@@ -154,6 +158,7 @@ def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "data.input_size=8",
         "train.epochs=1",
     ]
+
     command = [
         "sweep",
         "de_smith_table1_skipinit_alpha0",
@@ -163,7 +168,9 @@ def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "--device",
         "cpu",
     ]
+
     assert main([*command, "-o", str(tmp_path / "s"), "--json"]) == 0
+
     body = json.loads(capsys.readouterr().out)
     assert [(one["lr"], one["state"]) for one in body["trials"]] == [
         (0.01, "done"),
@@ -196,10 +203,12 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True, check=True
     ).stdout
+
     for name in filter(None, tracked.split("\0")):
         if (CHECKOUT / name).is_file() and not name.startswith("tests/"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((CHECKOUT / name).read_bytes())
+
     build = [
         sys.executable,
         "-m",
@@ -217,11 +226,13 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "site")
     packed_files = {file.name for file in (tmp_path / "site" / "normswap" / "recipes").iterdir()}
+
     assert packed_files == {
         *(f"{name}.yaml" for name in WANTED),
         "wide_resnet.py",
         "finetune.sbatch",
     }
+
     code = (
         "from normswap import shipped; from normswap.training import recipe_files as r; "
         "print(shipped.recipes(), len(r.names()))"
@@ -238,6 +249,7 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
         check=True,
         cwd=tmp_path,
     )
+
     assert done.stdout.split() == [
         str(tmp_path / "site" / "normswap" / "recipes"),
         str(len(WANTED)),

@@ -109,6 +109,7 @@ def test_images_without_labels_are_fitted_to_and_taught_on(tmp_path: Path) -> No
     ]
     plan = recipe_files.load_recipe("recover_unlabelled", words)
     done = finetune(network(), plan, tmp_path / "run", device="cpu", track="none")
+
     assert done.updates == len(list(flat.iterdir())) // 8
     assert [step.scheme for step in Network.of(normswap.load(done.last)).provenance.plan.steps] == [
         "groupnorm"

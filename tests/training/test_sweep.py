@@ -301,15 +301,20 @@ def test_what_a_living_worker_has_begun_is_its_own(tmp_path: Path, pulse: None) 
     """It takes longer than a dead one is waited for."""
     go = tmp_path / "go"
     worker = start(tmp_path / "s", f"t.until(Path({str(go)!r}))", "None")
+
     while (
         not (tmp_path / "s" / "sweep.db").is_file() or not (found := sweep(tmp_path / "s")).trials()
     ):
         time.sleep(0.1)
+
     assert not found.work(score)
+
     states = [one.state for one in found.trials()]
     assert (states.count("done"), states.count("running")) == (5, 1)
+
     said = sweeps.notes(found.trials(), sweeps.lines(found.trials(), 2, 2), False)
     assert "not all runs have ended" in said[0]
+
     go.touch()
     assert str(worker.communicate()[0]).count("ran") == 1
     assert [one.state for one in found.trials()] == ["done"] * 6
@@ -365,7 +370,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     images = ["data.root=demo", "data.validation=demo"]
     model = ["resnet18", "train.epochs=2", *images]
     command = ["sweep", str(recipe), *model, "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
+
     assert main([*command, "--best", "2", "--json"]) == 0
+
     body = as_documented(capsys.readouterr().out, "sweep")
     assert body["done"]
     assert (body["seeds"], body["counted"]) == (3, 2)
@@ -375,11 +382,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
         (1.0, False, 3),
     ]
     assert body["lines"][1]["mean"] == pytest.approx(90.15)
+
     with (out / "runs.csv").open() as file:
         assert [row["state"] for row in csv.DictReader(file)] == ["done"] * 9
     assert main(command) == 0
+
     printed = capsys.readouterr().out
     assert "mean and std of the best 3 of 3 runs" in printed
+
     line = next(line for line in printed.splitlines() if line.strip().startswith("0.5 "))
     assert line.split() == ["0.5", "90.10", "±", "0.10", "3", "3", "best"]
     assert f"normswap finetune {' '.join(model)} --recipe {recipe} optim.lr=0.5" in " ".join(

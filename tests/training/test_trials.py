@@ -33,11 +33,13 @@ def test_no_image_is_both_trained_on_and_measured_on(
     for number, (part, label, index) in enumerate(itertools.product(parts, CLASSES, range(4))):
         (folder := tmp_path / part / label).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (2 * number, 0, 0)).save(folder / f"{index}.png")
+
     tried = Trials(Network(network()), str(tmp_path), 8, 1, "cpu", lambda *_: None)
     batches = [tried.images.batches(Share(), 0, 30), tried.to_fit, tried.held_out]
     trained, fitted, measured = (
         {f"{x[0, 0, 0]:.3f}" for images, _ in loader for x in images} for loader in batches
     )
+
     assert fitted <= trained
     assert not trained & measured
     assert (len(trained), len(measured)) == ((40, 40) if len(parts) == 2 else (20, 20))
@@ -103,6 +105,7 @@ def test_trials_end_in_commands_that_can_be_typed(
     body = run_json(capfd, *how)
     measured = body["measured"]
     targets = [body["choose"], *body["others"]]
+
     assert measured["seconds"] <= 1.2 * 24
     assert [target["scheme"] for target in targets] == [
         trial["target"].split()[0] for trial in measured["ended"]
@@ -115,13 +118,16 @@ def test_trials_end_in_commands_that_can_be_typed(
         "tune",
     }
     assert main(how) == 0
+
     lines = capfd.readouterr().out.splitlines()
     commands = [
         shlex.split(line)[2:]
         for line in lines
         if line.startswith(("run: normswap ", "next: normswap "))
     ]
+
     assert [words[0] for words in commands] == ["convert"] * 5 + ["finetune"]
+
     for number, words in enumerate(commands):
         more = (
             []

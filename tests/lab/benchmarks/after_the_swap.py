@@ -82,6 +82,7 @@ def figures() -> tuple[int, dict[str, list[float]]]:
     ]
     top1 = {(how, images): value for how, images, value, *_ in cells}
     drawn = {bar: [float(top1[row]) for row in rows] for bar, rows in BARS.items()}
+
     return int(count), {**drawn, SOURCE: [float(source)]}
 
 
@@ -93,6 +94,7 @@ def draw(
         colours = ("#c0392b", "#e3a29a") if bar.startswith(by_hand) else ("#2c5aa0", "#9db8dc")
         if bar == SOURCE:
             colours = ("#8a8f98", "#c9ccd1")
+
         height = 0.8 / len(values)
         for i, (value, colour) in enumerate(zip(values, colours, strict=False)):
             shift = (i - (len(values) - 1) / 2) * height
@@ -103,6 +105,7 @@ def draw(
                 padding=4,
                 fontsize=8,
             )
+
     axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
     axes.invert_yaxis()
     axes.set(xlim=(0, 125), xlabel="top-1, percent", xticks=range(0, 101, 20))

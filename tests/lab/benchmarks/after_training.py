@@ -73,6 +73,7 @@ class Way:
             return not_in_place(replaced(source, keep=self.to == "copied"))
         if not self.to:
             return copy.deepcopy(source)
+
         options: dict[str, Any] = {
             **self.options,
             **task.options,
@@ -80,6 +81,7 @@ class Way:
         }
         if self.fitted:
             options["calibrate"] = list(images[:500].split(100))
+
         return normswap.convert(source, self.to, **options).model
 
 
@@ -224,12 +226,14 @@ class Run:
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.lr = torch.zeros((), device=device)
+
         if task.optimizer == "adamw":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
                 groups, lr=self.lr, fused=True, capturable=device.type == "cuda"
             )
         else:
             self.optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=0.9, fused=True)
+
         random = torch.Generator().manual_seed(seed)
         rounds = math.ceil(task.batch * task.updates / len(self.inputs))
         order = torch.cat(
@@ -288,11 +292,14 @@ class Run:
             for slot in self.optimizer.state.values()
         ]
         torch.cuda.synchronize()
+
         with torch.cuda.stream(self.stream):
             for _ in range(3):
                 self.step()
+
         torch.cuda.synchronize()
         self.model.load_state_dict(model)
+
         for place, slot in enumerate(self.optimizer.state.values()):
             for name, value in slot.items():
                 value.copy_(moments[place][name] if moments else torch.zeros_like(value))
@@ -329,11 +336,13 @@ def train(runs: list[Run], updates: int, device: str, split: Split) -> list[Row]
     """Train the runs side by side; their scores before, after a tenth and at the end."""
     rows: list[Row] = [{"before": run.score(split)} for run in runs]
     stages = STAGES if runs[0].plain else 1
+
     done = 0
     for stage in range(stages):
         for run in runs:
             if run.plain:
                 run.plain.enter((stage + (stage > 0)) / stages)
+
         step = together(runs, device)
         while done < updates * (stage + 1) // stages:
             for run in runs:
@@ -343,6 +352,7 @@ def train(runs: list[Run], updates: int, device: str, split: Split) -> list[Row]
             if done == max(updates // 10, 1):
                 for run, row in zip(runs, rows, strict=True):
                     row["tenth"] = run.score(split)
+
     for run, row in zip(runs, rows, strict=True):
         row["end"] = run.score(split)
     return rows
@@ -394,6 +404,7 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
     finals: list[tuple[str, ...]] = [(name, said, "seed", str(seed)) for seed in task.seeds]
     if (name, said) in kept.rows or all(key in kept.rows for key in (*trials, *finals)):
         return ""
+
     start = time.perf_counter()
     data = {part: (x.to(device), y.to(device)) for part, (x, y) in task.data().items()}
     try:
@@ -406,6 +417,7 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
             rows = go(runs, many, device, data["held-out"])
             for key, (rate, clip), row in zip(trials, settings, rows, strict=True):
                 kept.add(key, rate=rate, clip=clip, **row)
+
         best = max((kept.rows[key] for key in trials), key=lambda row: float(row["end"]))
         lacking = [key for key in finals if key not in kept.rows]
         runs = [
@@ -418,6 +430,7 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
         kept.add((name, said), refused=str(error).splitlines()[0])
     except (RuntimeError, ValueError) as error:
         return f"{name}: {said}: failed: {type(error).__name__}: {error}"
+
     return f"{name}: {said}: {time.perf_counter() - start:.0f} s"
 
 
@@ -430,17 +443,20 @@ def cells(kept: Kept, name: str, said: str) -> str:
     """A row of the table; empty if there is nothing yet."""
     if (name, said) in kept.rows:
         return f"| {name} | {said} | {kept.rows[name, said]['refused'].partition(';')[0]} | | | | |"
+
     rows = [
         row for seed in TASKS[name].seeds if (row := kept.rows.get((name, said, "seed", str(seed))))
     ]
     if len(rows) < min(3, len(TASKS[name].seeds)):
         return ""
+
     rate = f"{rows[0]['rate']:g}" + (f", clipped to {rows[0]['clip']:g}" if rows[0]["clip"] else "")
     before, tenth, end = (
         [row[when] for row in rows if when in row] for when in ("before", "tenth", "end")
     )
     later = f"{mean(tenth):.1f}" if tenth else ""
     spread = f" ± {stdev(end):.1f}" if end[1:] else ""
+
     return (
         f"| {name} | {said} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} |"
         f" {len(end)} |"
@@ -454,6 +470,7 @@ def lines(kept: Kept) -> Iterator[str]:
         *(__doc__ or "").splitlines()[5:],
         f"Percent, mean and standard deviation. On {'; '.join(sorted(machines))}.",
     )
+
     for name, task in TASKS.items():
         grid, clips = (
             ", ".join(f"{number:g}" for number in numbers) for numbers in (task.rates, task.clips)
@@ -461,6 +478,7 @@ def lines(kept: Kept) -> Iterator[str]:
         yield from ("", f"## {task.about}", "")
         length = f"{task.updates} {'epochs' if task.epsilon else 'updates'}"
         yield f"`{task.network}`, {length}; rates {grid}; gradients clipped to {clips} (0: not)."
+
         for ways, title in ((WAYS, ""), (TO_PLAIN, LOWERED)):
             if rows := [row for said in ways if (row := cells(kept, name, said))]:
                 yield from ("", title, "") if title else ("",)
@@ -487,12 +505,14 @@ def main() -> None:
         for said in given.ways
         if name in (ALL[said].tasks or TASKS)
     ]
+
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         pool.map(prepare, given.tasks, chunksize=1)
         work = functools.partial(measure, file=given.rows, device=given.device)
         for report in pool.imap_unordered(work, jobs, chunksize=1):
             if report:
                 print(report, flush=True)
+
     kept = Kept(given.rows)
     kept.write(given.output, "After training", lines(kept))
 

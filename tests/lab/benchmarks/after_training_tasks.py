@@ -84,6 +84,7 @@ class Task:
         change = shifts(self.source())[self.shift] if self.shift != "none" else torch.nn.Identity()
         train = change(train)
         images = change(images)
+
         return {
             "train": (train[held_out:], labels[held_out:]),
             "held-out": (train[:held_out], labels[:held_out]),
@@ -98,6 +99,7 @@ class Task:
         loss = F.cross_entropy(outputs, targets)
         if not self.teacher:
             return loss
+
         with torch.no_grad():
             answers = F.softmax(source(inputs) / 2, 1)
         return 0.5 * loss + 0.5 * 4 * F.kl_div(

@@ -62,12 +62,14 @@ def canvases(split: str, count: int, seed: int) -> Canvases:
         _KINDS[labels].view(count, OBJECTS),
     )
     sides = torch.randint(_SMALLEST, _LARGEST + 1, (count, OBJECTS), generator=random)
+
     places = torch.rand(count, OBJECTS, 2, generator=random)
     for index in range(count):
         for each in range(OBJECTS):
             side = int(sides[index, each])
             top, left = (places[index, each] * (SIDE - side)).long().tolist()
             _paste(found, index, each, images[OBJECTS * index + each], side, top, left)
+
     return found
 
 

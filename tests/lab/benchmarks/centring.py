@@ -59,6 +59,7 @@ def counted(name: str, network: Row) -> Row:
     """
     model = create(name, "meta")
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+
     row: Row = {"become": 0, "proven": 0, "error": 0.0}
     try:
         builder = rmsnorm.plan(inspect(model))
@@ -70,6 +71,7 @@ def counted(name: str, network: Row) -> Row:
             re.sub(r"^its input must keep its mean: | in [\w.]+(?= adds|$)", "", why)
             for why in plain
         ]
+
         if network["size"] <= PROVEN and builder.outcomes:
             done = normswap.convert(
                 inhabit(create(name, "cpu")), "rmsnorm", skip=[*builder.refusals]
@@ -80,6 +82,7 @@ def counted(name: str, network: Row) -> Row:
             row["error"] = max(
                 error.relative_l2 for error in done.report.logits if error.precision == "float64"
             )
+
         return {**row, "become": len(builder.outcomes), "reasons": Counter(plain)}
     except Exception as error:
         return {**row, "reasons": {f"{type(error).__name__}: {error}"[:200]: network["norms"]}}
@@ -107,6 +110,7 @@ def main() -> None:
         name: kept.get((name,), lambda name=name: seen(name)) for name in timm.list_models()
     }
     networks = {name: network for name, network in networks.items() if network["norms"]}
+
     rows: list[Row] = []
     for name, network in sorted(networks.items(), key=lambda item: item[1]["size"]):
         if ("plan", name) in kept.rows or time.monotonic() < end:
@@ -116,6 +120,7 @@ def main() -> None:
                     ("plan", name), lambda name=name, network=network: counted(name, network)
                 )
             )
+
     lines = [
         "",
         (

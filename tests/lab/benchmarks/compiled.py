@@ -42,12 +42,14 @@ def measured(name: str) -> Row:
         "nf": keep,
         "centered-weightnorm": keep,
     }
+
     result = (
         model
         if name == "source"
         else normswap.convert(model, name, inputs=x, **options.get(name, {})).model
     )
     network = Network(result, x)
+
     return {
         "departures": [
             vars(departure) for departure in compiling.compare(network, network.calls[0])
@@ -76,9 +78,11 @@ def main() -> None:
             "scheme", "forward", "relative L2", "allowed", "one step", "relative L2", "allowed"
         ),
     ]
+
     for name in ("source", *schemes.names()):
         lines.append(line(name, kept.get((name,), lambda name=name: measured(name))))
         print(lines[-1], flush=True)
+
     kept.write(
         args.output,
         "The 18 schemes under torch.compile against eager mode, forward and one step",

@@ -72,6 +72,7 @@ def detector(said: str, seed: int) -> nn.Module:
         rpn_post_nms_top_n_test=50,
         box_detections_per_img=20,
     ).eval()
+
     return folded(model) if said == FOLDED else model
 
 
@@ -94,6 +95,7 @@ def learned(
     optimizer = torch.optim.AdamW(learning, lr=lr)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=updates)
     random = torch.Generator().manual_seed(seed)
+
     losses: list[float] = []
     while len(losses) < updates:
         for batch in torch.randperm(len(pictures), generator=random).split(BATCH)[
@@ -106,6 +108,7 @@ def learned(
             optimizer.step()
             rate.step()
             losses.append(loss.item())
+
     return model.eval(), losses
 
 
@@ -149,6 +152,7 @@ def trained_table(kept: Kept) -> list[str]:
             lines.append(
                 f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |"
             )
+
     return [*lines, *TUNING.tried(kept, WAYS)]
 
 

@@ -191,6 +191,7 @@ def fault_row(fault: Fault, model: nn.Module, images: Images) -> bool:
     images = Images(batches[: len(images.seen)], batches[len(images.seen) :], images.labels)
     faults = normswap.diagnose(model, images=images.seen, name="MODEL").faults
     name = "-"
+
     after = "-"
     if faults:
         name = faults[0].name
@@ -199,9 +200,11 @@ def fault_row(fault: Fault, model: nn.Module, images: Images) -> bool:
                 after = f"{top1(*MENDS[name](copy.deepcopy(model), images, faults[0])):.1f}"
             except (NormswapError, LookupError) as error:
                 after = f"refused: {error}"
+
     is_right = name in fault.right
     figures = ("yes" if is_right else "NO", f"{before:.1f}", f"{top1(model, images):.1f}", after)
     print(markdown_row(fault.label, f"`{fault.network}`", name, *figures), flush=True)
+
     return is_right
 
 
@@ -250,6 +253,7 @@ def other_domains() -> Iterator[Case]:
         ),
         "preact": ("inverted", lambda x: -x),
     }
+
     for name, (label, shift) in shifts.items():
         model = opened(name)
         other = images_for(model, 1024).prepared(shift)

@@ -79,6 +79,7 @@ def trained_here(name: str) -> nn.Module:
     epochs = 3
     size = 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
+
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, epochs * (len(images) // size))
     for _ in range(epochs):
         for chosen in torch.randperm(len(images))[: len(images) // size * size].split(size):
@@ -86,6 +87,7 @@ def trained_here(name: str) -> nn.Module:
             F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
             optimizer.step()
             schedule.step()
+
     return model.eval()
 
 

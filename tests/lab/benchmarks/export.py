@@ -49,6 +49,7 @@ def images(kept: Kept, name: str) -> Iterator[str]:
     for dtype in DTYPES:
         if all(("images", name, form, dtype) in kept.rows for form in FORMATS):
             continue
+
         with tempfile.TemporaryDirectory() as folder:
             batches = read(source, archive("test"))[0].split(250)
             expected = logits(source, batches)
@@ -59,6 +60,7 @@ def images(kept: Kept, name: str) -> Iterator[str]:
                 same = int((expected.argmax(1) == answers.argmax(1)).sum())
                 error = distance(expected.double(), answers.double())
                 kept.add(("images", name, form, dtype), same=same, count=len(expected), error=error)
+
     for form in FORMATS:
         for dtype in DTYPES:
             row = kept.rows["images", name, form, dtype]
@@ -84,6 +86,7 @@ def deep(kept: Kept, name: str) -> Iterator[str]:
 def _deep(name: str) -> Row:
     source, x, stray = _made(name, 64)
     found: dict[str, Any] = {}
+
     half: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for form in FORMATS:
@@ -99,11 +102,13 @@ def _deep(name: str) -> Row:
                 done.nodes,
                 plain_nodes,
             )
+
         for dtype in DTYPES[1:]:
             done = normswap.export(
                 source, Path(folder) / f"{dtype}.pt2", input_size=x.shape[1:], images=x, dtype=dtype
             )
             half[dtype] = done.figures.relative_l2
+
     return {"stray": stray, "forms": found, "half": half}
 
 
@@ -139,6 +144,7 @@ def _nfnet(name: str) -> Row:
     source, x, stray = _made(name, 96)
     x = torch.cat([x, x.flip(3)])
     row: Row = {"stray": stray}
+
     onnx = formats.get("onnx")
     with tempfile.TemporaryDirectory() as folder:
         plain, ours = (Path(folder) / f"{which}.onnx" for which in ("plain", "ours"))
@@ -151,6 +157,7 @@ def _nfnet(name: str) -> Row:
                 onnx.functions.nodes(file),
                 *(_error(source, file, x, batch) for batch in (1, 8)),
             )
+
     return row
 
 
@@ -209,6 +216,7 @@ def main() -> None:
     kept = Kept(ROOT / "runs" / "export.jsonl", fresh=args.fresh)
     measure, names, head = WAYS[args.what]
     print(markdown_head(*head))
+
     for name in args.names or names:
         for row in measure(kept, name):
             print(row, flush=True)

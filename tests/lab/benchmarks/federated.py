@@ -68,6 +68,7 @@ def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> 
     }
     found: dict[int, MetricRecord] = {}
     arrays = ArrayRecord(clients.source().state_dict())
+
     done = 0
     for way, count in ((BATCHNORM, WAYS[said].after), (said, rounds - WAYS[said].after)):
         if way == said:
@@ -78,6 +79,7 @@ def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> 
             arrays, seen = stage(grid, arrays, {**asked, "way": way, "done": done}, count, rounds)
             found = {**seen, **found}
             done = done + count
+
     last = found[max(found)]
     by_round = {str(number): row["top1"] for number, row in found.items()}
     return {"top1": last["top1"], "own": last["own"], "rounds": by_round}
@@ -119,6 +121,7 @@ def stage(
 def table(kept: Kept) -> list[str]:
     shown = " | ".join(f"round {number}" if number else "before" for number in SHOWN)
     lines = [f"| images | norms | lr | {shown} | own classes |", "|---" * (4 + len(SHOWN)) + "|"]
+
     all_runs = {case: TUNING.runs(kept, case) for case in CASES}
     for case, runs in all_runs.items():
         if runs:
@@ -129,9 +132,11 @@ def table(kept: Kept) -> list[str]:
             each = TUNING.each(runs)
             own = mean(row["own"] for row in runs)
             lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")
+
     if not all(all_runs.values()):
         lines += ["", f"Not run: {'; '.join(case for case, runs in all_runs.items() if not runs)}."]
     tuned = TUNING.tried(kept, [case for case, runs in all_runs.items() if runs])
+
     return [*lines, *tuned]
 
 

@@ -84,6 +84,7 @@ def shifted(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
         for split, count in (("train", TRAINED + HELD_OUT), ("test", TESTED))
     )
     train_images = change(train_images)
+
     return {
         "train": (train_images[:TRAINED], train_labels[:TRAINED]),
         "held out": (train_images[TRAINED:], train_labels[TRAINED:]),
@@ -173,6 +174,7 @@ def train(message: Message, context: Context) -> Message:
     x, y = images(config["shift"])["train"]
     hand = dealt(seed)[number]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
     optimizer = torch.optim.SGD(learning, lr=float(config["lr"]))
     for _ in range(EPOCHS):
         for batch in hand[torch.randperm(len(hand))].split(BATCH):
@@ -181,12 +183,14 @@ def train(message: Message, context: Context) -> Message:
                 F.cross_entropy(model(x[batch]), y[batch]).backward()
                 nn.utils.clip_grad_norm_(learning, CLIP)
                 optimizer.step()
+
     state = model.eval().state_dict()
     if way.local:
         norms = [path for path, module in model.named_modules() if affine.is_batchnorm(module)]
         own = {name: value for name, value in state.items() if name.rpartition(".")[0] in norms}
         context.state.array_records.clear()
         context.state[str(config["run"])] = ArrayRecord(own)
+
     answer = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": len(hand)})}
     return Message(RecordDict(answer), reply_to=message)
 

@@ -110,6 +110,7 @@ def packaged(name: str) -> nn.Module | None:
         package = importlib.import_module(AT_HAND[name])
     except ImportError:
         return None
+
     file = next((Path(inspect.getfile(package)).parent / "models").glob("*.pth"))
     model = timm.create_model(f"tf_{name}", pretrained=False)
     tensors = [
@@ -117,6 +118,7 @@ def packaged(name: str) -> nn.Module | None:
     ]
     paths = [path for path in model.state_dict() if not path.endswith("num_batches_tracked")]
     model.load_state_dict(dict(zip(paths, tensors, strict=True)), strict=False)
+
     return model.eval()
 
 
@@ -183,6 +185,7 @@ class Network:
     def _images(self, images: str) -> Loader | None:
         if images == "none":
             return None
+
         return make_loader(
             self.config,
             self.calibrate,
@@ -202,6 +205,7 @@ def cells(network: Network) -> Iterator[tuple[str, str, str, Callable[[], Row]]]
     """The way, empty where it is none of ours to choose, row, images, and what measures it."""
     for name, change in (BY_HAND | (BY_HAND_DRAWN if network.name == DRAWN else {})).items():
         yield "", name, "none", lambda change=change: network.measured(change(network.model))
+
     for scheme in EXACT:
         yield "", f"`{scheme}`", "none", lambda scheme=scheme: network.ours(scheme, {}, "none")
     for way, (scheme, options) in WAYS.items():
@@ -220,12 +224,14 @@ def line(how: str, images: str, row: Row, source: float) -> str:
             f"| {how} | {images} | refused: {row['why'].partition('. ')[0].partition(';')[0]} | |"
             " | | |"
         )
+
     held_out = f"{100 * row['held']:.1f} %" if "held" in row else ""
     kept = 100 * row["top1"] / max(source, 1e-9)
     figures = (
         f"{row['top1']:.1f} | {kept:.1f} % | {100 * row['same']:.1f} % | {held_out} |"
         f" {row['seconds']:.0f}"
     )
+
     return f"| {how} | {images} | {figures} |"
 
 
@@ -256,14 +262,17 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(True)
     kept = Kept(ROOT / "runs" / "imagenet.jsonl", fresh=given.fresh)
+
     tables = ["", NOTE]
     for network in networks(given):
         where = (network.name, str(given.data))
         wanted = bool(given.hub) or network.name in given.networks
         if not wanted and not any(key[:2] == where for key in kept.rows):
             continue
+
         source = kept.get((*where, "source", "none"), network.source)
         title = f"## {network.name}: top-1 {source['top1']:.1f} % of {source['count']} images"
+
         tables += ["", title, "", HEAD, "|---|---|" + "---:|" * 5]
         for way, how, images, measure in cells(network):
             key = (*where, how, images)
@@ -272,6 +281,7 @@ def main() -> None:
             ):
                 tables.append(line(how, images, kept.get(key, measure), source["top1"]))
                 print(network.name, tables[-1], flush=True)
+
     kept.write(given.output, "Networks of full width, trained on ImageNet", tables)
 
 

@@ -113,6 +113,7 @@ class Case:
             self.model = trained(name) if name in ZOO else open_model(str(FOLDERS[name])).eval()
             calibrate, _ = read(self.model, archive("train"), CALIBRATED)
             test, self.labels = read(self.model, archive("test"))
+
         self.images = calibrate.split(32)
         self.test = test.split(50 if name == LITE0 else 250)
         self.checked = [(self.test[0], self.labels[: len(self.test[0])])]
@@ -158,6 +159,7 @@ def plain(case: Case, folder: Path) -> Path:
             input_names=["images"],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
+
     return file
 
 
@@ -212,6 +214,7 @@ def milliseconds(contenders: dict[str, formats.Runs], image: Tensor) -> dict[str
                 runs(image)
                 count += 1
             best[name] = min(best[name], 1000 * (time.process_time() - start) / count)
+
     return best
 
 
@@ -238,6 +241,7 @@ def made(name: str, form: str) -> Row:
     writers |= {"tool": functools.partial(TOOLS[form], case)}
     options: dict[str, Any] = {"images": case.checked, "dynamic_batch": form != "litert"}
     writers |= {"fp32": functools.partial(normswap.export, case.model, **options)}
+
     found: Row = {}
     with tempfile.TemporaryDirectory() as name_of_folder:
         files = {who: Path(name_of_folder) / str(who) / f"net.{ENDINGS[form]}" for who in writers}
@@ -248,6 +252,7 @@ def made(name: str, form: str) -> Row:
             found[str(who)] = case.measure(files[who], form)
         timed = {str(who): formats.get(form).open(file) for who, file in files.items()}
         found["ms"] = milliseconds({"eager": case.model, **timed}, case.test[0][:1])
+
     return {**found, "load": os.getloadavg()[0]}
 
 
@@ -260,6 +265,7 @@ def line(name: str, form: str, fp32: Row, found: Row) -> str:
     took = found["ms"]
     times = [f"{took[who]:.2f}" for who in ("eager", "fp32", "tool", usual)]
     ratios = [f"{took[who] / took[usual]:.2f}" for who in ("fp32", "tool")]
+
     return markdown_row(
         f"`{name}`", form, f"{fp32['top1']:.2f}", *tops, *sames, *sizes, *times, *ratios
     )
@@ -282,6 +288,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kept = Kept(ROOT / "runs" / "int8.jsonl", fresh=args.fresh)
     lines = []
+
     loads = []
     for form in ENDINGS:
         for name in at_hand():
@@ -293,6 +300,7 @@ def main() -> None:
             loads.append(found["load"])
             lines.append(line(name, form, fp32, found))
             print(lines[-1], flush=True)
+
     about = " ".join((__doc__ or "").split("\n\n")[3].split())
     how = (
         f"{circumstances.versions(PACKAGES)}; {vnni()}; load {min(loads):.1f} to {max(loads):.1f}"

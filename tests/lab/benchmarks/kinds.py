@@ -77,18 +77,22 @@ def measure(kind: str, way: Way, samples: str) -> Row:
     pictures = of_kind(kind, "train")[0]
     data = None if samples == "none" else list(pictures[: int(samples)].split(50))
     start = time.perf_counter()
+
     try:
         done = conversion.convert(
             model, way.scheme, calibrate=data, inputs=images[:8], seed=0, **way.options
         )
     except NormswapError as error:
         return {"why": str(error)}
+
     seconds = time.perf_counter() - start
     after = logits(done.model, images.split(250))
+
     held = done.report.kept
     if held is None:  # nothing was fitted: any unlabelled images are held out
         anatomy = inspection.inspect(model, calling.batches(images[:8]))
         held = held_out.measured(model, done.model, calling.batches(pictures[:HELD]), anatomy)
+
     return {
         "before": score(before, labels),
         "after": score(after, labels),
@@ -116,6 +120,7 @@ def table(kept: Kept) -> list[str]:
         "test images",
         "commit",
     )
+
     lines = ["", (__doc__ or "").split("\n\n", 2)[2], markdown_head(*head)]
     for kind in KINDS:
         rows = [row for row in kept.rows.values() if row["key"][0] == kind]
@@ -123,6 +128,7 @@ def table(kept: Kept) -> list[str]:
         lines += [
             f"| {kind} | `{row['key'][1]}` | {row['key'][2]} | {cells(row)} |" for row in rows
         ]
+
     lines += ["", markdown_head("network", "what", "accuracy", "parameters")]
     for name in KINDS:
         if (DATA / f"{name}.json").is_file():
@@ -130,6 +136,7 @@ def table(kept: Kept) -> list[str]:
             what = (KINDS[name].__doc__ or "").strip().rstrip(".")
             accuracy = f"{note['accuracy']} ({note['measure']})"
             lines.append(markdown_row(name, what, accuracy, f"{note['parameters']:,}"))
+
     return lines
 
 
@@ -162,6 +169,7 @@ def main() -> None:
         if samples in way.samples
         if (DATA / f"{kind}.json").is_file()
     ]
+
     for kind, way, samples in todo:
         key = (kind, str(way), samples)
         row = kept.get(key, functools.partial(measure, kind, way, samples))
@@ -170,6 +178,7 @@ def main() -> None:
             {name: row[name] for name in ("after", "agreement", "why") if name in row},
             flush=True,
         )
+
     kept.write(given.output, "What conversions keep, by kind of network", table(kept))
 
 

@@ -36,6 +36,7 @@ def pasted(pictures: Tensor, generator: torch.Generator) -> Pair:
     order = [torch.randperm(count, generator=generator) for _ in range(2)]
     made = pictures.clone()
     labels = torch.zeros(count, height, width, dtype=torch.long)
+
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     for label, other in enumerate(order, 1):
         middle = torch.rand(2, count, 1, 1, generator=generator) * 16 + 8
@@ -47,6 +48,7 @@ def pasted(pictures: Tensor, generator: torch.Generator) -> Pair:
         )
         made = torch.where(inside[:, None], pictures[other].flip(-1), made)
         labels[inside] = label
+
     return made, labels
 
 

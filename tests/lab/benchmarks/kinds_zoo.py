@@ -45,6 +45,7 @@ def by_recipe(kind: str) -> tuple[nn.Module, dict[str, Any]]:
         str(RECIPE), [f"data.root={folder()}", *SETTINGS.get(kind, [])]
     )
     done = finetune(model, recipe, RUNS / kind, resume="auto", device="cpu", track="none")
+
     return done.model[1] if front else done.model, {
         "file": RECIPE.name,
         "settings": SETTINGS.get(kind, []),
@@ -71,6 +72,7 @@ def per_pixel(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     updates = UNET["images"] // 64  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=updates)
+
     generator = torch.Generator().manual_seed(0)
     for _ in range(updates):
         chosen = seen[torch.randperm(len(seen), generator=generator)[:batch]]
@@ -79,6 +81,7 @@ def per_pixel(kind: str) -> tuple[nn.Module, dict[str, Any]]:
         nn.functional.cross_entropy(model(pictures), labels).backward()
         optimizer.step()
         rate.step()
+
     return model.eval(), dict(UNET)
 
 
@@ -87,9 +90,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS])
+
     for kind in parser.parse_args().kinds or KINDS:
         if (DATA / f"{kind}.json").is_file():
             continue
+
         start = time.perf_counter()
         model, recipe = per_pixel(kind) if kind == "unet" else by_recipe(kind)
         DATA.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,7 @@ def networks() -> dict[str, nn.Module]:
     with torch.no_grad():
         for parameter in source.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
+
     rms = normswap.convert(source, to="rmsnorm").model
     return dict(
         zip(
@@ -59,10 +60,12 @@ def run_by(name: str, file: Path) -> int | None:
         options.log_severity_level = 4
         onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         return len(onnx.load(f"{file}.optimized").graph.node)
+
     if name == "openvino":
         compiled = openvino.compile_model(file, "CPU").get_runtime_model()
         kinds = [operator.get_rt_info()["layerType"].astype(str) for operator in compiled.get_ops()]
         return sum(kind not in ("Const", "Input", "Output") for kind in kinds)
+
     return None
 
 
@@ -70,6 +73,7 @@ def in_format(name: str, networks: Iterable[nn.Module], x: Tensor) -> Row:
     """Files of one format: operators, and milliseconds where this system runs them."""
     form = formats.get(name)
     operators: list[Any] = []
+
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for i, network in enumerate(networks):
@@ -89,11 +93,13 @@ def times(runs: list[tuple[nn.Module, Any]], x: Tensor) -> list[float]:
         answer = run(x)
         with torch.no_grad():
             assert float((answer - network(x)).norm() / answer.norm()) < 0.02
+
     for _ in range(40):
         for i, (_, run) in enumerate(runs):
             start = time.perf_counter()
             run(x)
             fastest[i] = min(fastest[i], 1000 * (time.perf_counter() - start))
+
     return fastest
 
 
@@ -113,6 +119,7 @@ def main() -> None:
         *(f"{name}: ms" for name in NETWORKS),
     )
     x = torch.randn(1, 3, 224, 224)
+
     lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in track(formats.names(), transient=True):
         try:
@@ -120,6 +127,7 @@ def main() -> None:
             lines.append(line(name, row))
         except NormswapError as error:
             lines.append(f"| {name} | {first_line(error)} |")
+
     kept.write(args.output, "LayerNorms, RMSNorms and folded norms in the runtimes", lines)
 
 

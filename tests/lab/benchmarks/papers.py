@@ -139,15 +139,18 @@ def run(table: Table, line: Line, power: int, seed: int) -> Row:
     place = ROOT / "runs" / "papers" / name
     if (place / "diverged.txt").exists():
         return {"state": "diverged"}
+
     try:
         finetune(None, recipe, place, resume="auto", device="cpu", track="none")
     except TrainingError as error:
         (place / "diverged.txt").write_text(f"{error}\n")
         return {"state": "diverged"}
+
     *_, cells = csv.DictReader((place / "metrics.csv").read_text().splitlines())
     last = {figure: float(value) if value else None for figure, value in cells.items()}
     if last["epoch"] != recipe.train.epochs:
         raise SystemExit(f"{place} was stopped: the same command goes on with it")
+
     state = "at chance" if (last["top1"] or 0.0) < CHANCE else "done"
     return {
         "state": state,
@@ -178,10 +181,12 @@ def best(runs: dict[tuple[int, int], Row], line: Line, figure: str, shown: str) 
     rates = [rate for rate in sweep.lines(trials, line.seeds, line.seeds) if rate.full]
     if not rates:
         return "none trains |"
+
     top = max(rates, key=lambda rate: rate.mean or 0.0)
     least = (top.mean or 0.0) - (top.std or 0.0)
     good = [f"2^{math.log2(rate.lr):.0f}" for rate in rates if (rate.mean or 0.0) >= least]
     spread = "" if top.std is None else f" ± {top.std:{shown}}"
+
     return (
         f"{abs(top.mean or 0.0):{shown}}{spread} |"
         f" {' to '.join(dict.fromkeys((good[0], good[-1])))}"
@@ -200,12 +205,14 @@ def row(kept: Kept, table: Table, line: Line) -> str:
     measured = [best(runs, line, "top1", ".1f"), best(runs, line, "train_loss", ".2f")]
     if table.recalibrated:
         measured.append(best(runs, line, "recalibrated", ".1f").partition(" |")[0])
+
     return markdown_row(line.name, line.seeds, *measured, line.paper, ", ".join(lost))
 
 
 def main() -> None:
     given = arguments(__doc__).parse_args()
     table = {"de_smith": DE_SMITH, "kim": KIM}[given.output.stem]
+
     kept = Kept(ROOT / "runs" / "papers.jsonl", fresh=given.fresh)
     for seed, line in product(range(3), table.lines):
         for power in line.powers if seed < line.seeds else ():
@@ -215,6 +222,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
+
     below = given.output.read_text().partition("\n## ")[2] if given.output.exists() else ""
     again = ["top-1 by statistics of 1000 training images"] * table.recalibrated
     columns = (
@@ -228,6 +236,7 @@ def main() -> None:
         *table.heads.split(" | "),
         "lost",
     )
+
     said = (
         f"As the recipes have it but for `{table.setting}`. Top-1 in percent of {TESTED} test"
         " images and mean training loss, in the last epoch, and rates within a deviation of the"

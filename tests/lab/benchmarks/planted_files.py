@@ -66,11 +66,13 @@ def measured(name: str, form: str, dtype: str) -> Row:
     linear = [
         path for path, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))
     ]
+
     rows = []
     for planted in ("", linear[0], linear[len(linear) // 2], linear[-1]):
         other = copy.deepcopy(model)
         if planted:
             other.get_parameter(f"{planted}.weight").data.mul_(3 if dtype == "int8" else 1.3)
+
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"network{formats.get(form).ending}"
             normswap.export(
@@ -81,14 +83,18 @@ def measured(name: str, form: str, dtype: str) -> Row:
                 calibrate=ranges if dtype == "int8" else None,
             )
             found = exported_file.ExportedFile.find(str(file))
+
             assert found
+
             start = time.perf_counter()
             figures = exported_file.verify(found, model, images)
             seconds = time.perf_counter() - start
+
         named = figures.apart.site if figures.apart else figures.missing.rpartition(".")[0]
         rows.append(
             {"planted": planted, "named": named, "off": figures.relative_l2, "seconds": seconds}
         )
+
     return {"rows": rows}
 
 
@@ -100,6 +106,7 @@ def line(form: str, dtype: str, name: str, row: Row) -> str:
     ]
     seconds = [each["seconds"] for each in planted]
     took = f"{min(seconds):.1f} to {max(seconds):.1f}"
+
     return markdown_row(
         form,
         dtype,
@@ -120,6 +127,7 @@ def main() -> None:
         Path(__file__).resolve().parents[3] / "runs" / "planted_files.jsonl", fresh=args.fresh
     )
     lines = ["", markdown_head(*COLUMNS)]
+
     kinds = [(form, dtype) for form in formats.names() for dtype in ("fp32", "int8")]
     for form, dtype in track(kinds, transient=True):
         for name in NETWORKS[: 1 if dtype == "int8" else None]:
@@ -130,6 +138,7 @@ def main() -> None:
                 lines.append(line(form, dtype, name, row))
             except NormswapError as error:
                 lines.append(markdown_row(form, dtype, name, first_line(error), "", "", ""))
+
     kept.write(args.output, "Faults planted in files, and the layer that `verify` names", lines)
 
 

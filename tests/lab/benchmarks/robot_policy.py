@@ -88,13 +88,16 @@ def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
         for path, norm in skeleton.named_modules() if "eps" in said else ():
             if isinstance(norm, nn.GroupNorm):
                 norm.eps = getattr(result.get_submodule(path), "eps", norm.eps)
+
         try:
             skeleton.load_state_dict(result.state_dict())
         except RuntimeError:
             continue
+
         with torch.inference_mode():
             if torch.allclose(skeleton(x), result(x), rtol=1e-4, atol=1e-5):
                 return said
+
     return "no"
 
 
@@ -159,11 +162,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
     columns = ("network", "to", "relative L2", "cosine", "top-1", "loads", "seconds")
+
     lines = [f"{given.images} test images.", "", *HOW, markdown_head(*columns)]
     for name in given.networks:
         for line in rows(name, given.images):
             print(line, flush=True)
             lines.append(line)
+
     command = f"benchmarks/robot_policy.py --images {given.images} -o {given.output}"
     write_table(given.output, "A robot policy's encoder, BatchNorm to GroupNorm", command, lines)
 

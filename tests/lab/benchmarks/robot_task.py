@@ -97,6 +97,7 @@ def demonstrations(
     task = Task(episodes, seed)
     random = np.random.default_rng(seed + 1)
     frames = []
+
     actions = []
     for _ in range(STEPS):
         going = ~task.done
@@ -104,4 +105,5 @@ def demonstrations(
         frames.append(task.frames()[going])
         actions.append(action[going])
         task.step(action + jitter * random.standard_normal(action.shape))
+
     return np.concatenate(frames), np.concatenate(actions)

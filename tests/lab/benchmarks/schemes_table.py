@@ -133,10 +133,12 @@ class Network:
         """The row of a result: `why` it was refused, or its accuracy and distance."""
         images, labels, reference = self.test
         start = time.perf_counter()
+
         try:
             result = make()
         except NormswapError as error:
             return {"why": str(error)}
+
         seconds = time.perf_counter() - start
         found = logits(result, images.split(250))
         before, after = (
@@ -144,6 +146,7 @@ class Network:
         )
         error = float((found - reference).double().norm() / reference.double().norm())
         left = sum(affine.is_batchnorm(module) for module in result.modules())
+
         return {
             "before": before,
             "after": after,
@@ -185,6 +188,7 @@ def group_norm(norm: Any, groups: int, eps: float | None = None) -> nn.Module:
     channels = affine.channels(norm)
     count = nearest_divisor(channels, groups)
     count = nearest_divisor(channels, channels // 2) if count == channels else count
+
     new: Any = per_sample.GroupNorm.replacing(norm, like=torch.empty(0), groups=count)
     if eps is not None:
         variance = per_sample.group_moments(*affine.statistics(norm), count)[1].repeat_interleave(
@@ -192,6 +196,7 @@ def group_norm(norm: Any, groups: int, eps: float | None = None) -> nn.Module:
         )
         new.weight.mul_(((variance + eps) / (variance + new.eps)).sqrt())
         new.eps = eps
+
     return cast(nn.Module, new)
 
 
@@ -214,6 +219,7 @@ def swapped(
                     ):
                         tensor.copy_(value)
                 setattr(model.get_submodule(parent), name, new)
+
     return model.eval()
 
 
@@ -242,6 +248,7 @@ def rows(kept: Kept, network: Network, parts: list[str]) -> None:
                 row,
                 how + (f", {row['norms_left']} BatchNorms left" if row.get("norms_left") else ""),
             )
+
     for images, ways in (
         ("none", (*EXACT, *DATALESS)),
         ("1000 images", FITTED),
@@ -268,6 +275,7 @@ def show(row: dict[str, Any], how: str) -> None:
             f"{100 * after / before:.1f} %",
         ]
         figures.append(f"{row['seconds']:.0f}")
+
     print(markdown_row(f"`{name}`", how, data, *figures, row["commit"]), flush=True)
 
 

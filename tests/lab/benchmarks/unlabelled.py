@@ -93,6 +93,7 @@ def unet() -> Kind:
     tested, labels = of_kind("unet", "test")
     tested = tested[:TESTED]
     labels = labels[:TESTED]
+
     return Kind(
         trained("unet"),
         pictures,
@@ -170,6 +171,7 @@ def encoder() -> Kind:
     tested, labels = read(network, archive("test"), TESTED)
     classifier = copy.deepcopy(network.get_classifier())
     network.reset_classifier(0)
+
     return Kind(
         network,
         pictures,
@@ -232,6 +234,7 @@ def recover(kind: Kind) -> Row:
         begin = normswap.convert(kind.network, "groupnorm", calibrate=loader, relative_eps=0).model
         start = time.perf_counter()
         ended = recovered(kind, images)
+
     seconds = time.perf_counter() - start
     networks = {"source": kind.network, "at once": begin, "after": ended.model}
     answers = {name: outputs(network, kind.tested) for name, network in networks.items()}
@@ -239,6 +242,7 @@ def recover(kind: Kind) -> Row:
         name: [distance(answers[name], answers["source"]), kind.measure(networks[name])]
         for name in networks
     }
+
     return {**measures, "unit": kind.unit, "updates": ended.updates, "minutes": seconds / 60}
 
 
@@ -266,9 +270,11 @@ def folded(keys: tuple[str, ...]) -> Row:
         for count in COUNTS:
             loader = make_loader(networks[0], images, samples=count, labelled=False, workers=0)
             networks[count] = normswap.convert(networks[0], "folded", calibrate=loader).model
+
     whole = mosaics(kind.tested, MOSAIC)
     large = mosaics(kind.tested, LARGE)[:1]
     rows = {}
+
     theirs = outputs(networks[0], kind.tested)
     for count, network in networks.items():
         ours = outputs(network, kind.tested)
@@ -279,6 +285,7 @@ def folded(keys: tuple[str, ...]) -> Row:
             alike,
             tile_off(network, whole),
         ]
+
     return {
         "rows": rows,
         "runtimes": {name: in_format(name, networks.values(), large) for name in RUNTIMES},
@@ -299,6 +306,7 @@ def main() -> None:
         "updates",
         "minutes",
     )
+
     lines = [HOW, markdown_head(*columns)]
     for name, kind in KINDS.items():
         row = kept.get((name,), lambda kind=kind: recover(kind()))
@@ -312,6 +320,7 @@ def main() -> None:
                 name, *distances, row["unit"], *measures, row["updates"], f"{row['minutes']:.1f}"
             )
         )
+
     columns = (
         "U-Net",
         "norms",
@@ -322,6 +331,7 @@ def main() -> None:
         "ONNX Runtime",
         "OpenVINO",
     )
+
     lines += [HOW_FOLDED, markdown_head(*columns)]
     for name, keys in GROUPS.items():
         row = kept.get((name,), lambda keys=keys: folded(keys))
@@ -336,6 +346,7 @@ def main() -> None:
                     name, norms, f"{iou:.1f}", f"{off:.3f}", f"{alike:.1f} %", f"{tile:.2g}", *times
                 )
             )
+
     kept.write(given.output, "Learning again without labels", lines)
 
 

@@ -32,6 +32,7 @@ def shifted(model: nn.Module, dice: random.Random) -> Iterator[str]:
     path, norm = dice.choice(norms)
     channel = dice.randrange(len(norm.bias))
     scale = float(norm.weight[channel])
+
     shift = float(norm.bias[channel])
     with torch.no_grad():
         norm.weight[channel] = 1.01 * scale
@@ -55,6 +56,7 @@ def check(name: str) -> dict[str, Any]:
     reference = outputs(model, x)
     missed: list[str] = []
     errors: list[float] = []
+
     unseen = 0
     while len(errors) < TRIALS and unseen < MOST:
         with shifted(model, dice) as where:
@@ -67,6 +69,7 @@ def check(name: str) -> dict[str, Any]:
         errors.append(distance(reference, outputs(result, x)))
         if errors[-1] <= EXACT:
             missed.append(f"{where}: {errors[-1]:.0e}")
+
     return {
         "status": "mutants",
         "trials": len(errors),

@@ -78,6 +78,7 @@ def _measured(name: str, images: int) -> tuple[nn.Module, Tensor]:
         [native] if model.pretrained_cfg.get("fixed_input_size") else [[96, 96], [128, 128], native]
     )
     wake(model)
+
     for i, size in enumerate(sizes):
         x = torch.randn(images, channels, *size, dtype=torch.float64)
         try:
@@ -87,6 +88,7 @@ def _measured(name: str, images: int) -> tuple[nn.Module, Tensor]:
                 raise
             model = timm.create_model(name).eval()
             wake(model)
+
     raise AssertionError
 
 
@@ -98,6 +100,7 @@ def wake(model: nn.Module, seed: int = 1) -> None:
     for module in model.modules():
         if isinstance(module, BATCHNORMS):
             continue
+
         for name, value in module.named_parameters(recurse=False):
             if (
                 value.numel()
@@ -120,12 +123,14 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
             "refused": len(batchnorms(model)),
             "why": str(error)[:300],
         }
+
     ways = Counter(WAYS[one.counted] for one in builder.outcomes.values() if one.counted in WAYS)
     reasons = Counter(one.reason for one in builder.outcomes.values() if one.counted == LEFT_AFFINE)
     row: dict[str, Any] = {
         **ways,
         "kept": [f"{n} x {why}"[:120] for why, n in reasons.most_common(3)],
     }
+
     if builder.refusals:
         path, why = next(iter(builder.refusals.items()))
         row |= {
@@ -134,6 +139,7 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
             "why": f"{path}: {why}"[:300],
         }
         return None, row
+
     return applying.apply_step(model, Step("folded", {}, builder.edits())), row
 
 
@@ -167,6 +173,7 @@ def check(name: str) -> dict[str, Any]:
         "sensitivity": sensitivity,
     }
     result, found = fold(model)
+
     row |= found
     if result is not None:
         used = total - found.get("unused", 0)
@@ -177,6 +184,7 @@ def check(name: str) -> dict[str, Any]:
         )
         if checksum(model) != before:
             row |= {"status": "wrong", "why": "the source was changed"}
+
     del result
     row["fuse"] = fuse(model, x, reference)
     return row
@@ -195,8 +203,10 @@ def fuse(model: nn.Module, x: Tensor, reference: Tensor) -> dict[str, Any]:
             "left": total,
             "why": f"{type(problem).__name__}: {problem}"[:120],
         }
+
     if not error <= EXACT:
         return {"status": "wrong", "left": left, "error": error}
+
     status = "complete" if left == 0 else "no-op" if left >= total else "partial"
     return {"status": status, "left": left, "error": error}
 

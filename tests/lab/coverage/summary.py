@@ -51,6 +51,7 @@ def table(rows: Iterable[Row], mutants: Iterable[Row]) -> str:
         "\n".join([markdown_head(*HEAD), *lines, _line("**all**", mine)]),
         *_problems(mine),
     ]
+
     return "\n\n".join(parts) + "\n"
 
 
@@ -61,6 +62,7 @@ def _totals(rows: list[Row], mine: list[Row]) -> str:
     left = sum(row["fuse"]["left"] for row in mine if "fuse" in row)
     total = sum(row.get("norms", 0) for row in mine)
     other = Counter(row["status"] for row in rows)
+
     return "\n".join(
         [
             f"- {len(mine)} architectures, {total:,} norms: **{exact} exact"
@@ -88,10 +90,12 @@ def _mutants(rows: list[Row]) -> list[str]:
     tried = [row for row in rows if row["status"] == "mutants"]
     if not tried:
         return []
+
     trials = sum(row["trials"] for row in tried)
     found = sum(row["detected"] for row in tried)
     missed = [f"{row['name']} {where}" for row in tried for where in row["missed"]]
     unseen = sum(row["unseen"] for row in tried)
+
     return [
         f"The checker, checked: one channel of one norm off by 1 %, on {len(tried)} networks: "
         f"{found} of {trials} detected ({found / trials:.1%}); {unseen} drawn again, as their "
@@ -115,6 +119,7 @@ def _line(name: str, rows: list[Row]) -> str:
     ]
     figures += [fuse[state] for state in ("complete", "partial", "no-op", "wrong", "raised")]
     figures += [sum(row["fuse"]["left"] for row in rows if "fuse" in row)]
+
     return markdown_row(*figures)
 
 

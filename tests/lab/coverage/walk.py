@@ -60,6 +60,7 @@ def options() -> argparse.Namespace:
         "--mutants", action="store_true", help=f"test the checker, on {SAMPLE} networks"
     )
     parser.add_argument("--table", action="store_true", help="walk nothing, write the summary")
+
     return parser.parse_args()
 
 
@@ -86,11 +87,13 @@ def sample(known: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
         key=lambda n: known[n]["seconds"],
     )
     turn: Counter[str] = Counter()
+
     order = []
     for name in able:
         kind = network.family(name)
         turn[kind] += 1
         order.append((turn[kind], name))
+
     return [name for _, name in sorted(order)[:SAMPLE]]
 
 
@@ -100,6 +103,7 @@ def work(args: argparse.Namespace, name: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (share, share))
     row: dict[str, Any] = {}
     start = time.perf_counter()
+
     try:
         params, norms = network.count(name)
         row |= {"params": params, "norms": norms}
@@ -111,6 +115,7 @@ def work(args: argparse.Namespace, name: str) -> dict[str, Any]:
             row |= (mutants if args.mutants else network).check(name)
     except Exception as error:
         row |= {"status": "raised", "why": described(error)}
+
     row["seconds"] = round(time.perf_counter() - start, 1)
     return row | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
@@ -136,6 +141,7 @@ def results(
     """
     context = mp.get_context("fork")
     queue = list(names)
+
     running = {}
     while queue or running:
         while queue and len(running) < workers:
@@ -145,10 +151,12 @@ def results(
             process.start()
             theirs.close()
             running[mine] = (name, process, time.monotonic() + timeout)
+
         ready = wait(list(running), timeout=1)
         for pipe, (name, process, deadline) in list(running.items()):
             if pipe not in ready and time.monotonic() < deadline:
                 continue
+
             row: dict[str, Any] = {"status": "timeout", "why": f"more than {timeout:.0f} s"}
             if pipe in ready:
                 try:
@@ -156,6 +164,7 @@ def results(
                 except EOFError:
                     process.join()
                     row = {"status": "crashed", "why": f"exit code {process.exitcode}"}
+
             process.kill()
             process.join()
             del running[pipe]
@@ -174,6 +183,7 @@ def main() -> int:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
+
         with Progress(*columns) as progress, file.open("w" if args.mutants else "a") as lines:
             task = progress.add_task("", total=len(names))
             for name, row in results(
@@ -185,12 +195,14 @@ def main() -> int:
                     flush=True,
                 )
                 progress.update(task, advance=1, description=f"{name}: {row['status']}")
+
     rows = read(args.out)
     text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
     args.out.with_name(
         "summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md"
     ).write_text(text)
     print(text)
+
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows.values())
 
 

@@ -103,26 +103,31 @@ def check(name: str) -> Row:
     """What folding did to one network, and what the approximate target did."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+
     try:
         model, given = libraries.build(name)
     except TooLargeError as problem:
         return {"status": "too large", "why": str(problem)}
     except Exception as problem:  # our recipe, or the library's
         return {"status": "not built", "why": described(problem)}
+
     row: Row = {"norms": len(norms(model))}
     if not row["norms"]:
         return row | {"status": "none"}
+
     examples = [one.like(model.double()) for one in calling.batches(given)]
     live(model, examples[0])
     fresh = examples[0].map(lambda t: t.flip(-1) * 0.9 if t.is_floating_point() else t)
     reference = run(model, fresh)
     row["straying"] = error(reference, run(model, fresh.map(nudged)))
     begin = time.perf_counter()
+
     try:
         seen = inspection.inspect(model, examples)
         step, builder = conversion.plan_step(seen, "folded")
     except NormswapError as refusal:
         return row | {"status": "refused", "why": str(refusal)[:200]}
+
     result = applying.apply_step(model, step)
     row["seconds"] = round(time.perf_counter() - begin, 1)
     row["error"] = error(reference, run(result, fresh))
@@ -133,6 +138,7 @@ def check(name: str) -> Row:
         "wrong" if not row["error"] <= EXACT else "incomplete" if row["left"] else "exact"
     )
     del result
+
     return row | {"approximate": approximate(model, seen, unused, fresh, reference)}
 
 
@@ -153,6 +159,7 @@ def approximate(
         return {"status": "refused", "why": str(refusal)[:200]}
     except Exception as problem:
         return {"status": "raised", "why": described(problem)}
+
     same = found.keys() == reference.keys() and all(
         found[at].shape == reference[at].shape for at in found
     )
@@ -160,6 +167,7 @@ def approximate(
     finite = all(bool(t.isfinite().all()) for t in found.values())
     row["left"] = len(norms(result)) - unused
     row["status"] = "incomplete" if row["left"] else "runs" if finite else "not finite"
+
     return row
 
 
@@ -182,16 +190,19 @@ def main() -> int:
     ]
     todo = [] if args.table else [name for name in chosen if args.redo or (name,) not in kept.rows]
     libraries.preload(todo)
+
     for name, figures in results(todo, check, workers=1, timeout=args.timeout):
         row = kept.add((name,), **figures)
         print(
             {key: value for key, value in row.items() if key not in ("remarks", "commit")},
             flush=True,
         )
+
     rows = [row for (name,), row in kept.rows.items() if name in listed]
     about = (__doc__ or "").partition("In float64")
     lines = table(rows, listed, "".join(about[1:]).strip())
     write_table(HERE / "wild.md", "Other libraries' networks, folded", "coverage/wild.py", lines)
+
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows)
 
 

@@ -60,6 +60,7 @@ def table(rows: Sequence[Row], listed: Sequence[str], about: str) -> list[str]:
         "commit",
     )
     lines += ["", markdown_head(*head)]
+
     return lines + [_network(row) for row in sorted(rows, key=_name) if row["status"] != "none"]
 
 
@@ -77,6 +78,7 @@ def _library(name: str, listed: Sequence[str], rows: Sequence[Row]) -> str:
     tried = sum(status not in UNTRIED for status in found.elements())
     approximate = Counter(row["approximate"]["status"] for row in rows if "approximate" in row)
     worst = f"{max(row['error'] for row in exact):.0e}" if exact else ""
+
     return markdown_row(
         name,
         len(listed),
@@ -97,6 +99,7 @@ def _network(row: Row) -> str:
     other: Row = row.get("approximate", {})
     strays = f"{row['straying']:.0e}" if "straying" in row else ""
     why = "; ".join(part["why"] for part in (row, other) if part.get("why"))
+
     return markdown_row(
         _name(row),
         row.get("norms", ""),

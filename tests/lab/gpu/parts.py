@@ -139,10 +139,12 @@ def schemes(machine: Machine) -> Iterator[str]:
         "GPU",
         "TF32",
     )
+
     for name in machine.some(list(TARGETS)):
         scheme = TARGETS[name]
         source = networks.get(name, demo)
         options = dict(KEEPING.get(name, {}))
+
         results = []
         for device, rounds in ((None, False), (machine.device, False), (machine.device, True)):
             with tensor_float(allowed=rounds):
@@ -155,7 +157,9 @@ def schemes(machine: Machine) -> Iterator[str]:
                 except normswap.NormswapError as error:
                     results.append(error)
                     continue
+
             results.append(made.cpu().float().eval()(images))
+
         yield row_of_scheme(name, results, source(images))
 
 
@@ -164,6 +168,7 @@ def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
     errors = [str(result) for result in results if isinstance(result, Exception)]
     if errors:
         return f"| {name} | {' '.join(errors[0].split())} |" + " |" * 7
+
     on_cpu, off, on = results
     distances = [distance(expected.double(), result.double()) for result in results]
     between = [distance(on_cpu.double(), result.double()) for result in (off, on)]
@@ -171,6 +176,7 @@ def row_of_scheme(name: str, results: list[Any], expected: Tensor) -> str:
     figures += [
         f"{100 * agreement(result.argmax(1), expected.argmax(1)):.1f}" for result in results
     ]
+
     return f"| {name} | {' | '.join(figures)} |"
 
 
@@ -188,6 +194,7 @@ def training(machine: Machine) -> Iterator[str]:
         "third",
         "first, against the CPU's",
     )
+
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         images = small_trainings.write_images(place / "images", per_class=8)
@@ -196,6 +203,7 @@ def training(machine: Machine) -> Iterator[str]:
         # also without us.
         everything = {"ema": {"decay": 0.9}, "channels_last": machine.device == "cuda"}
         base: dict[bool, list[float]] = {}
+
         runs = (("CPU", "float32", "no"), ("GPU", "float32", "no"), ("GPU", "bf16", "bf16"))
         for has_teacher, (processor, said, precision) in itertools.product((False, True), runs):
             name = f"{processor}, {said}{', adaptive clipping, EMA, teacher' * has_teacher}"
@@ -216,6 +224,7 @@ def training(machine: Machine) -> Iterator[str]:
                 f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} |"
                 f" {losses[0] / first[0] - 1:+.1e} |"
             )
+
         yield ""
         yield killed(machine, images, place)
 
@@ -224,6 +233,7 @@ def killed(machine: Machine, images: Path, place: Path) -> str:
     """A run that is killed at its seventh update and continued, beside one that was not."""
     changed = json.dumps({"train": {"checkpoint": 3, "precision": "bf16"}})
     whole = place / "whole"
+
     cut = place / "cut"
     for out, more in ((whole, []), (cut, ["--kill", 7]), (cut, ["--resume", "auto"])):
         command = small_trainings.command(
@@ -232,10 +242,12 @@ def killed(machine: Machine, images: Path, place: Path) -> str:
         code = subprocess.run(command, check=False).returncode
         if code != (-9 if "--kill" in more else 0):
             return f"The run {out.name} {more} ended with {code}."
+
     pairs = [load_file(out / "last" / "model.safetensors") for out in (whole, cut)]
     worst = max(
         float((pairs[0][key].double() - pairs[1][key].double()).abs().max()) for key in pairs[0]
     )
+
     return (
         f"Killed at update 7 and continued from update 6: weights differ by at most {worst:.1e}"
         " from an uncut run's."
@@ -265,6 +277,7 @@ def calibration(machine: Machine) -> Iterator[str]:
         "Fitting to images", f"{what}; a forward pass: {forward:.4f} s.", *columns
     )
     normswap.convert(model, "folded", input_size=size)  # whatever only the first conversion does
+
     for name in machine.some(["nf", "dyt", "groupnorm"]):
         taken = []
         for options in (KEEPING.get(name, {}), {"calibrate": list(images.split(50))}):
@@ -293,6 +306,7 @@ def clipping(machine: Machine) -> Iterator[str]:
     }
     about = f"{machine.network}, {len(parameters)} parameters."
     yield machine.heading("Adaptive clipping", about, "way", "kernels", "ms")
+
     for name, run in ways.items():
         run()
         with torch.profiler.profile() as profile:
@@ -322,6 +336,7 @@ def speed(machine: Machine) -> Iterator[str]:
     )
     base: dict[tuple[bool, bool], float] = {}
     networks = {name: converted(source, name, machine) for name in TRAINED}
+
     # Compiling takes a minute for each, on the CPU too.
     compiled = ("batchnorm", "skipinit", "groupnorm", "folded") if machine.device == "cuda" else ()
     for name, is_compiled in (
@@ -336,6 +351,7 @@ def speed(machine: Machine) -> Iterator[str]:
             rate = images_per_second(networks[name], machine, trains=trains, compiled=is_compiled)
             first = base.setdefault((is_compiled, trains), rate)
             figures += [f"{rate:.0f}", f"{rate / first:.2f}"]
+
         memory = torch.cuda.max_memory_allocated() / 2**30 if machine.device == "cuda" else 0.0
         yield f"| {name} | {'yes' if is_compiled else ''} | {' | '.join(figures)} | {memory:.1f} |"
 

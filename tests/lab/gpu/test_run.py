@@ -14,7 +14,9 @@ def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
     run = subprocess.run(
         [HERE / "run.sh", tmp_path, "--dry"], capture_output=True, text=True, check=False
     )
+
     assert run.returncode == 0, run.stdout
+
     for part in ("schemes", "training", "calibration", "clipping", "speed"):
         rows = [
             line

@@ -17,6 +17,7 @@ def test_each_can_be_planted() -> None:
         missing += [
             f"{error.name}: no {test}" for test in error.tests if not (ROOT / test).is_file()
         ]
+
     assert missing == []
     assert len({error.name for error in ERRORS}) == len(ERRORS)
 
