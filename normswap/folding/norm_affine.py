@@ -46,7 +46,7 @@ def move(builder: PlanBuilder) -> None:
     }
     if not norms:
         return
-    axes = channel_axes.read(builder.traced, builder.is_identity)
+    axes = channel_axes.find_axes(builder.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
             linears = linear_readers(builder, axes, path, norm)

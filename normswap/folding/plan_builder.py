@@ -120,7 +120,7 @@ class PlanBuilder:
     @cached_property
     def axes(self) -> Axes:
         """The axis of channels of each value."""
-        return channel_axes.read(self.traced, self.is_identity)
+        return channel_axes.find_axes(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:
         then = {path: (scalar,) for path, scalar in self.scalars.items()}

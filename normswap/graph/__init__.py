@@ -1,3 +1,4 @@
 """SEE: a forward becomes an anatomy of residual blocks, norms with their roles, and channel axes.
-Changes nothing.
+
+Nothing in this room changes the network.
 """

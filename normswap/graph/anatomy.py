@@ -1,15 +1,13 @@
-"""The result of `inspect` as records: norms with their roles, residual blocks, and the graph they
-were read from.
+"""The result of `inspect` as records: norms with their roles, residual blocks, and their graph.
 
-Which of its modules a conversion may change, patterns say. A pattern is a dotted path in which `*`,
-`?` and `[...]` stand for anything, dots too (as in `fnmatch`). It names a module and all below it:
+Patterns say which modules a conversion may change. A pattern is a dotted path in which `*`, `?` and
+`[...]` stand for anything, dots too (as in `fnmatch`). It names a module and all below it:
 `layer3`, `layer3.*.bn1`, `*.downsample`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -24,14 +22,17 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class Norm:
-    """One normalization layer (the module, however often it is called).
+    """One normalization layer: the module, however often it is called.
 
     Args:
-        kind: the name of its class.
-        block: the path of the block that it belongs to.
-        statistics: their source in eval mode.
-        called: how often forward calls it.
-        averages: a BatchNorm that is fitted to images can replace it.
+        path: The dotted path of the module.
+        kind: The name of its class.
+        channels: The number of channels that it normalizes.
+        role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
+        block: The path of the residual block that it belongs to; None outside of blocks.
+        statistics: Where its mean and variance come from in eval mode.
+        called: How often forward calls it.
+        averages: Whether a BatchNorm that is fitted to images can replace it.
     """
 
     path: str
@@ -51,13 +52,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class AffineMap:
-    """A called module that is y = act(s x + t) per channel in eval mode: a norm, or a layer of an
-    earlier conversion.
+    """A called module that is y = act(s x + t) per channel in eval mode.
+
+    It is a norm, or a layer of an earlier conversion.
 
     Args:
-        holds_statistics: it is a norm, or has a norm's statistics, and may become a plain scale and
-            shift.
-        refusal: why s and t cannot be read and moved; None where they can.
+        path: The dotted path of the module.
+        module: The module itself.
+        holds_statistics: Whether it is a norm, or has a norm's statistics. Such a module may become
+            a plain scale and shift.
+        refusal: Why s and t cannot be read and moved; None where they can.
     """
 
     path: str
@@ -71,19 +75,22 @@ class Block:
     """One residual sum, y = skip + branch.
 
     Args:
-        path: the module whose forward adds; several sums in one module are told apart as `path+2`,
-            `path+3` ...
-        stage: the path of the stage it belongs to.
-        skip: `identity`, `projection` (has a convolution) or `other` (pooling, padding).
-        order: `post` (an activation follows the sum), `pre` (the branch begins with norm or
+        path: The path of the module whose forward adds. Further sums in the same module are called
+            `path+2`, `path+3` ...
+        stage: The path of the stage that the block belongs to.
+        skip: `identity`, `projection` (it has a convolution) or `other` (pooling, padding).
+        order: `post` (an activation follows the sum), `pre` (the branch begins with a norm or an
             activation) or `linear`.
-        tail: path of the innermost module that returns the branch's value, where a scalar goes;
+        tail: The path of the innermost module that returns the branch's value, where a scalar goes;
             None if no module does.
-        norms: norms on the branch and on the skip, in order of the forward pass.
-        last: the branch's last norm.
-        gate: the module that multiplies the branch by a function of itself (squeeze-excite and the
-            like).
-        drop_path: the module that drops the branch at random in training.
+        norms: Paths of the norms on the branch and on the skip, in order of the forward pass.
+        last: The path of the branch's last norm; None if the branch has none.
+        gate: The path of the module that multiplies the branch by a function of itself
+            (squeeze-and-excitation and the like); None if none does.
+        drop_path: The path of the module that drops the branch at random in training; None if none
+            does.
+        total: The node of the sum.
+        branch: The node of the branch's value.
     """
 
     path: str
@@ -104,18 +111,19 @@ class Anatomy:
     """The result of `inspect`.
 
     Args:
-        blocks: the residual blocks in order of the forward pass.
-        norms: every norm, in order of the forward pass; unreached ones last.
-        maps: every module that is an affine map in eval mode, in order of the forward pass.
-        refusals: (path, reason) of what could not be looked into.
-        classifier: path of the last linear layer before the output.
-        dropout: the place of the dropout before it: a module path, or that of a `drop_rate`
-            attribute.
-        traced: the graph that all this was read from.
-        features: whether features come out, such as an encoder's, and no scores of classes.
-        widths: the numbers of channels of the linear layers that give outputs.
-        outside: paths of the modules that a conversion leaves as they are (`restrict`).
-        provenance: where the network is from, what was done to it, and the norms it once had.
+        blocks: The residual blocks, in order of the forward pass.
+        norms: Every norm, in order of the forward pass; norms that forward does not reach come
+            last.
+        refusals: (path, reason) for every module that could not be looked into.
+        classifier: The path of the last linear layer before the output.
+        dropout: The path of the dropout before the classifier: a module, or an attribute
+            `drop_rate`.
+        traced: The graph that all this was read from.
+        maps: Every module that is an affine map in eval mode, in order of the forward pass.
+        features: Whether the network returns features, as an encoder does, and no class scores.
+        widths: The numbers of outputs of the linear layers that end the network.
+        outside: Paths of the modules that a conversion leaves as they are (`restrict`).
+        provenance: Where the network is from, what was done to it, and the norms that it once had.
     """
 
     blocks: tuple[Block, ...]
@@ -131,7 +139,7 @@ class Anatomy:
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 
     def takes_part(self, path: str) -> bool:
-        """Whether what sits at the path of a module, or of a block, may be converted."""
+        """Whether the module or block at `path` may be converted."""
         return path.partition("+")[0] not in self.outside
 
     @property
@@ -140,7 +148,10 @@ class Anatomy:
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def current_path(self, original: str) -> str:
-        """The path that the place of a norm has now: a `Chain` calls its first layer `inner`."""
+        """The path at which the norm of the source at `original` stands now.
+
+        If a `Chain` stands there, the norm's place is its first layer, `inner`.
+        """
         while isinstance(self.traced.modules.get(original), Chain):
             original = f"{original}.inner"
         return original
@@ -148,59 +159,51 @@ class Anatomy:
     def original_path(self, path: str) -> str:
         """The path in the source of the norm at `path`, which may be one layer of a `Chain`."""
         parts = path.split(".")
-        while (
-            parts
-            and parts[-1] in ("inner", "then")
-            and ".".join(parts) not in self.provenance.original_paths
-        ):
+        while parts and parts[-1] in ("inner", "then"):
+            if ".".join(parts) in self.provenance.original_paths:
+                break
             parts.pop()
         return ".".join(parts)
 
     def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
-        """Mean and deviation per channel of the output of the norm that stood at `path`, if they
-        are known.
-        """
+        """Mean and deviation per channel that the norm once at `path` gave its output, if known."""
         original = self.original_path(path)
-        norms = self.provenance.norms
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
-        mean, gamma, beta, out_mean, out_std = (norms.get(f"{original}.{name}") for name in names)
+        tensors = [self.provenance.norms.get(f"{original}.{name}") for name in names]
+        mean, gamma, beta, output_mean, output_std = tensors
+
         if mean is None:
             return None
-        if out_mean is not None and out_std is not None:
-            return out_mean.double(), out_std.double()
+        if output_mean is not None and output_std is not None:
+            return output_mean.double(), output_std.double()
         return affine.output_moments(mean, gamma, beta)
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
-    """The same anatomy, where only the modules named by `only`, without those named by `skip`, take
-    part.
+    """The same anatomy with fewer modules that a conversion may change.
 
-    Raises OptionError: a pattern names no norm, block or linear layer.
+    Args:
+        anatomy: The anatomy of the whole network.
+        only: Patterns of the modules that may be changed. Without any, all may.
+        skip: Patterns of the modules that stay as they are, even where `only` names them.
+
+    Raises:
+        OptionError: A pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
-    homes = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
-    homes |= {id(modules[norm.path]) for norm in anatomy.norms}
+    convertible = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
+    convertible |= {id(modules[norm.path]) for norm in anatomy.norms}
     paths = [
         path
         for path, module in modules.items()
-        if id(module) in homes or isinstance(module, LINEAR)
+        if id(module) in convertible or isinstance(module, LINEAR)
     ]
-    for option, patterns in (("only", only), ("skip", skip)):
-        for pattern in patterns:
-            if not any(matches(pattern, path) for path in paths):
-                what = (
-                    f"{spelled(option, pattern)} names no norm, block or linear layer of the"
-                    " network"
-                )
-                above = {
-                    path[:end] for path in paths for end in range(len(path)) if path[end] == "."
-                }
-                remedy = near(
-                    pattern, sorted({*paths, *above}), "`normswap inspect` lists their paths"
-                )
-                raise OptionError(what, remedy=remedy)
-    skipped = _named(modules, skip)
-    taken = _named(modules, only)
+    _check_patterns("only", only, paths)
+    _check_patterns("skip", skip, paths)
+
+    # A module with several paths is named if one of them is.
+    skipped = _named_modules(modules, skip)
+    taken = _named_modules(modules, only)
     outside = {
         path
         for path, module in modules.items()
@@ -209,7 +212,29 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
     return replace(anatomy, outside=frozenset(outside))
 
 
-def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
+def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise OptionError where a pattern of `option` names none of `paths`."""
+    for pattern in patterns:
+        if any(matches(pattern, path) for path in paths):
+            continue
+
+        parents: set[str] = set()
+        for path in paths:
+            parents.update(_parents(path))
+        remedy = near(pattern, sorted({*paths, *parents}), "`normswap inspect` lists their paths")
+        raise OptionError(
+            f"{spelled(option, pattern)} names no norm, block or linear layer of the network",
+            remedy=remedy,
+        )
+
+
+def _parents(path: str) -> list[str]:
+    """The paths of all modules above `path`, the outermost first."""
+    return [path[:end] for end, letter in enumerate(path) if letter == "."]
+
+
+def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
+    """The ids of the modules that one of the patterns names."""
     return {
         id(module)
         for path, module in modules.items()
@@ -218,35 +243,44 @@ def _named(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int
 
 
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Few patterns that name all of `paths` and, where that can be, none of `others`."""
-    found: list[str] = []
+    """A few patterns that together name all of `paths` and, if possible, none of `others`."""
+    chosen: list[str] = []
     for path in paths:
-        ends = [end for end, letter in enumerate(path) if letter == "."]
-        candidates = [*(path[:end] for end in ends), *(f"*{path[end:]}" for end in ends[-1:])]
-        if not any(matches(pattern, path) for pattern in found):
-            found.append(
-                next(
-                    (c for c in candidates if not any(matches(c, other) for other in others)), path
-                )
-            )
-    return found
+        if any(matches(pattern, path) for pattern in chosen):
+            continue
+
+        parents = _parents(path)
+        candidates = [*parents, *(f"*{path[len(parent) :]}" for parent in parents[-1:])]
+        fitting = (
+            candidate
+            for candidate in candidates
+            if not any(matches(candidate, other) for other in others)
+        )
+        chosen.append(next(fitting, path))
+    return chosen
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
-    """The patterns among a scheme's options as lists; raises OptionError: one is no string."""
+    """The patterns among a scheme's options, as lists, by the option's name.
+
+    Raises:
+        OptionError: A pattern is no string.
+    """
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
         value = options.get(name) or []
-        listed: list[Any] = [value]
+        listed: list[object] = [value]
         if isinstance(value, Iterable) and not isinstance(value, str):
             listed = list(value)
-        if not all(isinstance(pattern, str) for pattern in listed):
+
+        strings = [pattern for pattern in listed if isinstance(pattern, str)]
+        if len(strings) < len(listed):
             raise OptionError(
                 f"{spelled(name, value)} is no pattern of paths",
                 remedy="For instance layer3, or *.bn1",
             )
-        if listed:
-            by_option[name] = listed
+        if strings:
+            by_option[name] = strings
     return by_option
 
 

@@ -1,9 +1,9 @@
-"""SEE where the channels are: which axis of a value in the graph holds the output channels of a
-linear layer.
+"""SEE where the channels are: which axis of a value holds the output channels of a linear layer.
 
 Reshapes and permutations cut windows, heads, tokens and patches; their arguments depend on the
-input's size, so records of two sizes are read where the network takes two. The channel numbers of a
-linear layer's output are followed through every step that acts on all channels alike.
+input's size, so records of two sizes are read where the network takes two. Every element of a
+linear layer's output gets the number of its channel, and these numbers are followed through every
+step that acts on all channels alike.
 """
 
 import math
@@ -73,10 +73,11 @@ class Axis:
     """Where the channels of a value are.
 
     Args:
-        size: the number of channels.
-        dim: the dimension that holds the channels and nothing else; None where they share one.
-        last: whether that is the last dimension.
-        pure: whether every element belongs to a channel (no zeros of a padding among them).
+        size: The number of channels.
+        dim: The dimension that holds the channels and nothing else; None where the channels share
+            a dimension with something else.
+        last: Whether `dim` is the last dimension.
+        pure: Whether every element belongs to a channel; False where a padding added zeros.
     """
 
     size: int
@@ -90,8 +91,9 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` is linear and does the same to every channel (if its channel axis is known at
-    all).
+    """Whether `node` is linear and does the same to every channel.
+
+    This holds where the node's channel axis is known; without one, the answer says nothing.
     """
     module = traced.module(node)
     if module is None:
@@ -100,11 +102,15 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 
 def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The value that `node` multiplies by a parameter, perhaps rearranged, and the parameter's
-    node; None: neither.
+    """If `node` is value * parameter: the value's node and the parameter's node, else None.
+
+    The parameter may be rearranged by steps before it is multiplied.
     """
-    sources = inputs(node)
-    for value, factor in (sources, sources[::-1]) if is_mul(node) else ():
+    if not is_mul(node):
+        return None
+
+    first, second = inputs(node)
+    for value, factor in ((first, second), (second, first)):
         while is_step(traced, factor) and len(inputs(factor)) == 1:
             (factor,) = inputs(factor)
         if factor.op == "get_attr":
@@ -113,19 +119,18 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 @torch.no_grad()
-def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Follow the channels through every record; `is_identity(node)`: the node passes its input on
-    unchanged.
+def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
+    """The channel axis of every value, where the records of all sizes agree on one.
+
+    Args:
+        traced: The recorded network.
+        is_identity: Tells of a node whether it passes its input on unchanged.
     """
-    records = (traced, *traced.others)
-    first, *resized = (
-        _Reading(traced, record, traced.nodes, is_identity).axes() for record in records
-    )
-    axes = {
-        node: axis
-        for node, axis in first.items()
-        if all(axis == other.get(node) for other in resized)
-    }
+    axes = _Reading(traced, traced, traced.nodes, is_identity).axes()
+    for record in traced.others:
+        resized = _Reading(traced, record, traced.nodes, is_identity).axes()
+        axes = {node: axis for node, axis in axes.items() if axis == resized.get(node)}
+
     for record in traced.alternatives:
         axes |= _Reading(traced, record, record.nodes, is_identity).axes()
     return axes
@@ -133,21 +138,36 @@ def read(traced: Traced, is_identity: _IsIdentity) -> Axes:
 
 @dataclass(frozen=True)
 class _Label:
-    """Element i of the flattened value belongs to channel (i // stride) % size."""
+    """The channel of every element of a value: (i // stride) % size for element i, flattened.
+
+    Args:
+        size: The number of channels.
+        stride: How many neighbouring elements share a channel.
+        pure: As in `Axis`.
+    """
 
     size: int
     stride: int
     pure: bool = True
 
     def numbers(self, shape: torch.Size) -> Tensor:
-        """Every element's channel number, from 1."""
+        """A tensor of this shape that has every element's channel number, from 1, in float64."""
         once = torch.arange(1.0, self.size + 1, dtype=torch.float64).repeat_interleave(self.stride)
         return once.repeat(math.prod(shape) // len(once)).view(shape)
 
 
+# A label for each tensor of a tuple, where a tensor may have none.
+_Labels: TypeAlias = _Label | tuple[_Label | None, ...]
+
+
 class _Reading:
-    """A reader of one record; `nodes`: the nodes of the first record that correspond to its own, in
-    order.
+    """The labels of one record.
+
+    Args:
+        traced: The whole recorded network.
+        record: The record to read: `traced` itself, or one of its other records.
+        nodes: For each node of `record`, in order, the node that the result names in its place.
+        is_identity: As in `find_axes`.
     """
 
     def __init__(
@@ -157,30 +177,34 @@ class _Reading:
         self.record = record
         self.is_identity = is_identity
         self.node_of = dict(zip(record.nodes, nodes, strict=True))
-        self.labels: dict[fx.Node, Any] = {}
+        self.labels: dict[fx.Node, _Labels] = {}
 
     def axes(self) -> Axes:
         for node in self.record.nodes:
-            label = self._label(node, node.meta["shape"])
-            if label is not None:
-                self.labels[node] = label
-        labels = {node: label for node, label in self.labels.items() if isinstance(label, _Label)}
+            labels = self._label(node, node.meta["shape"])
+            if labels is not None:
+                self.labels[node] = labels
+
         return {
-            self.node_of[node]: _axis(label, node.meta["shape"]) for node, label in labels.items()
+            self.node_of[node]: _axis(label, node.meta["shape"])
+            for node, label in self.labels.items()
+            if isinstance(label, _Label)
         }
 
-    def _label(self, node: fx.Node, shape: object) -> object:
-        if isinstance(shape, torch.Size) and (label := self._written(node, shape)):
-            return label
+    def _label(self, node: fx.Node, shape: object) -> _Labels | None:
+        """The labels of the node's value; None where its channels are not known."""
+        if isinstance(shape, torch.Size):
+            label = self._written(node, shape)
+            if label is not None:
+                return label
+
         sources = inputs(node)
         if not any(source in self.labels for source in sources):
             return None
+
         module = self.traced.module(node)
-        if (
-            self.is_identity(self.node_of[node])
-            or is_constant_mul(node)
-            or (module and affine.is_affine(module))
-        ):
+        is_map = module is not None and affine.is_affine(module)
+        if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
             return self.labels[sources[0]]
         if is_add(node) or scaled(self.traced, node):
             return self._common(node, sources)
@@ -189,13 +213,15 @@ class _Reading:
         return None
 
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
-        """The label of the output of linear layers, LayerScales and norms, and of parameters
-        (channels last).
+        """The label of a value that begins channels; None for a value that only carries them.
+
+        Linear layers, LayerScales and norms begin channels, and so do parameters (channels last).
         """
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
             return _Label(shape[-1], 1)
+
         module = self.traced.module(node)
         if module is None:
             return None
@@ -208,91 +234,111 @@ class _Reading:
             return None
         return _Label(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
-    def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Label | None:
-        for arm, other in (arms, arms[::-1]):
-            label = self.labels.get(other)
-            if arm.op == "get_attr" and label:
-                count = math.prod(arm.meta["shape"])
-                if count == label.size:
-                    self.labels[arm] = _Label(count, 1)
-                elif not count % (label.size * label.stride):
-                    # An embedding of maps has its channels where the maps have them.
-                    self.labels[arm] = label
-        first, second = (self.labels.get(arm) for arm in arms)
-        if first == second and all(arm.meta["shape"] == node.meta["shape"] for arm in arms):
-            return first
+    def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Labels | None:
+        """The label of a sum, or of a product with a parameter, where both inputs agree on it."""
+        first, second = arms
+        self._label_parameter(first, self.labels.get(second))
+        self._label_parameter(second, self.labels.get(first))
+
+        label = self.labels.get(first)
+        same_shape = all(arm.meta["shape"] == node.meta["shape"] for arm in arms)
+        if label == self.labels.get(second) and same_shape:
+            return label
+
         labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
-    def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> Any:
-        """The label after a step, run on the channel numbers of `carriers`, and on 0 (a factor: 1)
-        for other inputs.
-        """
+    def _label_parameter(self, node: fx.Node, label: Any) -> None:
+        """Give a parameter the channels of the value beside it, which has this label."""
+        if node.op != "get_attr" or not label:
+            return
+        count = math.prod(node.meta["shape"])
+        if count == label.size:
+            self.labels[node] = _Label(count, 1)
+        elif not count % (label.size * label.stride):
+            # An embedding of maps has its channels where the maps have them.
+            self.labels[node] = label
 
-        def number(source: fx.Node) -> Any:
+    def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> _Labels | None:
+        """The labels after a step, found by running it on channel numbers.
+
+        Args:
+            node: The step.
+            carriers: The inputs that get their channel numbers. All other inputs get the neutral
+                element: 0, or 1 where the step multiplies.
+        """
+        neutral = float(is_mul(node))
+
+        def numbers(source: fx.Node) -> Any:
             shape = source.meta["shape"]
             if source not in carriers:
-                neutral = float(is_mul(node))
-                return (
-                    torch.full(shape, neutral, dtype=torch.float64)
-                    if isinstance(shape, torch.Size)
-                    else None
-                )
-            label = self.labels[source]
-            if isinstance(label, tuple):
-                return tuple(
-                    each and each.numbers(size) for each, size in zip(label, shape, strict=True)
-                )
-            return label.numbers(shape)
+                if not isinstance(shape, torch.Size):
+                    return None
+                return torch.full(shape, neutral, dtype=torch.float64)
 
-        args = fx.node.map_arg(node.args, number)
-        kwargs = fx.node.map_arg(node.kwargs, number)
+            labels = self.labels[source]
+            if isinstance(labels, _Label):
+                return labels.numbers(shape)
+            pairs = zip(labels, shape, strict=True)
+            return tuple(label and label.numbers(size) for label, size in pairs)
+
+        args = fx.node.map_arg(node.args, numbers)
+        kwargs = fx.node.map_arg(node.kwargs, numbers)
         try:
             moved = apply(self.traced, node, args, kwargs)
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
-        labels = [self.labels[carrier] for carrier in carriers]
-        whole = [
-            tensor
-            for label in labels
-            for tensor in (label if isinstance(label, tuple) else (label,))
-            if tensor
-        ]
-        sizes = {label.size for label in whole}
+
+        carried = self._labels_of(carriers)
+        sizes = {label.size for label in carried}
         if len(sizes) != 1:
             return None
+
         # The width of a padding may depend on the size.
         varies = node.target is F.pad and self.traced.flexible
-        pure = all(label.pure for label in whole) and not varies
+        pure = all(label.pure for label in carried) and not varies
         if isinstance(moved, tuple | list):
             return tuple(_recognized(tensor, *sizes, pure=pure) for tensor in moved)
         return _recognized(moved, *sizes, pure=pure)
 
+    def _labels_of(self, nodes: set[fx.Node]) -> list[_Label]:
+        """The labels of all tensors of these nodes' values, without those that have none."""
+        found: list[_Label] = []
+        for node in nodes:
+            labels = self.labels[node]
+            if isinstance(labels, _Label):
+                found.append(labels)
+            else:
+                found += [label for label in labels if label is not None]
+        return found
+
 
 def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
-    """The label whose numbers these are, except for zeros."""
+    """The label whose channel numbers these are, except for zeros."""
     if not isinstance(numbers, Tensor) or not numbers.numel():
         return None
+
     flat = numbers.flatten()
-    there = flat != 0
+    nonzero = flat != 0
     # The length of the first run of equal numbers: 0 where all are equal.
     first_run = int((flat != flat[0]).to(torch.uint8).argmax())
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
     for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
             continue
-        label = _Label(size, stride, pure and bool(there.all()))
-        expected = label.numbers(numbers.shape).flatten()
-        if bool(there.any()) and float(((flat - expected).abs_() * there).max()) < 1e-6:
+        label = _Label(size, stride, pure and bool(nonzero.all()))
+        error = (flat - label.numbers(numbers.shape).flatten()).abs_() * nonzero
+        if bool(nonzero.any()) and float(error.max()) < 1e-6:
             return label
     return None
 
 
 def _axis(label: _Label, shape: torch.Size) -> Axis:
-    fits = [
+    """The axis of a value with this label and shape: the last dimension that fits both."""
+    fitting = [
         i
         for i in range(len(shape))
         if shape[i] == label.size and math.prod(shape[i + 1 :]) == label.stride
     ]
-    dim = next(reversed(fits), None)
-    return Axis(label.size, dim, dim == len(shape) - 1, label.pure)
+    dim = next(reversed(fitting), None)
+    return Axis(size=label.size, dim=dim, last=dim == len(shape) - 1, pure=label.pure)

@@ -1,9 +1,13 @@
 """SEE: a network's residual blocks, their branch and skip, and every norm with its role.
 
-Roles follow Kim et al. 2022 (which gammas to decay): `stem` before the first block; `last`, the
-norm whose output (or whose following convolution) ends a residual branch; `down`, on a projection
-skip, or, in pre-activation networks, the first norm of a downsampling block, which feeds the skip;
-`head` after the last block; `other`.
+Roles follow Kim et al. 2022 (which gammas to decay):
+
+- `stem`: before the first block.
+- `last`: its output, or the output of the convolution after it, ends a residual branch.
+- `down`: on a projection skip, or, in pre-activation networks, the first norm of a downsampling
+  block, which feeds the skip.
+- `head`: after the last block.
+- `other`: all others.
 """
 
 import itertools
@@ -39,81 +43,88 @@ _SPLITS = (
 
 
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
-    """Read the anatomy of `model`, which is not changed.
+    """Read the anatomy of a network: residual blocks, norms with their roles, and the classifier.
 
     Args:
-        inputs: what it takes (`calling.batches`); by default what it says of itself.
+        model: The network, which is not changed.
+        inputs: What the network is called with (`calling.batches`). By default an example is made
+            from what the network says of its input.
 
-    Returns:
-        The residual blocks, the norms with their roles, and the classifier.
-
-    Raises SourceError: it is no network; TraceError: it does not run, or something in its forward
-    cannot be seen.
+    Raises:
+        SourceError: `model` is no network.
+        TraceError: The network does not run, or something in its forward cannot be seen.
     """
     traced = record(network_input.require_module(model), inputs)
     reader = _GraphReader(traced)
     blocks = reader.blocks()
-    norms = tuple(reader.norms(blocks))
-    untraced = (*traced.opaque.items(), *_hidden_norms(traced))
-    classifier = reader.classifier()
-    end: str | None = None
-    dropout: str | None = None
-    if classifier is not None:
-        end = str(classifier.target)
-        dropout = reader.dropout(classifier)
     features, widths = reader.ends()
-    maps = tuple(_maps(traced))
-    origin = provenance.of(model)
+
+    classifier_path: str | None = None
+    dropout: str | None = None
+    classifier = reader.classifier()
+    if classifier is not None:
+        classifier_path = str(classifier.target)
+        dropout = reader.dropout(classifier)
+
     return Anatomy(
-        tuple(blocks),
-        norms,
-        untraced,
-        end,
-        dropout,
-        traced,
-        maps,
-        features,
-        widths,
-        provenance=origin,
+        blocks=tuple(blocks),
+        norms=tuple(reader.norms(blocks)),
+        refusals=(*traced.opaque.items(), *_functional_norms(traced)),
+        classifier=classifier_path,
+        dropout=dropout,
+        traced=traced,
+        maps=tuple(_maps(traced)),
+        features=features,
+        widths=widths,
+        provenance=provenance.of(model),
     )
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
+    """Yield every called module that is an affine map, and why it cannot be moved if it cannot."""
     for call, *_ in traced.calls.values():
         module = traced.module(call)
-        if module is not None and affine.is_affine(module):
-            read = traced.read_directly(module)
-            why = affine.refusal(module) or (
-                read and f"{read} is read in forward, not only by the norm itself"
-            )
-            yield AffineMap(str(call.target), module, affine.holds_statistics(module), why)
+        if module is None or not affine.is_affine(module):
+            continue
+
+        tensor_path = traced.read_directly(module)
+        refusal = affine.refusal(module)
+        if not refusal and tensor_path:
+            refusal = f"{tensor_path} is read in forward, not only by the norm itself"
+        yield AffineMap(
+            path=str(call.target),
+            module=module,
+            holds_statistics=affine.holds_statistics(module),
+            refusal=refusal,
+        )
 
 
-def _hidden_norms(traced: Traced) -> list[tuple[str, str]]:
-    """Calls of batch_norm, by a forward, on tensors of its own."""
-    calls = [n for n in traced.nodes if n.target in (F.batch_norm, torch.batch_norm)]
-    stays = [
-        n
-        for n in calls
-        if any(isinstance(arg, fx.Node) for arg in (*n.args[1:3], n.kwargs.get("running_mean")))
-    ]
-    return [
-        ("".join(n.meta["inside"][-1:]), "forward calls batch_norm itself, not a module")
-        for n in stays
-    ]
+def _functional_norms(traced: Traced) -> list[tuple[str, str]]:
+    """(path, reason) for each forward that calls batch_norm on stored statistics of its own."""
+    refusals = []
+    for node in traced.nodes:
+        if node.target not in (F.batch_norm, torch.batch_norm):
+            continue
+        statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
+        if any(isinstance(argument, fx.Node) for argument in statistics):
+            path = "".join(node.meta["inside"][-1:])
+            refusals.append((path, "forward calls batch_norm itself, not a module"))
+    return refusals
 
 
 class _GraphReader(NodeReader):
     """Reads blocks, their arms, norms' roles and the network's outputs from the graph."""
 
     def blocks(self) -> list[Block]:
-        sums: Counter[str] = Counter()
-        blocks = [self._block(node, sums) for node in self.nodes if is_add(node)]
+        # How many blocks each module has so far.
+        counts: Counter[str] = Counter()
+        blocks = [self._block(node, counts) for node in self.nodes if is_add(node)]
         return [block for block in blocks if block is not None]
 
-    def _block(self, total: fx.Node, sums: Counter[str]) -> Block | None:
-        """The residual block that ends in a sum, if one does; `sums` counts the blocks of each
-        module.
+    def _block(self, total: fx.Node, counts: Counter[str]) -> Block | None:
+        """The residual block that ends in the sum `total`, if one does.
+
+        The skip is the arm with fewer linear layers since the arms parted.
         """
         first, second = inputs(total)
         common = self.traced.above(first) & self.traced.above(second)
@@ -123,52 +134,59 @@ class _GraphReader(NodeReader):
         if fork.target in _SPLITS:
             # Each arm has channels of its own (Res2Net).
             return None
+
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
-        weights = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
-        skip, branch = sorted((first, second), key=lambda arm: weights[arm])
-        if weights[skip] == weights[branch] or weights[skip] > 1:
-            # Of parallel branches (RepVGG) and of fusions (HRNet) no arm is the skip.
+        linears = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
+        skip, branch = sorted((first, second), key=lambda arm: linears[arm])
+        if linears[skip] == linears[branch] or linears[skip] > 1:
+            # Parallel branches (RepVGG) and fusions (HRNet) have no arm that is the skip.
             return None
-        if weights[skip] and self._enlarged(branch, arms[branch]):
+        if linears[skip] and self._is_enlarged(branch, arms[branch]):
             # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
             return None
+
         container = next(reversed(total.meta["inside"]), "")
-        sums[container] += 1
-        path = container if sums[container] == 1 else f"{container}+{sums[container]}"
-        on_branch = arms[branch]
-        on_skip = arms[skip]
-        last = self._last_norm(branch, on_branch)
+        counts[container] += 1
+        path = container
+        if counts[container] > 1:
+            path = f"{container}+{counts[container]}"
+
         skip_kind = "other"
-        entry = None
-        if weights[skip]:
+        entry_norm: fx.Node | None = None
+        if linears[skip]:
             skip_kind = "projection"
-            entry = self._entry(fork, container)
-        elif all(self._kind(n) in ("Identity", "Vacant", "DropPath") for n in on_skip):
+            entry_norm = self._entry_norm(fork, container)
+        elif all(self._kind(node) in ("Identity", "Vacant", "DropPath") for node in arms[skip]):
             skip_kind = "identity"
-        norms = [str(n.target) for n in (entry, *on_branch, *on_skip) if n and self.is_norm(n)]
+
         return Block(
             path=path,
             stage=_stage(path),
             skip=skip_kind,
-            order=self._order(total, on_branch, fork, container),
+            order=self._order(total, arms[branch], fork, container),
             tail=self._tail(branch, total),
-            norms=tuple(dict.fromkeys(norms)),
-            last=str(last.target) if last else None,
-            gate=self._gate(branch, on_branch),
-            drop_path=next(
-                (str(n.target) for n in on_branch if self._kind(n).startswith("DropPath")), None
-            ),
+            norms=self._norm_paths([entry_norm, *arms[branch], *arms[skip]]),
+            last=self._last_norm(branch, arms[branch]),
+            gate=self._gate(branch, arms[branch]),
+            drop_path=self._drop_path(arms[branch]),
             total=total,
             branch=branch,
         )
 
-    def _enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
+    def _norm_paths(self, nodes: list[fx.Node | None]) -> tuple[str, ...]:
+        """The paths of the norms that the nodes call, each once, in order."""
+        paths = [str(node.target) for node in nodes if node is not None and self.is_norm(node)]
+        return tuple(dict.fromkeys(paths))
+
+    def _is_enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
         """Whether maps are enlarged between the last convolution or sum on an arm and its end."""
         last = branch
         for last in self._upwards(branch, on_branch):
             if isinstance(self.traced.module(last), LINEAR):
                 break
-        small, large = (node.meta["shape"] for node in (last, branch))
+
+        small = last.meta["shape"]
+        large = branch.meta["shape"]
         same_rank = isinstance(small, torch.Size) and len(small) == len(large)
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 
@@ -177,56 +195,76 @@ class _GraphReader(NodeReader):
         return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
+        """Every norm of the network: called ones in order of the forward pass, then the others."""
         modules = self.traced.modules
-        role = self._roles(blocks)
-        home = {path: block.path for block in blocks for path in block.norms}
-        called = [str(n.target) for n in self.nodes if n.op == "call_module"]
+        roles = self._roles(blocks)
+        block_of: dict[str, str] = {}
+        for block in blocks:
+            block_of.update(dict.fromkeys(block.norms, block.path))
+
+        called = [str(node.target) for node in self.nodes if node.op == "call_module"]
         paths: dict[int, str] = {}
         for path in (*called, *modules):
             paths.setdefault(id(modules[path]), path)
+
         norms = []
         for path in paths.values():
             module = modules[path]
-            kind = known_norms.kind_of(modules[path])
+            kind = known_norms.kind_of(module)
             if kind is None:
                 continue
             calls = self.traced.called(module)
-            averages = calls == 1 and affine.has_average(module)
-            name = type(module).__name__
-            channels = affine.channels(module)
-            where = role.get(path, "other")
-            norms.append(
-                Norm(path, name, channels, where, home.get(path), kind.statistics, calls, averages)
+            norm = Norm(
+                path=path,
+                kind=type(module).__name__,
+                channels=affine.channels(module),
+                role=roles.get(path, "other"),
+                block=block_of.get(path),
+                statistics=kind.statistics,
+                called=calls,
+                averages=calls == 1 and affine.has_average(module),
             )
+            norms.append(norm)
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
-        role: dict[str, str] = {}
+        """The role of every norm by path; a norm that is missing has the role `other`."""
+        roles: dict[str, str] = {}
         if not blocks:
-            return role
+            return roles
+
         first = blocks[0].total
         final = blocks[-1].total
-        inside = {path for block in blocks for path in block.norms}
-        for node in self.nodes:
-            if self.is_norm(node) and str(node.target) not in inside:
-                role[str(node.target)] = "other"
-                if self.traced.depends(first, on=node):
-                    role[str(node.target)] = "stem"
-                elif self.traced.depends(node, on=final):
-                    role[str(node.target)] = "head"
+        in_blocks: set[str] = set()
         for block in blocks:
-            fork_norms = [path for path in block.norms if not self._on_branch(path, block)]
-            role.update(dict.fromkeys(fork_norms, {"projection": "down"}.get(block.skip, "other")))
-            if block.last:
-                role[block.last] = "last"
-        return role
+            in_blocks.update(block.norms)
 
-    def _on_branch(self, path: str, block: Block) -> bool:
+        for node in self.nodes:
+            path = str(node.target)
+            if not self.is_norm(node) or path in in_blocks:
+                continue
+            roles[path] = "other"
+            if self.traced.depends(first, on=node):
+                roles[path] = "stem"
+            elif self.traced.depends(node, on=final):
+                roles[path] = "head"
+
+        for block in blocks:
+            off_branch = [path for path in block.norms if not self._is_on_branch(path, block)]
+            role = "down" if block.skip == "projection" else "other"
+            roles.update(dict.fromkeys(off_branch, role))
+            if block.last:
+                roles[block.last] = "last"
+        return roles
+
+    def _is_on_branch(self, path: str, block: Block) -> bool:
+        """Whether the skip of a block does not depend on the norm at `path`."""
         skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
         nodes = self.traced.calls[id(self.traced.modules[path])]
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
-    def _entry(self, fork: fx.Node, container: str) -> fx.Node | None:
+    def _entry_norm(self, fork: fx.Node, container: str) -> fx.Node | None:
+        """The norm between the beginning of the module at `container` and the fork, if any."""
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):
@@ -234,20 +272,22 @@ class _GraphReader(NodeReader):
             node = single(inputs(node))
         return None
 
-    def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> fx.Node | None:
-        """The last norm of the branch, if at most one linear layer follows it (unlike in ViT's
-        MLP).
+    def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
+        """The path of the branch's last norm, if at most one linear layer follows it.
+
+        In ViT's MLP, two follow.
         """
         linears = 0
         for node in self._upwards(branch, on_branch):
             if self.is_norm(node):
-                return node
+                return str(node.target)
             linears += self.is_linear(node)
             if linears == 2:
                 break
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
+        """The path of the gate x g(x) after the branch's last linear layer, if there is one."""
         for node in self._upwards(branch, on_branch):
             if self.is_linear(node):
                 break
@@ -256,23 +296,32 @@ class _GraphReader(NodeReader):
                 return next(iter(self.traced.outputs.get(node, ())), node.name)
         return None
 
+    def _drop_path(self, on_branch: list[fx.Node]) -> str | None:
+        """The path of the first module of the branch that drops it at random."""
+        drops = (str(node.target) for node in on_branch if self._kind(node).startswith("DropPath"))
+        return next(drops, None)
+
     def _tail(self, branch: fx.Node, total: fx.Node) -> str | None:
+        """The path of the innermost module inside the block whose one call returns the branch."""
         if self.traced.users[branch] != [total]:
             return None
-        depth = len(total.meta["inside"])
+
+        around_block = total.meta["inside"]
         for path in self.traced.outputs.get(branch, []):
-            calls = [n for n, owners in self.traced.outputs.items() if path in owners]
+            calls = [node for node, paths in self.traced.outputs.items() if path in paths]
             around = (*branch.meta["inside"], path)
-            if len(calls) == 1 and around[:depth] == total.meta["inside"]:
+            if len(calls) == 1 and around[: len(around_block)] == around_block:
                 return path
         return None
 
     def _order(
         self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str
     ) -> str:
+        """Where the block has its activation: `post`, `pre` or `linear` (`Block.order`)."""
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
+
         # Otherwise the fork is the end of the block before.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
@@ -282,16 +331,18 @@ class _GraphReader(NodeReader):
         return "linear"
 
     def _kind(self, node: fx.Node) -> str:
+        """The class of the module that a node calls, or the name of its function."""
         module = self.traced.module(node)
         return type(module).__name__ if module is not None else str(node.target)
 
     def classifier(self) -> fx.Node | None:
         """The last linear layer, if only parameter-free steps lie between it and the output."""
         output = self.nodes[-1]
-        below = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
-        if not below:
+        linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
+        if not linears:
             return None
-        last = below[-1]
+
+        last = linears[-1]
         sources = inputs(output)
         while sources and sources[0] is not last:
             if len(sources) != 1 or self.is_norm(sources[0]) or self.is_linear(sources[0]):
@@ -300,37 +351,35 @@ class _GraphReader(NodeReader):
         return last if sources else None
 
     def ends(self) -> tuple[bool, frozenset[int]]:
-        """Whether the outputs are features (last made by norms or activations); widths of linear
-        layers that end it.
+        """Whether the outputs are features, and the widths of the linear layers that make outputs.
+
+        Features are made by norms and activations alone. An activation right after a linear layer
+        counts as part of that layer.
         """
-        left = [self.nodes[-1]]
+        ahead = [self.nodes[-1]]
         visited = set[fx.Node]()
         widths = set[int]()
-        features = False
-        others = False
-        while left:
-            for node in inputs(left.pop()):
-                module = self.traced.module(node)
-                acts = self.is_activation(node) and not any(
-                    self.is_linear(source) for source in inputs(node)
-                )
-                if self.is_norm(node) or acts:
-                    features = True
+        from_norms = False
+        from_inputs = False
+        while ahead:
+            for node in inputs(ahead.pop()):
+                sources = inputs(node)
+                after_linear = any(self.is_linear(source) for source in sources)
+                if self.is_norm(node) or (self.is_activation(node) and not after_linear):
+                    from_norms = True
                 elif self.is_linear(node):
-                    widths.add(
-                        int(getattr(module, "out_features", getattr(module, "out_channels", 0)))
-                    )
-                elif not inputs(node):
-                    others = True
+                    module = self.traced.module(node)
+                    outputs = getattr(module, "out_channels", 0)
+                    widths.add(int(getattr(module, "out_features", outputs)))
+                elif not sources:
+                    from_inputs = True
                 elif node not in visited:
                     visited.add(node)
-                    left.append(node)
-        return features and not widths and not others, frozenset(widths)
+                    ahead.append(node)
+        return from_norms and not widths and not from_inputs, frozenset(widths)
 
     def dropout(self, classifier: fx.Node) -> str | None:
-        """The place of the dropout before the classifier: a module's path, or that of a `drop_rate`
-        attribute.
-        """
+        """The path of the dropout before the classifier: a module, or an attribute `drop_rate`."""
         sources = inputs(classifier)
         while len(sources) == 1 and not self.is_linear(sources[0]) and not self.is_norm(sources[0]):
             node = sources[0]
@@ -346,7 +395,10 @@ class _GraphReader(NodeReader):
 
 
 def _stage(path: str) -> str:
-    """`layer1.0` -> `layer1`; `s1.b1` -> `s1`; `stages.0.blocks.1` -> `stages.0`."""
+    """The path of a block's stage.
+
+    `layer1.0` is in `layer1`, `s1.b1` in `s1`, and `stages.0.blocks.1` in `stages.0`.
+    """
     parts = path.split("+")[0].split(".")
     if len(parts) > 1 and parts[-1].removeprefix("b").isdigit():
         parts.pop()

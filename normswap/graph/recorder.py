@@ -5,9 +5,9 @@ operation; calls of modules are intercepted as torch.fx does it. Each tensor tha
 the input carries its node. Shapes, branches and loops run as plain Python, so the graph has the
 operations that were done.
 
-A value that Python reads (`.item()`, `bool`, `.numpy()`) gets a reader in the graph that nothing
-can pass. A tensor that was overwritten through a view becomes a value of both. A tensor of unknown
-origin must be a constant.
+If Python reads a value (`.item()`, `bool`, `.numpy()`), the graph gets a reader of that value, so
+that no rescaling can pass there. A tensor that was overwritten through a view becomes a value of
+both. A tensor of unknown origin must be a constant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LOOKS = {
+# With these a forward reads a value and may branch on it.
+_BRANCHING_READS = {
     "__bool__",
     "__int__",
     "__float__",
@@ -42,6 +43,7 @@ _LOOKS = {
     "allclose",
 }
 _MARK = "_normswap_mark"
+# `Widening` widens the results of these functions.
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
 _CONSTANTS = (
     "tensor",
@@ -71,19 +73,26 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The recorder's note on a tensor: the node that made it, or a collection of tensors and the
-    keys in it.
+    """The recorder's note on a tensor: the node that made it.
+
+    Args:
+        run: The recorder that made the note.
+        node: The node whose value the tensor is, or a collection that holds the tensor. None: the
+            tensor was made without the network's input.
+        version: How often the tensor had been written to when the note was made.
+        keys: The keys that lead from the node's value to the tensor.
     """
 
     __slots__ = ("keys", "node", "run", "version", "written")
 
     def __init__(
-        self, run: Recorder, node: fx.Node | None, at: int, keys: tuple[object, ...] = ()
+        self, run: Recorder, node: fx.Node | None, version: int, keys: tuple[object, ...] = ()
     ) -> None:
         self.run = run
         self.node = node
-        self.version = at
+        self.version = version
         self.keys = keys
+        # Whether a leaf module has overwritten the tensor.
         self.written = False
 
     def __deepcopy__(self, memo: object) -> _Mark:
@@ -91,48 +100,71 @@ class _Mark:
 
 
 class Recorder(TorchFunctionMode):
-    """One run of a twin; `look` is called with the name of each new node and its value."""
+    """One recorded run of a copy of a network.
+
+    Args:
+        model: The copy, which shares the network's parameters.
+        look: Called with the name of each new node and its value.
+
+    Attributes:
+        graph: The fx graph, as `Traced` describes it.
+        outputs: For each node, the paths of the modules that return its value, innermost first.
+        opaque: Paths of modules that could not be looked into, with the reason.
+        constants: Tensors that the forward makes itself, by their names in the graph.
+        untracked: Names of constants of unknown origin, with the path of the module that uses each.
+        branches: Paths of the modules whose forward reads values.
+        size_dependent: Whether the forward asked for a size.
+        failed: The path of the innermost module that raised an error.
+    """
 
     def __init__(self, model: nn.Module, look: Callable[[str, object], None] | None = None) -> None:
         super().__init__()
         self.model = model
         self.look = look
+
+        # What is recorded.
         self.graph = fx.Graph()
-        self.paths: dict[int, str] = {}
-        self.named: dict[int, str] = {}
-        for path, module in tree(model).items():
-            self.paths.setdefault(id(module), path)
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self.named.setdefault(id(tensor), dotted(path, name))
-        self.around: list[str] = []
-        self.failed = ""
         self.outputs: dict[fx.Node, list[str]] = {}
         self.opaque: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.untracked: dict[str, str] = {}
         self.branches: list[str] = []
         self.size_dependent = False
-        self.resting = False
+        self.failed = ""
+
+        # The names of the network's modules and of their tensors, by id.
+        modules = tree(model)
+        self.paths: dict[int, str] = {}
+        self.named: dict[int, str] = {}
+        for path, module in modules.items():
+            self.paths.setdefault(id(module), path)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self.named.setdefault(id(tensor), dotted(path, name))
         # A convolution that holds modules holds them to pad its input.
-        holders = (module for module in tree(model).values() if module._modules)
+        holders = (module for module in modules.values() if module._modules)
         self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
+
+        # The state of the run: the paths of the modules around, and whether a leaf runs.
+        self.around: list[str] = []
+        self.resting = False
+        # Tensors that cannot be marked, because they outlive the run, with node and version.
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}
+        # The last node that wrote to a storage.
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
     def run(self, example: Example) -> None:
         """Record the forward on `example`, whose tensors are not changed."""
-        names = iter(
-            name for name, _ in named_tensors((dict(enumerate(example.args)), example.kwargs))
-        )
+        arguments = (dict(enumerate(example.args)), example.kwargs)
+        names = iter(name for name, _ in named_tensors(arguments))
 
         def enter(tensor: Tensor) -> Tensor:
             value = tensor.detach().clone()
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
-            node = self._add(
-                "placeholder", f"x{name}" if name[0].isdigit() else name, (), {}, value
-            )
+            if name[0].isdigit():
+                name = f"x{name}"
+            node = self._add("placeholder", name, (), {}, value)
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set(value, node)
             return value
@@ -140,6 +172,7 @@ class Recorder(TorchFunctionMode):
         entered = example.map(enter)
         with intercepted(self._call), self:
             result = entered.call(self.model)
+
         nodes = [self._node(tensor) for _, tensor in named_tensors(result)]
         outputs = tuple(node for node in nodes if node is not None)
         self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
@@ -153,31 +186,41 @@ class Recorder(TorchFunctionMode):
         self.size_dependent = self.size_dependent or spelling.asks_size(func)
         if spelling.is_plain(func):
             return func(*args, **kwargs)
+
         tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
         if not any(self._is_tracked(tensor) for tensor in tensors):
-            result = func(*args, **kwargs)
-            for _, tensor in named_tensors(result):
-                if id(tensor) not in self.named:
-                    self._set(tensor, None)
-            return result
+            return self._run_untracked(func, args, kwargs)
+
+        # The arguments become nodes before `func` may write to them.
         kind, target, positional, named = spelling.spelled(func, args, kwargs)
         positional = self._mapped(positional)
         named = self._mapped(named)
-        before = [version(tensor) for tensor in tensors]
+        versions = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
-        overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+        overwritten = _written_since(tensors, versions)
+
+        # Without a tensor in the result, Python has read a value.
         if not overwritten and next(named_tensors(result), None) is None:
-            place = (next(iter(positional), None), func.__name__)
             kind = "call_function"
             target = spelling.left
-            positional = place
+            positional = (next(iter(positional), None), func.__name__)
             named = {}
-            if func.__name__ in _LOOKS:
+            if func.__name__ in _BRANCHING_READS:
                 self.branches.append(next(reversed(self.around), ""))
+
         node = self._add(kind, target, positional, named, result)
         return self._made(node, result, tensors, overwritten)
 
+    def _run_untracked(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+        """Run `func`, which reads nothing that depends on the input, and mark its results so."""
+        result = func(*args, **kwargs)
+        for _, tensor in named_tensors(result):
+            if id(tensor) not in self.named:
+                self._set(tensor, None)
+        return result
+
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
+        """Add a node that has this value to the graph."""
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = spelling.shapes(value)
@@ -189,31 +232,36 @@ class Recorder(TorchFunctionMode):
     def _made(
         self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]
     ) -> object:
-        """Mark the tensors that `node` wrote and returned; returns the result, as a new tensor
-        object if needed.
+        """Mark the tensors that `node` wrote and returned, and return its result.
+
+        The result becomes a new tensor object where it is one of the arguments, `tensors`.
         """
-        # A layer that copies its input may be put there later.
-        leaf = node.op == "call_module"
+        # A layer that copies its input may be put where a module stands.
+        is_leaf = node.op == "call_module"
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
             self._set(tensor, node)
-            if leaf and (mark := self._mark(tensor)) is not None:
+            mark = self._mark(tensor)
+            if is_leaf and mark is not None:
                 mark.written = True
+
         if isinstance(result, Tensor):
-            if any(result is t for t in tensors) and (
-                leaf or not any(result is t for t in overwritten)
-            ):
+            is_argument = any(result is tensor for tensor in tensors)
+            is_overwritten = any(result is tensor for tensor in overwritten)
+            if is_argument and (is_leaf or not is_overwritten):
                 # A layer that returns its input gets a new tensor object on the same memory, for
                 # its own node.
                 result = torch.Tensor.detach(result)
             self._set(result, node)
             return result
+
         for keys, tensor in spelling.places(result):
-            if not any(tensor is t for t in tensors):
+            if not any(tensor is argument for argument in tensors):
                 self._set(tensor, node, keys)
         return result
 
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
+        """Note that `tensor` is the value of `node`, or stands in it under `keys`."""
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
                 self._keep(tensor, node)
@@ -221,43 +269,42 @@ class Recorder(TorchFunctionMode):
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark(self, tensor: Tensor) -> _Mark | None:
+        """This run's note on a tensor, if there is one."""
         mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
         if mark is None or mark.run is not self:
             return None
         return mark
 
+    def _is_rewritten(self, tensor: Tensor, mark: _Mark) -> bool:
+        """Whether a node wrote to the tensor's memory after the note was made."""
+        return mark.version != version(tensor) and memory(tensor) in self._writes
+
     def _is_tracked(self, tensor: Tensor) -> bool:
+        """Whether an operation on the tensor belongs into the graph.
+
+        It does for the network's own tensors, for what was computed from the input, and for
+        tensors of unknown origin.
+        """
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
         mark = self._mark(tensor)
-        return (
-            mark is None
-            or mark.node is not None
-            or (mark.version != version(tensor) and memory(tensor) in self._writes)
-        )
+        return mark is None or mark.node is not None or self._is_rewritten(tensor, mark)
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
+        """The node whose value is the tensor as it is now; new nodes are added where needed."""
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
+
         mark = self._mark(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
-            if (
-                mark is not None
-                and mark.version != version(tensor)
-                and memory(tensor) in self._writes
-            ):
-                node = self._add(
-                    "call_function",
-                    spelling.after,
-                    (node, self._writes[memory(tensor)]),
-                    {},
-                    tensor,
-                )
+            if mark is not None and self._is_rewritten(tensor, mark):
+                node = self._add_after(node, self._writes[memory(tensor)], tensor)
                 self._keep(tensor, node)
             return node
+
         while mark.keys:
             key, *later_keys = mark.keys
             fetch: Function = operator.getitem
@@ -266,22 +313,26 @@ class Recorder(TorchFunctionMode):
                 key = str(key)
             mark.node = self._add("call_function", fetch, (mark.node, key), {}, tensor)
             mark.keys = tuple(later_keys)
+
         if mark.written:
             mark.node.meta["old_name"] = True
         if mark.version != version(tensor):
             write = self._writes.get(memory(tensor))
             if write is not None:
-                mark.node = self._add(
-                    "call_function", spelling.after, (mark.node, write), {}, tensor
-                )
+                mark.node = self._add_after(mark.node, write, tensor)
             mark.version = version(tensor)
         return mark.node
+
+    def _add_after(self, node: fx.Node, write: fx.Node, tensor: Tensor) -> fx.Node:
+        """Add the node of a tensor whose memory `write` has overwritten since `node` made it."""
+        return self._add("call_function", spelling.after, (node, write), {}, tensor)
 
     def _keep(self, tensor: Tensor, node: fx.Node) -> fx.Node:
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
     def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
+        """Add a constant of the graph; `stranger`: no operation of this run made it."""
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
@@ -289,6 +340,7 @@ class Recorder(TorchFunctionMode):
         return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:
+        """The same arguments with nodes in place of tensors."""
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, slice):
@@ -303,6 +355,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
+        """Run a module that the forward calls: as a leaf, or as the modules and functions in it."""
         path = self.paths.get(id(module))
         if path is None and not self.resting and (module._parameters or module._buffers):
             remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
@@ -311,6 +364,9 @@ class Recorder(TorchFunctionMode):
             )
         if self.resting or not path:
             return original(module, *args, **kwargs)
+
+        # The path of the innermost module that fails stays in `failed`. An error of any kind may
+        # come from the user's forward; it is raised again.
         try:
             if self._is_leaf(module, path):
                 return self._leaf(module, path, original, args, kwargs)
@@ -322,46 +378,51 @@ class Recorder(TorchFunctionMode):
         except Exception:
             self.failed = self.failed or path
             raise
-        if (
-            isinstance(result, Tensor)
-            and self._is_tracked(result)
-            and (node := self._node(result)) is not None
-        ):
-            self.outputs.setdefault(node, []).append(path)
+
+        if isinstance(result, Tensor) and self._is_tracked(result):
+            node = self._node(result)
+            if node is not None:
+                self.outputs.setdefault(node, []).append(path)
         return result
 
     def _is_leaf(self, module: nn.Module, path: str) -> bool:
+        """Whether a module becomes one node of the graph."""
         if isinstance(module, torch.jit.ScriptModule):
             self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
         if affine.is_norm(module) or affine.is_affine(module):
             return True
-        whole = not module._modules or id(module) in self.convolutions
-        return (whole or type(module).__module__.startswith("torch.nn")) and not isinstance(
-            module, _CONTAINERS
-        )
+        if isinstance(module, _CONTAINERS):
+            return False
+
+        is_childless = not module._modules or id(module) in self.convolutions
+        return is_childless or type(module).__module__.startswith("torch.nn")
 
     def _leaf(
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
+        """Run a leaf and add its node."""
         if not args and kwargs and (affine.is_norm(module) or affine.is_affine(module)):
             remedy = (
                 f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"
                 " another argument"
             )
             raise TraceError(f"{path} is called by keyword", remedy=remedy)
+
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
             positional = self._mapped(args)
             named = self._mapped(kwargs)
-            before = [version(tensor) for tensor in tensors]
+            versions = [version(tensor) for tensor in tensors]
+
+            # The user's hooks do not run; the network's own run afterwards.
             hooks = module._forward_hooks
             module._forward_hooks = type(module._forward_hooks)()
-            # The user's hooks do not run; the network's own run afterwards.
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
-            overwritten = [t for t, old in zip(tensors, before, strict=True) if version(t) != old]
+
+            overwritten = _written_since(tensors, versions)
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
@@ -378,18 +439,26 @@ class Recorder(TorchFunctionMode):
         kwargs: Kwargs,
         result: object,
     ) -> object:
-        """The layer's result after the network's own hooks: methods of its modules."""
+        """The layer's result after the network's own hooks, which are methods of its modules."""
         for key, hook in hooks.items():
-            if id(getattr(hook, "__self__", None)) in self.paths:
-                arguments = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
-                answer = hook(module, *arguments, result)
-                if answer is not None:
-                    result = answer
+            if id(getattr(hook, "__self__", None)) not in self.paths:
+                continue
+            takes_kwargs = key in module._forward_hooks_with_kwargs
+            arguments = (args, kwargs) if takes_kwargs else (args,)
+            changed_result = hook(module, *arguments, result)
+            if changed_result is not None:
+                result = changed_result
         return result
 
 
+def _written_since(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
+    """The tensors that were written to after they had these versions."""
+    pairs = zip(tensors, versions, strict=True)
+    return [tensor for tensor, old_version in pairs if version(tensor) != old_version]
+
+
 class Widening(TorchFunctionMode):
-    """For a network in float64: tensors that its forward makes in float32 or less are float64, too."""
+    """Makes a float64 network's forward create float64 tensors in place of narrower ones."""
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -398,6 +467,8 @@ class Widening(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
+
+        # A cast to a narrower type is left out, instead of made and taken back.
         if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return args[0].to(result.device, torch.float64, copy=True)
         return result.double()
@@ -405,7 +476,7 @@ class Widening(TorchFunctionMode):
 
 @contextmanager
 def intercepted(call: Callable[..., object]) -> Iterator[None]:
-    """Calls of modules go through `call(module, original, args, kwargs)`."""
+    """Inside the context, calls of modules become `call(module, original, args, kwargs)`."""
     original = nn.Module.__call__
 
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:

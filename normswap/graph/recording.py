@@ -1,5 +1,4 @@
-"""SEE: a network's forward as a graph, recorded on an example, and again on another size if the
-size may matter.
+"""SEE: a network's forward as a graph, recorded on an example, and again at another size if needed.
 
 A record has the path that forward took. A forward that asks for no size takes the same path at
 every size, so one record of a small example is enough. Nodes of another path are kept, too
@@ -31,56 +30,50 @@ from normswap.models.calling import Example
 from normswap.models.modes import show_heads, undisturbed
 from normswap.models.weight_files import some
 
-# Folders of torch and of this package, whole paths: a user's folder may have one of their names.
-_NOT_THEIRS = tuple(
+# The folders of torch and of this package. Whole paths: a user's folder may have the same name.
+_LIBRARY_FOLDERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 # The second size of images to record is the first of these that the network takes.
-_OTHERS = ((96, 128), (160, 224))
+_OTHER_SIZES = ((96, 128), (160, 224))
 
 
 def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
-    """Record `model`, which is not changed, in eval mode, on an example and on another size of it.
+    """Record `model` in eval mode on an example, and once more on an example of another size.
 
-    `inputs`: as in `inspect`. Raises SourceError: it cannot be looked at yet
-    (`network_input.check_shapes`); TraceError: it does not run, and where; or something in it
-    cannot be seen.
+    The model is not changed. Records of other paths through the network (auxiliary heads, the
+    user's other batches) are added as alternatives.
+
+    Args:
+        model: The network.
+        inputs: What the network is called with, as `inspect` takes it. By default an example is
+            made from what the network says of its input.
+
+    Raises:
+        SourceError: The network cannot be recorded yet (`network_input.check_shapes`).
+        TraceError: The network does not run (the message says where), or something in it cannot
+            be seen.
     """
     network_input.check_shapes(model)
     _check_compiled(model)
     _check_closures(model)
-    main, first, other_examples = _first(model, inputs)
+
+    main, first, other_examples = _record_first(model, inputs)
     main.form = first.hollow
     if main.untracked:
         _check_constants(model, main, first)
     _follow_heads(model, main, first)
-    _follow_ways(model, main, inputs)
-    main.remarks += _left_out(model, main, first)
-    # Rows of features may come in more dimensions.
+    _follow_batches(model, main, inputs)
+    main.remarks += _uncalled_norms(model, main, first)
+
+    # Rows of features may come in more dimensions, so they are recorded again.
     if main.input_independent and first.images.ndim > 3:
         main.flexible = True
         return main
-    flexible = False
-    for other in other_examples:
-        try:
-            second = record_once(model, other)
-        except TraceError:
-            continue
-        if _same(main, second):
-            main.others.append(second)
-        elif _outline(main) != _outline(second):
-            main.add_alternative(second)
-            main.remarks.append(f"{other} takes another way than {first}; both were followed")
-        main.recorded += second.recorded
-        flexible |= other.images.shape[1:] != first.images.shape[1:]
-        break
-    main.flexible = flexible
-    if not flexible:
-        main.remarks.append(f"recorded at one size only, {first}")
-    main.remarks += [
-        f"{path or 'forward'} looks at values: recorded is the way it took"
-        for path in main.branches
-    ]
+
+    _follow_other_size(model, main, first, other_examples)
+    for path in main.branches:
+        main.remarks.append(f"{path or 'forward'} looks at values: recorded is the way it took")
     return main
 
 
@@ -93,16 +86,17 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise TraceError where a hook or a forward is a closure over a module of the network, which a
-    copy would call.
+    """Raise TraceError where a hook or a forward is a closure over a module of the network.
+
+    A copy of the network would call the module of the original.
     """
     modules = tree(model)
-    own = {id(module) for module in modules.values()}
+    module_ids = {id(module) for module in modules.values()}
     for path, module in modules.items():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         for function in (*hooks, vars(module).get("forward")):
             cells = getattr(function, "__closure__", None) or ()
-            if any(id(cell.cell_contents) in own for cell in cells):
+            if any(id(cell.cell_contents) in module_ids for cell in cells):
                 kind = "a hook" if function in hooks else "the forward"
                 raise TraceError(
                     f"{kind} of {path or 'the network'} is a function that holds a module of the"
@@ -112,135 +106,189 @@ def _check_closures(model: nn.Module) -> None:
                 )
 
 
-def _first(model: nn.Module, inputs: calling.Inputs) -> tuple[Traced, Example, list[Example]]:
+def _record_first(
+    model: nn.Module, inputs: calling.Inputs
+) -> tuple[Traced, Example, list[Example]]:
+    """The first record, its example, and examples of other sizes for a second record."""
     if inputs is not None:
-        device = calling.anchor(model).device
-        batches = [batch.on(device) for batch in calling.batches(inputs)]
-        short = batches[0].first(1)
-        try:
-            traced = record_once(model, short)
-        except TraceError:
-            short = batches[0]
-            traced = record_once(model, short)
-        shapes = {str(short)}
-        apart = [
-            b.first(2)
-            for b in batches
-            if b.images.shape[1:] != short.images.shape[1:] and str(b) not in shapes
-        ]
-        return traced, short, [*apart[:1], *_resized(batches[0].first(2)), batches[0].first(2)]
-    first_error: TraceError | None = None
+        return _record_given(model, inputs)
+
+    # A small example is enough where the path does not depend on the size.
     sizes = network_input.candidates(model)
-    for small in network_input.small(sizes[0])[:1]:
+    for small_size in network_input.small(sizes[0])[:1]:
         with suppress(TraceError):
-            example = network_input.noise(model, small, batch=2)
+            example = network_input.noise(model, small_size, batch=2)
             traced = record_once(model, example)
             if traced.input_independent:
                 return traced, example, []
+
     # Most networks run at the first size: the other examples are not made then.
     examples = ((size, network_input.noise(model, size)) for size in sizes)
+    first_error: TraceError | None = None
     for size, example in chain(examples, network_input.tokens(model)):
         try:
             traced = record_once(model, example)
         except TraceError as error:
             first_error = first_error or error
             continue
+
         if not size:
             return traced, example, []
-        ranked = [
-            network_input.noise(model, other, batch=3)
-            for other in sizes
-            if len(size) == 1 and other[1:] == size
-        ]
-        return traced, example, [*ranked, *_resized(network_input.noise(model, size, batch=2))]
+        # Features (C,) may come with further dimensions before them.
+        longer_sizes = [other for other in sizes if len(size) == 1 and other[1:] == size]
+        longer = [network_input.noise(model, longer_size, batch=3) for longer_size in longer_sizes]
+        return traced, example, [*longer, *_resized(network_input.noise(model, size, batch=2))]
+
     remedy = "Say what it takes: '--input NAME=SHAPE' (in Python `inputs=`)"
     raise first_error or TraceError(
         f"what {type(model).__name__} takes is not known", remedy=remedy
     )
 
 
+def _record_given(
+    model: nn.Module, inputs: calling.Inputs
+) -> tuple[Traced, Example, list[Example]]:
+    """As `_record_first`, from the user's inputs."""
+    device = calling.anchor(model).device
+    batches = [batch.on(device) for batch in calling.batches(inputs)]
+
+    # One sample is enough, unless the network needs the whole batch.
+    example = batches[0].first(1)
+    try:
+        traced = record_once(model, example)
+    except TraceError:
+        example = batches[0]
+        traced = record_once(model, example)
+
+    pair = batches[0].first(2)
+    other_sizes = [
+        batch.first(2)
+        for batch in batches
+        if batch.images.shape[1:] != example.images.shape[1:] and str(batch) != str(example)
+    ]
+    return traced, example, [*other_sizes[:1], *_resized(pair), pair]
+
+
+def _follow_other_size(
+    model: nn.Module, main: Traced, first: Example, other_examples: list[Example]
+) -> None:
+    """Record the first of `other_examples` that runs, and add the record to `main`."""
+    main.flexible = False
+    for other in other_examples:
+        try:
+            second = record_once(model, other)
+        except TraceError:
+            continue
+
+        if _is_same_graph(main, second):
+            main.others.append(second)
+        elif _outline(main) != _outline(second):
+            main.add_alternative(second)
+            main.remarks.append(f"{other} takes another way than {first}; both were followed")
+        main.recorded += second.recorded
+        main.flexible = other.images.shape[1:] != first.images.shape[1:]
+        break
+
+    if not main.flexible:
+        main.remarks.append(f"recorded at one size only, {first}")
+
+
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
-    """Record training mode, too, where it alone reaches some BatchNorms: those of auxiliary heads."""
-    left = [id(module) for module in main.modules.values() if affine.is_batchnorm(module)]
-    left = [key for key in left if key not in main.calls]
-    if not left:
+    """Record training mode, too, if some BatchNorms are called only there.
+
+    Auxiliary heads have such BatchNorms.
+    """
+    norms = [module for module in main.modules.values() if affine.is_batchnorm(module)]
+    uncalled = [id(norm) for norm in norms if id(norm) not in main.calls]
+    if not uncalled:
         return
+
     try:
         second = record_once(model, example, heads=True)
     except TraceError:
         return
-    if any(key in second.calls for key in left):
+    if any(norm_id in second.calls for norm_id in uncalled):
         main.add_alternative(second)
         main.heads = True
         main.remarks.append("auxiliary heads, which only training runs, were followed, too")
 
 
-def _follow_ways(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
-    """Add records of the user's batches that take another way, because of an argument or of values."""
+def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
+    """Add records of those of the user's batches that take another path.
+
+    A batch may take another path because of an argument that is no tensor, or because of values
+    that the forward reads.
+    """
     if inputs is None:
         return
+
     batches = calling.batches(inputs)
-    arguments = {batch.plain for batch in batches[:1]}
+    seen_arguments = {batch.plain for batch in batches[:1]}
     for batch in batches[1:]:
-        if batch.plain in arguments and not main.branches:
+        if batch.plain in seen_arguments and not main.branches:
             continue
-        arguments.add(batch.plain)
+        seen_arguments.add(batch.plain)
         try:
-            way = record_once(model, batch.on(calling.anchor(model).device))
+            traced = record_once(model, batch.on(calling.anchor(model).device))
         except TraceError:
             continue
-        if all(_outline(way) != _outline(other) for other in (main, *main.alternatives)):
-            main.add_alternative(way)
+
+        known_paths = [_outline(other) for other in (main, *main.alternatives)]
+        if _outline(traced) not in known_paths:
+            main.add_alternative(traced)
             main.remarks.append(f"{batch} takes another way than {batches[0]}; both were followed")
 
 
-def _left_out(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """A remark on norms that no forward called, where a default argument or a value may be the
-    reason.
-    """
-    norms = [
+def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
+    """Yield a remark on norms that no forward called, if an argument or a value may be why."""
+    uncalled = [
         path
         for path, module in main.modules.items()
         if affine.is_norm(module) and id(module) not in main.calls
     ]
     defaults = calling.defaults(model, example)
-    if norms and defaults:
-        yield f"never called: {some(norms)}; forward had the default of {', '.join(defaults)}"
-    elif norms and main.branches:
-        yield f"never called: {some(norms)}"
+    if uncalled and defaults:
+        yield f"never called: {some(uncalled)}; forward had the default of {', '.join(defaults)}"
+    elif uncalled and main.branches:
+        yield f"never called: {some(uncalled)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:
-    """The example with its maps or series at other sizes, and itself."""
-    for side in _OTHERS:
-        yield example.map(partial(_other, side=side))
+    """Yield the example with its maps or series at other sizes, then the example itself."""
+    for size in _OTHER_SIZES:
+        yield example.map(partial(_at_other_size, size=size))
     yield example
 
 
-def _other(x: Tensor, side: tuple[int, int]) -> Tensor:
+def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Maps (..., H, W) or a series (N, C, L) at another size; other tensors as they are.
+
+    Small maps are enlarged a little instead of to `size`.
+    """
     if x.ndim < 3 or not x.is_floating_point():
         return x
     height, width = x.shape[-2:]
     if x.ndim < 4:
         return F.interpolate(x, width + 32)
-    size = side if height * width >= 128 * 160 else (height + 32, width + 64)
+
+    if height * width < 128 * 160:
+        size = (height + 32, width + 64)
     resized: Tensor = F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
     return resized
 
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
-    """Raise TraceError where a tensor of unknown origin differs on another input of the same size."""
-    second = record_once(model, example.map_floats(lambda t: 0.9 * t.flip(-1)))
+    """Raise TraceError if a tensor of unknown origin differs on another input of the same size."""
+    second = record_once(model, example.map_floats(lambda tensor: 0.9 * tensor.flip(-1)))
     for name, path in first.untracked.items():
-        a = first.constants[name]
-        b = second.constants.get(name)
-        if torch._C._functorch.is_functorch_wrapped_tensor(a):
-            where = path or type(model).__name__
+        before = first.constants[name]
+        after = second.constants.get(name)
+        if torch._C._functorch.is_functorch_wrapped_tensor(before):
             raise TraceError(
-                f"the forward of {where} calls torch.func (vmap)",
+                f"the forward of {path or type(model).__name__} calls torch.func (vmap)",
                 "what happens in there cannot be seen",
             )
-        if b is None or a.shape != b.shape or not torch.equal(a, b):
+        if after is None or before.shape != after.shape or not torch.equal(before, after):
             raise TraceError(
                 f"the forward of {path or type(model).__name__} leaves PyTorch, so what it computes"
                 " cannot be followed",
@@ -249,31 +297,36 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
             )
 
 
-def _same(first: Traced, second: Traced) -> bool:
+def _is_same_graph(first: Traced, second: Traced) -> bool:
+    """Whether two records have the same operations on the same values, node by node."""
     if len(first.nodes) != len(second.nodes):
         return False
-    return all(
-        a.op == b.op
-        and a.target == b.target
-        and a.meta["inside"] == b.meta["inside"]
-        and [first.index(i) for i in inputs(a)] == [second.index(i) for i in inputs(b)]
-        for a, b in zip(first.nodes, second.nodes, strict=True)
-    )
+
+    for one, other in zip(first.nodes, second.nodes, strict=True):
+        same_call = one.op == other.op and one.target == other.target
+        if not same_call or one.meta["inside"] != other.meta["inside"]:
+            return False
+        positions = [first.index(source) for source in inputs(one)]
+        if positions != [second.index(source) for source in inputs(other)]:
+            return False
+    return True
 
 
 def _outline(traced: Traced) -> object:
+    """The path that a record took: its calls of modules in order, and its edges as a set."""
 
     def label(node: fx.Node) -> object:
         if node.op == "placeholder":
             return node.meta["place"]
-        return (
-            node.target
-            if node.op in ("call_module", "get_attr")
-            else (str(node.target), node.meta["inside"])
-        )
+        if node.op in ("call_module", "get_attr"):
+            return node.target
+        return str(node.target), node.meta["inside"]
 
     calls = [node.target for node in traced.nodes if node.op == "call_module"]
-    return calls, {(label(source), label(node)) for node in traced.nodes for source in inputs(node)}
+    edges = set()
+    for node in traced.nodes:
+        edges.update((label(source), label(node)) for source in inputs(node))
+    return calls, edges
 
 
 @torch.no_grad()
@@ -284,8 +337,16 @@ def record_once(
     *,
     heads: bool = False,
 ) -> Traced:
-    """Record one forward, with `heads` as in training (`modes.with_heads`); raises TraceError where
-    it does not run.
+    """Record one forward of a copy of the network in eval mode.
+
+    Args:
+        model: The network, which is not changed.
+        example: The call to record.
+        look: Called with the name of each node of the graph and its value.
+        heads: Whether auxiliary heads run, as in training (`modes.show_heads`).
+
+    Raises:
+        TraceError: The network does not run on the example; the message says where it fails.
     """
     copied = twin(model)
     if heads:
@@ -293,10 +354,11 @@ def record_once(
     if isinstance(getattr(copied, "drop_rate", None), float | int):
         # timm calls F.dropout only `if self.drop_rate`.
         copied.__dict__["drop_rate"] = 0.5
+
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
-            # The twin has the network's own parameters.
+            # The copy has the network's own parameters.
             stack.enter_context(undisturbed(model))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -305,28 +367,19 @@ def record_once(
             recorder.run(example)
     except TraceError:
         raise
+    # The user's forward may raise anything.
     except Exception as error:
-        where = f"{type(model).__name__} does not run on an input of size {example}"
-        size = spelled("input_size", metavar="C,H,W")
-        remedy = f"Say what it takes: `{size}`, or `--input NAME=SHAPE` (in Python `inputs=`)"
-        why = reason(error)
-        floats = (
-            t
-            for t in (*model.parameters(), *model.buffers())
-            if t.is_floating_point() or t.is_complex()
-        )
-        dtypes = dict.fromkeys(
-            str(tensor.dtype).removeprefix("torch.") for tensor in (*floats, example.images)
-        )
-        if len(dtypes) > 1:
-            why = f"the network and its input are of {' and '.join(dtypes)}: {why}"
-            remedy = "Cast them to one: model.float(), x.float()"
-        raise TraceError(
-            ", at ".join(filter(None, (where, recorder.failed))), why, remedy
-        ) from error
+        raise _does_not_run(model, example, recorder.failed, error) from error
+
     modules = tree(model)
     _leave_out_ones(recorder.graph, recorder.outputs, modules)
-    traced = Traced(recorder.graph, modules, recorder.outputs, recorder.opaque, recorder.constants)
+    traced = Traced(
+        graph=recorder.graph,
+        modules=modules,
+        outputs=recorder.outputs,
+        opaque=recorder.opaque,
+        constants=recorder.constants,
+    )
     traced.recorded.append(str(example))
     traced.untracked = recorder.untracked
     traced.size_dependent = recorder.size_dependent
@@ -334,19 +387,43 @@ def record_once(
     return traced
 
 
+def _does_not_run(
+    model: nn.Module, example: Example, failed_path: str, error: Exception
+) -> TraceError:
+    """What to raise when the forward of `model` raised `error` in the module at `failed_path`."""
+    headline = f"{type(model).__name__} does not run on an input of size {example}"
+    if failed_path:
+        headline += f", at {failed_path}"
+
+    tensors = [
+        tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
+    dtypes = {
+        str(tensor.dtype).removeprefix("torch."): None for tensor in (*tensors, example.images)
+    }
+    if len(dtypes) > 1:
+        why = f"the network and its input are of {' and '.join(dtypes)}: {reason(error)}"
+        return TraceError(headline, why, "Cast them to one: model.float(), x.float()")
+
+    size = spelled("input_size", metavar="C,H,W")
+    remedy = f"Say what it takes: `{size}`, or `--input NAME=SHAPE` (in Python `inputs=`)"
+    return TraceError(headline, reason(error), remedy)
+
+
 def _leave_out_ones(
     graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Remove copies and products with 1 from the graph, but those that change the dtype."""
+    """Remove copies and products with 1 from the graph, except where they change the dtype."""
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
-            values = [
-                factor for factor in node.args if not (isinstance(factor, float) and factor == 1)
-            ]
+            values = [factor for factor in node.args if not _is_one(factor)]
         else:
             continue
+
         value = single(values)
         if isinstance(value, fx.Node) and value.meta["dtype"] == node.meta["dtype"]:
             node.replace_all_uses_with(value)
@@ -354,17 +431,20 @@ def _leave_out_ones(
             graph.erase_node(node)
 
 
+def _is_one(factor: object) -> bool:
+    return isinstance(factor, float) and factor == 1
+
+
 def reason(error: Exception) -> str:
-    """The reason, with the last line of the model's own code that led to it."""
+    """The error's message, with the last line of the model's own code that led to it."""
     message = first_line(error)
     user_frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(_NOT_THEIRS)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_LIBRARY_FOLDERS)
     ]
     if not user_frames:
         return message
-    return (
-        f"{message} (at {user_frames[-1].filename}:{user_frames[-1].lineno},"
-        f" `{user_frames[-1].line}`)"
-    )
+
+    last = user_frames[-1]
+    return f"{message} (at {last.filename}:{last.lineno}, `{last.line}`)"

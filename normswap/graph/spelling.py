@@ -25,7 +25,7 @@ _ASK_SIZE = (
 )
 _SPLIT = ("unbind", "split", "tensor_split", "__iter__")
 _SIZES = frozenset((*_ASK_SIZE, *_SPLIT, "shape", "nbytes", "names"))
-# These read no value of a tensor, either: its type, where it is, and what it is.
+# These read no value of a tensor, either: they ask for its type, its device, or what it is.
 _ASK_TYPE = (
     "type",
     "is_floating_point",
@@ -78,26 +78,26 @@ _SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div"
 
 
 def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:
-    """`x[index] = value`, as a node with a value: x."""
+    """Do `x[index] = value` and return x, so that a node of the graph has a value."""
     x[index] = value
     return x
 
 
 def after(x: Tensor, write: object) -> Tensor:
-    """x, once `write` has been done to a view of it."""
+    """Return x; in a graph, the value of x once the node `write` has written to a view of it."""
     return x
 
 
-def left(x: object, way: str) -> None:
-    """Python reads x, where no graph can follow."""
+def left(x: object, function_name: str) -> None:
+    """Do nothing; in a graph, Python reads the value of x here, which no graph can follow."""
 
 
 def is_plain(func: Function) -> bool:
-    """Whether `func` asks for a shape or a dtype, and reads no value."""
-    name = _property(func)
-    if name is None:
+    """Whether `func` asks for a shape, a dtype or the like, and reads no value."""
+    property_name = _property(func)
+    if property_name is None:
         return getattr(func, "__name__", "") in _PLAIN
-    return name not in _VALUES
+    return property_name not in _VALUES
 
 
 def asks_size(func: Function) -> bool:
@@ -106,28 +106,28 @@ def asks_size(func: Function) -> bool:
 
 
 def _property(func: Function) -> str | None:
-    """The name of the tensor's property that `func` gets; None of a function or method."""
+    """The name of the tensor's property that `func` gets; None for a function or method."""
     if getattr(func, "__name__", "") != "__get__":
         return None
     return getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 class Attribute(str):
-    """The name of an attribute, where other keys are items."""
+    """A key that is the name of an attribute; all other keys are items of a collection."""
 
 
 def places(
     value: object, keys: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], Tensor]]:
-    """Every tensor in a value, with the keys that lead to it."""
+    """Yield every tensor in a value, each after the keys that lead to it."""
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             yield from places(entry, (*keys, key))
     elif isinstance(value, list | tuple):
-        for i, entry in enumerate(value):
-            yield from places(entry, (*keys, i))
+        for position, entry in enumerate(value):
+            yield from places(entry, (*keys, position))
     elif is_record(value) and len(keys) < 8:
         for name, entry in vars(value).items():
             yield from places(entry, (*keys, Attribute(name)))
@@ -136,18 +136,21 @@ def places(
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
     """(kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them."""
     name = getattr(func, "__name__", "")
-    read = _property(func)
-    if read is not None:
-        return "call_function", getattr, (args[0], read), {}
+    property_name = _property(func)
+    if property_name is not None:
+        return "call_function", getattr, (args[0], property_name), {}
     if getattr(Tensor, name, None) is not func:
         return "call_function", func, args, kwargs
-    bare = name.strip("_") if name.startswith("__") else name
-    if bare == "setitem":
+
+    # `func` is a method of tensors. Python calls some of them for an operator.
+    operation = name.strip("_") if name.startswith("__") else name
+    operands = 1 if operation == "neg" else 2
+    if operation == "setitem":
         return "call_function", setitem_, args, kwargs
-    if bare in _OPERATORS and not kwargs and len(args) == (1 if bare == "neg" else 2):
-        return "call_function", _OPERATORS[bare], args, kwargs
-    if bare in _SWAPPED:
-        return "call_function", _SWAPPED[bare], args[::-1], kwargs
+    if operation in _OPERATORS and not kwargs and len(args) == operands:
+        return "call_function", _OPERATORS[operation], args, kwargs
+    if operation in _SWAPPED:
+        return "call_function", _SWAPPED[operation], args[::-1], kwargs
     return "call_method", name, args, kwargs
 
 
@@ -160,8 +163,9 @@ def version(tensor: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> StorageWeakRef | None:
-    """A key of the tensor's storage, if it has one; not its address, which another tensor may have
-    later.
+    """A key of the tensor's storage, if it has one.
+
+    The address would be no key: another tensor may have it later.
     """
     try:
         return StorageWeakRef(tensor.untyped_storage())
@@ -170,7 +174,7 @@ def memory(tensor: Tensor) -> StorageWeakRef | None:
 
 
 def shapes(value: object) -> object:
-    """The shapes of all tensors in a value."""
+    """The shape of a tensor, or the tuple of the shapes in a list or tuple; else None."""
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, list | tuple):

@@ -1,5 +1,6 @@
-"""The recorded forward as a graph: its nodes, their readers, the modules they call; and questions
-about a node.
+"""The recorded forward as a graph: its nodes, their readers, and the modules that they call.
+
+The functions below the record answer questions about one node.
 """
 
 from __future__ import annotations
@@ -19,40 +20,42 @@ from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 MULTIPLICATIONS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+# These read the values of their first argument alone, and of the others only shape or dtype.
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
+# These read no value at all.
 _LIKE_FUNCTIONS = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 
 
 @dataclass
 class Traced:
-    """A recorded model.
+    """A recorded forward of a network.
 
     Args:
-        graph: the fx graph; `node.meta` has "inside", the paths of the modules around a node,
-            outermost first, "shape", the shape of its value (of each tensor of a tuple), and
-            "dtype", that of one tensor.
-        modules: the *original* modules by every path.
-        calls: nodes that call a leaf, by id of the module.
-        outputs: for each node, the paths of the modules that return it, innermost first.
-        opaque: paths that could not be looked into, with the reason.
-        constants: tensors that forward makes itself, by their names in the graph.
-        others: the same graph, node by node, recorded on other sizes.
-        alternatives: records that took another way through the network, or reached auxiliary heads.
-        alternative_nodes: their nodes.
-        recorded: the sizes of the inputs, by record.
-        remarks: what the user should know of the record.
-        untracked: names of constants of unknown origin, with the paths of the modules that use
-            them.
-        branches: paths of the modules whose forward reads values.
-        flexible: whether it is known to take more than one size.
-        heads: whether alternative nodes include auxiliary heads, which only training runs.
-        form: how the network is called, without values.
-        size_dependent: whether it asked for a size, on which its way may depend.
+        graph: The fx graph. `node.meta` has three keys. "inside": the paths of the modules around a
+            node, outermost first. "shape": the shape of its value, or a tuple of the shapes of the
+            tensors in it. "dtype": the dtype of its value, if that is one tensor.
+        modules: The original modules, by every path that leads to them.
+        outputs: For each node, the paths of the modules that return its value, innermost first.
+        opaque: Paths of modules that could not be looked into, with the reason.
+        constants: Tensors that the forward makes itself, by their names in the graph.
+        others: Records of the same graph, node by node, on inputs of another size.
+        alternatives: Records that took another path through the network, or reached auxiliary
+            heads.
+        alternative_nodes: The nodes of all `alternatives`.
+        recorded: The input sizes, one for each record.
+        remarks: Sentences about the recording that the user should read.
+        untracked: Names of constants whose origin is unknown, each with the path of the module
+            that uses it.
+        branches: Paths of the modules whose forward reads values of tensors.
+        flexible: Whether the network is known to take more than one input size.
+        size_dependent: Whether the forward asked for a size, so that its path may depend on it.
+        heads: Whether `alternatives` has auxiliary heads, which only training runs.
+        form: The call of the network, without the tensors' values.
     """
 
     graph: fx.Graph
@@ -77,7 +80,9 @@ class Traced:
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
+        # The nodes that call a module, by its id.
         self.calls = {}
+        # The nodes that read a node's value.
         self.users = {}
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
@@ -85,13 +90,13 @@ class Traced:
 
     @functools.cached_property
     def owners(self) -> Counter[int]:
-        """The number of modules that hold a parameter, by its id."""
-        distinct = {id(module): module for module in self.modules.values()}.values()
-        return Counter(
-            parameter
-            for module in distinct
-            for parameter in {id(p) for p in module._parameters.values()}
-        )
+        """The number of modules that hold a parameter, by the parameter's id."""
+        distinct_modules = {id(module): module for module in self.modules.values()}
+
+        counts: Counter[int] = Counter()
+        for module in distinct_modules.values():
+            counts.update({id(parameter) for parameter in module._parameters.values()})
+        return counts
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
@@ -101,41 +106,40 @@ class Traced:
             if node.op == "get_attr" and self.users[node]:
                 owner, _, name = str(node.target).rpartition(".")
                 # Tensors that a forward makes itself are in no module.
-                paths.setdefault(id(getattr(self.modules[owner], name, None)), str(node.target))
+                tensor = getattr(self.modules[owner], name, None)
+                paths.setdefault(id(tensor), str(node.target))
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
-        """The path of a tensor of `module` that some forward reads by itself, not by calling the
-        module.
-        """
-        tensor_ids = {
-            id(tensor)
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        }
+        """The path of a tensor of `module` that a forward reads without calling the module."""
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        tensor_ids = {id(tensor) for tensor in tensors}
         return next((path for key, path in self._attributes.items() if key in tensor_ids), None)
 
     @property
     def input_independent(self) -> bool:
-        """Whether it takes the same way for every input: it asked neither for a size nor for a
-        value.
-        """
+        """Whether every input takes the same path: forward asked for no size and read no value."""
         return not (self.size_dependent or self.branches)
 
     def _connect(self, nodes: list[fx.Node]) -> None:
-        for i, node in enumerate(nodes, len(self._above)):
+        """Note the readers, the calls and the ancestors of `nodes`, which are one whole graph."""
+        for position, node in enumerate(nodes, len(self._above)):
             self.users[node] = []
-            self._index[node] = i
+            self._index[node] = position
             if node.op == "call_module":
-                self.calls.setdefault(id(self.modules[str(node.target)]), []).append(node)
-            mask = 1 << i
+                module = self.modules[str(node.target)]
+                self.calls.setdefault(id(module), []).append(node)
+
+            ancestors = 1 << position
             for source in inputs(node):
                 self.users[source].append(node)
-                mask |= self._above[self._index[source]]
-            self._above.append(mask)
+                ancestors |= self._above[self._index[source]]
+            self._above.append(ancestors)
 
     def add_alternative(self, other: Traced) -> None:
-        """Add the graph of a record that took another way; a change of a module must be right
-        there, too.
+        """Add the graph of a record that took another path.
+
+        A change of a module must then be right on that path, too.
         """
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
@@ -145,27 +149,28 @@ class Traced:
         self.alternative_nodes += other.nodes
 
     def called(self, module: nn.Module) -> int:
-        """How often a leaf is called, on the way that calls it most often."""
-        return max(
-            Counter(call.graph for call in self.calls.get(id(module), ())).values(), default=0
-        )
+        """How often a leaf is called, in the record that calls it most often."""
+        calls_by_record = Counter(call.graph for call in self.calls.get(id(module), ()))
+        return max(calls_by_record.values(), default=0)
 
     def index(self, node: fx.Node) -> int:
-        """The place of `node` in the order of the forward pass (for alternative ones: within their
-        own graph).
+        """The position of `node` in the order of the forward pass.
+
+        Nodes of an alternative record come after all others; only positions within one record can
+        be compared.
         """
         return self._index[node]
 
     def above(self, node: fx.Node) -> int:
-        """The nodes that `node` is computed from, itself included, as a bit mask over `nodes`."""
+        """The ancestors of `node`, itself included, as a bit mask over `nodes`."""
         return self._above[self._index[node]]
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """Whether the value of `node` is computed from that of `on` (or is it)."""
+        """Whether the value of `node` is computed from the value of `on`, or is that value."""
         return bool(self.above(node) >> self._index[on] & 1)
 
     def main_input(self, node: fx.Node) -> fx.Node | None:
-        """The input that carries the signal: the only one, or, for a gate x * g(x), x."""
+        """The input that carries the signal: the only one, or x where `node` is a gate x g(x)."""
         sources = inputs(node)
         if len(sources) == 2 and is_mul(node):
             first, second = sources
@@ -177,7 +182,7 @@ class Traced:
         return single(sources)
 
     def upwards(self, node: fx.Node | None) -> Iterator[fx.Node]:
-        """The node and, one after the other, the inputs that carry its signal (`main_input`)."""
+        """Yield the node, its `main_input`, the main input of that one, and so on."""
         while node is not None:
             yield node
             node = self.main_input(node)
@@ -189,6 +194,7 @@ class Traced:
         return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
+        """The convolution or linear layer at `path`."""
         return cast(Linearity, self.modules[path])
 
     def fetch(self, path: str) -> Tensor:
@@ -200,15 +206,15 @@ class Traced:
         return tensor
 
 
-def single(items: Sequence[T]) -> T | None:
+def single(items: Sequence[Item]) -> Item | None:
     """The only item; None where there are none, or several."""
     return items[0] if len(items) == 1 else None
 
 
-def argument(node: fx.Node, place: int, *names: str, default: object = None) -> Any:
-    """The argument of a node at a place, or by one of its names."""
-    if len(node.args) > place:
-        return node.args[place]
+def argument(node: fx.Node, position: int, *names: str, default: object = None) -> Any:
+    """The argument of a node at `position`, or under one of its `names`, or else `default`."""
+    if len(node.args) > position:
+        return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), default)
 
 
@@ -217,12 +223,12 @@ def inputs(node: fx.Node) -> list[fx.Node]:
     if node.target in _LIKE:
         return []
     if node.op == "call_method" and node.target in _SHAPE_LIKE:
-        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)]
+        return [source for source in node.args[:1] if isinstance(source, fx.Node)]
     return list(node.all_input_nodes)
 
 
 def listed(cat: fx.Node) -> list[fx.Node]:
-    """The nodes whose values `cat` joins, as often as it does."""
+    """The nodes in the list that `torch.cat` joins; one that is joined twice is listed twice."""
     joined = argument(cat, 0, "tensors")
     if not isinstance(joined, list | tuple):
         return []
@@ -231,37 +237,31 @@ def listed(cat: fx.Node) -> list[fx.Node]:
 
 def is_add(node: fx.Node) -> bool:
     """Whether `node` adds two tensors, by operator, function or method."""
-    return (
-        node.op in ("call_function", "call_method")
-        and node.target in _ADDS
-        and len(inputs(node)) == 2
-    )
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and node.target in _ADDS and len(inputs(node)) == 2
 
 
 def is_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies two tensors, by operator, function or method."""
-    return (
-        node.op in ("call_function", "call_method")
-        and node.target in MULTIPLICATIONS
-        and len(inputs(node)) == 2
-    )
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and node.target in MULTIPLICATIONS and len(inputs(node)) == 2
 
 
 def is_constant_mul(node: fx.Node) -> bool:
     """Whether `node` multiplies one tensor by a number."""
-    numbers = [arg for arg in node.args if isinstance(arg, int | float)]
+    numbers = [factor for factor in node.args if isinstance(factor, int | float)]
     return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 
 
 def constant(node: fx.Node) -> float:
     """The number by which `node` multiplies."""
-    return float(next(arg for arg in node.args if isinstance(arg, int | float)))
+    return float(next(factor for factor in node.args if isinstance(factor, int | float)))
 
 
 def apply(
     traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
-    """Do what `node` does to other values."""
+    """The result of what `node` does, computed from other values."""
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
@@ -271,19 +271,19 @@ def apply(
 
 
 class NodeReader:
-    """Tells the kind of a record's nodes: a norm, a linear layer, an activation."""
+    """Tells whether a node of a record is a norm, a linear layer or an activation."""
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.nodes = traced.nodes
 
     def on(self, mask: int) -> list[fx.Node]:
-        """The nodes of a mask, in order of the forward pass."""
+        """The nodes in a bit mask (`Traced.above`), in order of the forward pass."""
         nodes = []
         while mask:
-            low = mask & -mask
-            nodes.append(self.nodes[low.bit_length() - 1])
-            mask ^= low
+            lowest_bit = mask & -mask
+            nodes.append(self.nodes[lowest_bit.bit_length() - 1])
+            mask ^= lowest_bit
         return nodes
 
     def is_norm(self, node: fx.Node) -> bool:
@@ -291,6 +291,7 @@ class NodeReader:
         return module is not None and affine.is_norm(module)
 
     def is_linear(self, node: fx.Node) -> bool:
+        """Whether a node calls a linear layer, or a module that cannot be looked into."""
         module = self.traced.module(node)
         if module is None:
             return False
