@@ -6,9 +6,9 @@ stride and groups are added, and a scale per channel is a kernel of one tap. All
 graph; no class is known by name.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import cast
 
 from torch import fx, nn
@@ -30,10 +30,11 @@ class Branches:
     """Summed branches that become one convolution.
 
     Args:
-        main: the path of the convolution that stays, whose kernel has room for the others.
-        others: paths of the convolutions, scales and shifts that it absorbs.
-        skips: how often the branches' input is itself a term of the sum.
-        after: the path of a scale and shift of the sum, which `main` absorbs, too.
+        main: The path of the convolution that stays, whose kernel has room for the others.
+        others: Paths of the convolutions, scales and shifts that it absorbs.
+        skips: How often the branches' input is itself a term of the sum.
+        after: The path of a scale and shift of the sum, which `main` absorbs, too; None if there
+            is none.
     """
 
     main: str
@@ -44,8 +45,14 @@ class Branches:
 
 @dataclass(frozen=True)
 class _Arm:
-    """A term of a sum: the path of its module (None: the source itself), what that reads, what it
-    passes through.
+    """A term of a sum.
+
+    Args:
+        path: The path of the convolution or scale that makes it; None where the term is the
+            source itself.
+        source: The node that the term is computed from.
+        barrier: The last node between the term and the sum that a removed branch could not pass in
+            training, such as a DropPath; None if there is none.
     """
 
     path: str | None
@@ -54,68 +61,76 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All sums with two or more terms that become one convolution; a norm counts as the scale that
-    it becomes.
+    """All sums of which one convolution can compute two or more terms.
+
+    A norm counts as the scale and shift that it becomes.
     """
-    inner: set[fx.Node] = set()
+    inner_sums: set[fx.Node] = set()
     merges: list[Branches] = []
     for node in reversed(builder.traced.nodes):
-        if node in inner or not _is_sum(node):
+        if node in inner_sums or not _is_sum(node):
             continue
-        arms = [*_terms(builder, node, None, inner)]
+
+        arms = [*_terms(builder, node, None, inner_sums)]
         for source in dict.fromkeys(arm.source for arm in arms):
             merged = _merged(builder, [arm for arm in arms if arm.source is source])
-            if merged is not None and all(arm.source is source for arm in arms):
+            if merged is None:
+                continue
+            # What follows the sum can be absorbed only if the sum has no other terms.
+            if all(arm.source is source for arm in arms):
                 merged = replace(merged, after=_scale_after(builder, node))
-            if merged is not None:
-                merges.append(merged)
+            merges.append(merged)
     return merges[::-1]
 
 
 def _is_sum(node: fx.Node) -> bool:
+    """Whether `node` adds two tensors, and does nothing more."""
     return is_add(node) and all(arg in inputs(node) for arg in node.args[:2]) and not node.kwargs
 
 
 def _adds_nothing(node: fx.Node) -> bool:
-    """Whether it adds the number 0 of a removed branch."""
+    """Whether `node` adds the number 0, which stands for a removed branch."""
     numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-    adds = getattr(node.target, "__name__", str(node.target)).strip("_") in ("add", "iadd", "radd")
-    return adds and len(inputs(node)) == 1 and len(node.args) == 2 and numbers == [0]
+    name = getattr(node.target, "__name__", str(node.target)).strip("_")
+    is_addition = name in ("add", "iadd", "radd") and len(node.args) == 2
+    return is_addition and len(inputs(node)) == 1 and numbers == [0]
 
 
 def _terms(
-    builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner: set[fx.Node]
+    builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner_sums: set[fx.Node]
 ) -> Iterator[_Arm]:
-    for term in inputs(node):
-        behind = barrier
-        end = term
+    """Yield the terms of a sum, and of the sums in it, which are added to `inner_sums`."""
+    for end in inputs(node):
+        arm_barrier = barrier
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
                 # A number 0 could not pass a DropPath in training.
-                behind = end
+                arm_barrier = end
             (end,) = inputs(end)
+
         if _is_sum(end) and len(builder.traced.users[end]) == 1:
-            inner.add(end)
-            yield from _terms(builder, end, behind, inner)
+            inner_sums.add(end)
+            yield from _terms(builder, end, arm_barrier, inner_sums)
         else:
-            yield _arm(builder, end, behind)
+            yield _arm(builder, end, arm_barrier)
 
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
+    """Whether `node` returns its one input in eval mode."""
     return (builder.is_identity(node) or _adds_nothing(node)) and len(inputs(node)) == 1
 
 
 def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
-    """The term that ends in a node: a convolution with norms after it, a scale and shift, or the
-    source itself.
+    """The term that ends in the node `end`.
+
+    It is a convolution with norms after it, or a scale and shift, or the source itself.
     """
     node = end
-    scale = None
+    scale: fx.Node | None = None
     while len(builder.traced.users[node]) == 1:
         module = builder.traced.module(node)
-        path = str(node.target)
         if isinstance(module, _ConvNd) and _may_join(builder, node):
-            return _Arm(path, _source(builder, node), barrier)
+            return _Arm(str(node.target), _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
             scale = scale or node
             # Unlike a norm, it does not fold into a convolution before it.
@@ -124,12 +139,14 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
         elif not _passes(builder, node):
             break
         (node,) = inputs(node)
+
     if scale is None:
         return _Arm(None, end, barrier)
     return _Arm(str(scale.target), _source(builder, scale), barrier)
 
 
 def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
+    """The node whose value `node` reads, before identities."""
     (above,) = inputs(node)
     while _passes(builder, above):
         (above,) = inputs(above)
@@ -137,78 +154,90 @@ def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 
 def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether a module is called once, and nobody but it reads its tensors."""
+    """Whether the module that `node` calls is called once, and nobody else reads its tensors."""
     traced = builder.traced
     path = str(node.target)
     module = traced.module(node)
     assert module is not None
-    if (
-        traced.calls[id(module)] != [node]
-        or not builder.anatomy.takes_part(path)
-        or len(inputs(node)) != 1
-    ):
+    if traced.calls[id(module)] != [node] or len(inputs(node)) != 1:
         return False
+    if not builder.anatomy.takes_part(path):
+        return False
+
     hooks = module._forward_hooks or module._forward_pre_hooks
     shared = any(traced.owners[id(tensor)] > 1 for tensor in module.parameters(recurse=False))
     return not hooks and not shared and traced.read_directly(module) is None
 
 
 def _is_scale(module: nn.Module | None) -> bool:
-    """Whether it is, or becomes by folding, s x + t per channel, and nothing more."""
+    """Whether a module is s x + t per channel, or becomes that by folding, and nothing more."""
     if module is None or not affine.is_affine(module) or affine.activation(module) is not None:
         return False
-    return affine.refusal(module) is None and (
-        not isinstance(module, OwnLayer) or module.PER_CHANNEL
-    )
+    if affine.refusal(module) is not None:
+        return False
+    return not isinstance(module, OwnLayer) or module.PER_CHANNEL
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
+    """The branches among `arms`, which have one source, that one convolution can compute."""
     modules = builder.traced.modules
+
+    # Terms behind different barriers cannot be merged: those behind the first one are.
     barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
     arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
     convs = [arm for arm in arms if arm.path is not None and _is_plain(modules[arm.path])]
-    first = [arm for arm in convs if not barriers or arm.barrier is barriers[0]]
-    if not first:
+    candidates = [arm for arm in convs if not barriers or arm.barrier is barriers[0]]
+    if not candidates:
         return None
-    main = max(
-        first, key=lambda arm: len([*product(*offsets(cast(_ConvNd, modules[str(arm.path)])))])
-    )
+
+    def taps(arm: _Arm) -> int:
+        sides = offsets(cast(_ConvNd, modules[str(arm.path)]))
+        return math.prod(len(side) for side in sides)
+
+    main = max(candidates, key=taps)
     conv = cast(_ConvNd, modules[str(main.path)])
     others = [arm.path for arm in arms if arm.path is not None and arm is not main]
     absorbed = tuple(path for path in others if _fits(conv, modules[path]))
     if not absorbed:
         return None
+
     skips = sum(arm.path is None and _fits(conv, None) for arm in arms)
     return Branches(str(main.path), absorbed, skips)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if (
-        not isinstance(module, _ConvNd)
-        or type(module).forward not in _FORWARDS
-        or "forward" in vars(module)
-    ):
+    """Whether a module is torch's own convolution, padded with zeros by given widths."""
+    if not isinstance(module, _ConvNd) or type(module).forward not in _FORWARDS:
         return False
-    plain = not reparametrized.is_reparametrized(module) and not isinstance(module.padding, str)
-    return plain and module.padding_mode == "zeros"
+    if "forward" in vars(module) or reparametrized.is_reparametrized(module):
+        return False
+    return not isinstance(module.padding, str) and module.padding_mode == "zeros"
 
 
 def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
-    """Whether the kernel of `main` can hold a convolution, a scale per channel, or (None) the input
-    itself.
+    """Whether the kernel of `main` has room for another term of the sum.
+
+    Args:
+        main: The convolution that stays.
+        other: A convolution, or a scale per channel; None for the input itself.
     """
     taps = offsets(main)
     if isinstance(other, _ConvNd):
         alike = all(getattr(main, name) == getattr(other, name) for name in _SAME)
         if not (_is_plain(other) and alike and type(main).forward is type(other).forward):
             return False
-        return all(
-            a[0] + a[-1] == b[0] + b[-1] and set(b) <= set(a)
-            for a, b in zip(taps, offsets(other), strict=True)
-        )
+        pairs = zip(taps, offsets(other), strict=True)
+        return all(_holds(main_side, side) for main_side, side in pairs)
+
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
     centred = all(0 in side and side[0] == -side[-1] for side in taps)
     return square and centred and (other is None or affine.channels(other) == main.out_channels)
+
+
+def _holds(main_side: range, side: range) -> bool:
+    """Whether `main_side` has the same centre as `side`, and all its taps, in one dimension."""
+    same_centre = main_side[0] + main_side[-1] == side[0] + side[-1]
+    return same_centre and set(side) <= set(main_side)
 
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:

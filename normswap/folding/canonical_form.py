@@ -1,11 +1,16 @@
-"""Fold: turn every BatchNorm (and every scalar or affine layer of an earlier conversion) into plain
-weights.
+"""Fold: turn every BatchNorm, and every affine layer of an earlier conversion, into plain weights.
 
-Each of them is y = act(s * x + t). The first possible way is taken: fold it back into the
-convolutions before it; forward into the unpadded convolutions after it; before a ReLU, move |s|
-through the ReLU into the next convolutions' inputs and keep a shift (`ChannelBias`); keep it as a
-`ChannelAffine`, which is always exact. The algebra is in `layers.Folded` and `affine.split`. This
-file decides from the graph which layer absorbs which, and says why not.
+Each of them is y = act(s x + t) per channel. The first of these that is possible is done:
+
+1. Fold it back into the convolutions before it.
+2. Fold it forward into the unpadded convolutions after it.
+3. Before a ReLU: move |s| through the ReLU into the inputs of the next convolutions, and keep a
+   shift (`ChannelBias`).
+4. A scalar: fold it back through sums and gates.
+5. Keep it as a `ChannelAffine`, which is always exact.
+
+The algebra is in `layers.Folded` and `affine.split`. This file decides from the graph which layer
+absorbs which, and says why not.
 """
 
 from collections.abc import Collection, Iterator
@@ -26,15 +31,19 @@ from normswap.layers.activations import is_homogeneous
 from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
-# A range of the norm's channels; None: all of them.
+# A range of the norm's channels (from, up to); None: all of them.
 Part = tuple[int, int] | None
 
 
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
-    """Plan what happens to every affine module that takes part, but those at the paths in `leave`.
+    """Plan what happens to every affine module that takes part, except those to leave.
 
-    `refusals` has those that cannot be read (no running statistics, unknown subclasses, untraceable
-    surroundings).
+    The result's `refusals` have the modules that cannot be read: no running statistics, unknown
+    subclasses, surroundings that cannot be looked into.
+
+    Args:
+        anatomy: The network.
+        leave: Paths of the modules that are not folded.
     """
     builder = PlanBuilder(anatomy)
     _bake(builder)
@@ -50,13 +59,16 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
 
 def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
     """Record why nothing happens to a norm that forward does not call."""
-    outer = next((p for p in builder.traced.opaque if path.startswith(f"{p}.")), None)
-    read = builder.traced.read_directly(builder.traced.modules[path])
-    if read:
-        builder.refusals[path] = f"forward reads {read} by itself and does not call the module"
+    opaque = builder.traced.opaque
+    outer = next((outer for outer in opaque if path.startswith(f"{outer}.")), None)
+    tensor_path = builder.traced.read_directly(builder.traced.modules[path])
+    if tensor_path:
+        builder.refusals[path] = (
+            f"forward reads {tensor_path} by itself and does not call the module"
+        )
     elif outer:
         builder.refusals[path] = (
-            f"it is inside {outer}, which cannot be looked into: {builder.traced.opaque[outer]}"
+            f"it is inside {outer}, which cannot be looked into: {opaque[outer]}"
         )
     else:
         builder.settle(path, plan_builder.NEVER_CALLED)
@@ -70,30 +82,33 @@ def _bake(builder: PlanBuilder) -> None:
         if isinstance(builder.traced.module(node), LINEAR)
     ]
     for path in propagation.distinct(builder.traced.modules, list(dict.fromkeys(paths))):
-        conv = builder.traced.modules[path]
-        if not reparametrized.is_reparametrized(conv) or not builder.anatomy.takes_part(path):
+        linear = builder.traced.modules[path]
+        if not reparametrized.is_reparametrized(linear) or not builder.anatomy.takes_part(path):
             continue
         try:
-            propagation.check_linear(builder, path, conv)
+            propagation.check_linear(builder, path, linear)
         except NotFoldable as why:
-            builder.notes.append(f"{path} stays a {type(conv).__name__}: {why}")
+            builder.notes.append(f"{path} stays a {type(linear).__name__}: {why}")
         else:
-            builder.linear(path).bake = not reparametrized.keeps_input_bias(conv)
+            builder.linear(path).bake = not reparametrized.keeps_input_bias(linear)
 
 
 def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
+    """Fold one affine map in the first way that is possible, or record why it stays."""
     path = site.path
     if site.refusal:
         builder.refusals[path] = site.refusal
         return
+
     reasons = []
-    for way in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
+    for fold in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
         try:
-            way(builder, path, site.module)
+            fold(builder, path, site.module)
         except NotFoldable as reason:
             reasons.append(str(reason))
         else:
             return
+
     if site.holds_statistics:
         builder.replace(path, "ChannelAffine")
         builder.settle(path, plan_builder.left_affine(reasons[0]))
@@ -102,8 +117,9 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 
 
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold into the convolutions before, which is exact if all that they compute goes through this
-    module.
+    """Fold y = s (W x + b) + t into the layers before it: W' = s W, b' = s b + t.
+
+    This is exact if everything that those layers compute goes through this module.
     """
     parts = producers(builder, module)
     for linear, channels in parts.items():
@@ -113,94 +129,106 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold into the convolutions right after, if they do not pad."""
+    """Fold y = W (s x + t) + b into the convolutions after it: W' = W s, b' = b + W t.
+
+    This is exact if they do not pad: a padded zero is no t.
+    """
     if affine.activation(module) is not None:
         raise NotFoldable("an activation follows")
-    convs = propagation.consumers(builder, module, builder.is_identity)
-    for conv_path in convs:
+
+    conv_paths = propagation.consumers(builder, module, builder.is_identity)
+    for conv_path in conv_paths:
         conv = builder.traced.linear(conv_path)
         if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
             raise NotFoldable(
                 f"{conv_path} pads its input with zeros, which the shift would have to move"
             )
     for call in builder.traced.calls[id(module)]:
-        later = overwritten(builder, call)
-        if later is not None:
-            raise NotFoldable(f"{propagation.name(later)} overwrites its input later")
-    for conv_path in convs:
+        writer = overwritten(builder, call)
+        if writer is not None:
+            raise NotFoldable(f"{propagation.name(writer)} overwrites its input later")
+
+    for conv_path in conv_paths:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
     builder.remove(path)
-    builder.settle(
-        path, Outcome(plan_builder.FOLDED_FORWARD, f"folds forward into {', '.join(convs)}")
-    )
+    sentence = f"folds forward into {', '.join(conv_paths)}"
+    builder.settle(path, Outcome(plan_builder.FOLDED_FORWARD, sentence))
 
 
 def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Move |s| through the ReLU into the next convolutions' inputs; a shift per channel stays."""
+    """Move |s| through the ReLU into the next convolutions' inputs; a shift per channel stays.
+
+    relu(s x + t) = |s| relu(sign(s) x + t / |s|) (`affine.split`).
+    """
     if isinstance(module, OwnLayer) and not module.SCALES:
         raise NotFoldable("it has no scale per channel")
     act = affine.activation(module)
     if not is_homogeneous(act):
         raise NotFoldable(f"it is followed by {type(act).__name__}, which a scale cannot pass")
-    convs = propagation.consumers(
-        builder, module, lambda node: propagation.propagates_scale(builder, node)
-    )
-    for conv_path in convs:
+
+    def propagates(node: fx.Node) -> bool:
+        return propagation.propagates_scale(builder, node)
+
+    conv_paths = propagation.consumers(builder, module, propagates)
+    for conv_path in conv_paths:
         builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
-    dtype = next(builder.traced.modules[convs[0]].parameters()).dtype
-    signed = bool((affine.split(module, dtype)[1] != 1).any())
-    builder.replace(path, "ChannelBias", signed=signed)
-    builder.settle(
-        path, Outcome(plan_builder.LEFT_SHIFT, f"scale moves to {', '.join(convs)}; a shift stays")
-    )
+
+    dtype = next(builder.traced.modules[conv_paths[0]].parameters()).dtype
+    _, signs, _ = affine.split(module, dtype)
+    builder.replace(path, "ChannelBias", signed=bool((signs != 1).any()))
+    sentence = f"scale moves to {', '.join(conv_paths)}; a shift stays"
+    builder.settle(path, Outcome(plan_builder.LEFT_SHIFT, sentence))
 
 
 def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Fold a scalar into the layers that compute what it scales, through sums and gates
-    (`propagation.enlarge`).
-    """
+    """Fold a scalar into the layers that compute its input, through sums and gates (`enlarge`)."""
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
-    call, *others = builder.traced.calls[id(module)]
-    if others:
+    call, *other_calls = builder.traced.calls[id(module)]
+    if other_calls:
         raise NotFoldable("it is called more than once")
+
     (above,) = inputs(call)
     with propagation.attempt(builder):
-        linears = propagation.enlarge(builder, above, module.alpha.item(), {call})
+        linear_paths = propagation.enlarge(builder, above, module.alpha.item(), {call})
     builder.remove(path)
-    builder.settle(path, plan_builder.folded_back(*linears))
+    builder.settle(path, plan_builder.folded_back(*linear_paths))
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
-    """Paths of the linear layers whose outputs go through this norm alone, each with its range of
-    the channels.
+    """Paths of the linear layers whose outputs go through this norm alone, each with its channels.
 
     Between them and the norm there may be identities, steps that treat all channels alike
     (reshapes, average pooling; `channel_axes` follows the channels), and a concatenation of
-    convolutions.
+    convolutions. Then each convolution has a range of the norm's channels.
 
-    Raises NotFoldable: there are none, or their outputs go elsewhere, too.
+    Raises:
+        NotFoldable: There are none, or their outputs go elsewhere, too.
     """
     parts: dict[fx.Node, Part] = {}
     for call in builder.traced.calls[id(module)]:
-        for node, channels in _above(builder, module, call):
+        for node, channels in _producing_nodes(builder, module, call):
             if parts.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
-    ways: dict[int, tuple[str, Part]] = {}
+
+    # A layer that is called several times must be the same part each time.
+    by_layer: dict[int, tuple[str, Part]] = {}
     for node, channels in parts.items():
         linear = builder.traced.module(node)
         assert linear is not None
         propagation.check_linear(builder, str(node.target), linear)
         if any(call not in parts for call in builder.traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, without this norm")
-        if ways.setdefault(id(linear), (str(node.target), channels))[1] != channels:
+        _, first_channels = by_layer.setdefault(id(linear), (str(node.target), channels))
+        if first_channels != channels:
             raise NotFoldable(f"{node.target} is several parts of its input")
-    return dict(ways.values())
+    return dict(by_layer.values())
 
 
-def _above(
+def _producing_nodes(
     builder: PlanBuilder, module: nn.Module, call: fx.Node
 ) -> Iterator[tuple[fx.Node, Part]]:
+    """Yield the calls of linear layers that make the input of one call of a norm."""
     traced = builder.traced
     channels = affine.channels(module)
     (value,) = above = inputs(call)
@@ -214,27 +242,29 @@ def _above(
         if channels > 1 and node.target is torch.cat and not stepped:
             yield from _parts(builder, node, channels)
             return
-        stepping = channels > 1 and channel_axes.is_step(traced, node) and len(inputs(node)) == 1
-        if not builder.is_identity(node) and not stepping:
-            raise NotFoldable(f"it follows {propagation.name(node)}, not a convolution")
-        stepped |= stepping and not builder.is_identity(node)
-        _only_user(builder, node)
+
+        is_step = channels > 1 and channel_axes.is_step(traced, node) and len(inputs(node)) == 1
+        if not builder.is_identity(node):
+            if not is_step:
+                raise NotFoldable(f"it follows {propagation.name(node)}, not a convolution")
+            stepped = True
+        _check_only_user(builder, node)
         above = inputs(node)
-    _only_user(builder, node)
+
+    _check_only_user(builder, node)
     if channels > 1 and (stepped or isinstance(traced.module(node), nn.Linear)):
-        _prove(builder, value, node)
+        _check_axis(builder, value, node)
     yield node, None
 
 
-def _only_user(builder: PlanBuilder, node: fx.Node) -> None:
+def _check_only_user(builder: PlanBuilder, node: fx.Node) -> None:
+    """Raise NotFoldable where more than one node reads the value of `node`."""
     if len(builder.traced.users[node]) > 1:
         raise NotFoldable(f"{node.target} has another consumer")
 
 
-def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
-    """Raise NotFoldable unless the norm's channels are the outputs of the linear layer that `node`
-    calls.
-    """
+def _check_axis(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
+    """Raise NotFoldable unless the channels of `value` are the outputs of the layer at `node`."""
     axis = builder.axes.get(value)
     if axis is None or axis.dim != 1:
         kind = type(builder.traced.module(node)).__name__
@@ -244,11 +274,12 @@ def _prove(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
 
 
 def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
-    """The convolutions whose maps are concatenated, each with its range of the channels."""
+    """Yield the convolutions whose maps `cat` concatenates, each with its range of the channels."""
     joined = listed(cat)
-    _only_user(builder, cat)
+    _check_only_user(builder, cat)
     if argument(cat, 1, "dim", default=0) != 1 or len(joined) != len(inputs(cat)):
         raise NotFoldable("it follows cat, not a convolution")
+
     start = 0
     for node in joined:
         conv = builder.traced.module(node)
@@ -256,7 +287,7 @@ def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[
             raise NotFoldable(
                 f"it follows cat, of {propagation.name(node)} among others, not of convolutions"
             )
-        _only_user(builder, node)
+        _check_only_user(builder, node)
         yield node, (start, start + conv.out_channels)
         start += conv.out_channels
     if start != channels:

@@ -1,18 +1,22 @@
-"""Rescaling channel by channel: which channels of a folded network must share one positive factor,
-and which are free.
+"""Rescaling channel by channel: which channels must share one positive factor, and which are free.
 
 A channel that a convolution or linear layer writes may be multiplied by a factor if its readers
 divide by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Channels are
-followed through the graph: homogeneous functions, pooling and identities pass them on; the two arms
-of a sum share factors; a concatenation joins channels; a gate x g(x) passes on those of x. The
-factor of channels that anything else reads is 1. A convolution's inputs and outputs have separate
-factors, a depthwise one's, too.
+followed through the graph of a folded network:
+
+- Homogeneous functions, pooling and identities pass them on.
+- The two arms of a sum share factors.
+- A concatenation joins channels.
+- A gate x g(x) passes on the channels of x.
+- Channels that anything else reads have the factor 1.
+
+The inputs and outputs of a convolution have separate factors, also if it is depthwise.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +32,7 @@ from normswap.layers.planned_layer import Linearity, scales_branch
 from normswap.layers.reparametrized import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
+_REDUCTIONS = (torch.mean, "mean", torch.amax, "amax")
 _FLAT = (torch.flatten, torch.reshape, "flatten", "reshape", "view")
 # The group of all channels whose factor is 1.
 FIXED = 0
@@ -35,8 +40,12 @@ FIXED = 0
 
 @dataclass(frozen=True)
 class Reach:
-    """A layer whose weights depend on the factors, with the group of each channel that it writes
-    and reads.
+    """A layer whose parameters depend on the factors.
+
+    Args:
+        path: The path of the layer.
+        writes: The group of each channel that it writes, (C_out,).
+        reads: The group of each channel that it reads, (C_in,).
     """
 
     path: str
@@ -45,30 +54,39 @@ class Reach:
 
 
 class Channels:
-    """The groups of channels of a folded network.
+    """The groups of channels of a folded network; the channels of a group share one factor.
 
     Attributes:
-        layers: those whose weights depend on factors; shifts: those that pass channels on, and
-            whose biases do.
-        count: the number of groups; group 0 has the channels that cannot be scaled.
+        layers: The convolutions and linear layers, whose weights depend on the factors.
+        shifts: The layers that pass channels on, and whose biases depend on the factors.
+        count: The number of groups. Group 0 has the channels that cannot be scaled.
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
         self.builder = builder
         self.traced = builder.traced
-        self.parent = [FIXED]
-        self.of: dict[fx.Node, list[int]] = {}
-        visited = [
-            (node, reads) for node in self.traced.nodes if (reads := self._visit(node)) is not None
-        ]
-        roots = torch.tensor([self._root(i) for i in range(len(self.parent))])
-        distinct_roots, groups = roots.unique(return_inverse=True)
+
+        # Channels are numbered, and groups are trees: each channel has a parent of its group.
+        self._parents = [FIXED]
+        self._channels_of: dict[fx.Node, list[int]] = {}
+        reads_of: dict[fx.Node, list[int]] = {}
+        for node in self.traced.nodes:
+            reads = self._visit(node)
+            if reads is not None:
+                reads_of[node] = reads
+
+        # The root of a tree stands for the group; `FIXED` is the smallest number, so it is group 0.
+        roots = torch.tensor([self._root(channel) for channel in range(len(self._parents))])
+        distinct_roots, group_of = roots.unique(return_inverse=True)
         self.count = len(distinct_roots)
+
         self.layers: list[Reach] = []
         self.shifts: list[Reach] = []
-        for node, reads in visited:
+        for node, reads in reads_of.items():
             reach = Reach(
-                str(node.target), groups[torch.tensor(self.of[node])], groups[torch.tensor(reads)]
+                path=str(node.target),
+                writes=group_of[torch.tensor(self._channels_of[node])],
+                reads=group_of[torch.tensor(reads)],
             )
             if _shifts(self.traced.module(node)):
                 self.shifts.append(reach)
@@ -76,33 +94,44 @@ class Channels:
                 self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
-        """Follow the channels through a node; returns those it reads, where its parameters depend
-        on their factors.
+        """Follow the channels through a node.
+
+        Returns:
+            The channels that the node reads, if its parameters depend on their factors; else None.
         """
         sources = inputs(node)
-        arms = [self.of.get(source) for source in sources]
+        arms = [self._channels_of.get(source) for source in sources]
         module = self.traced.module(node)
-        if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._usable(node, module):
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._is_usable(node, module):
             width: int = module.weight.shape[1] * getattr(module, "groups", 1)
-            reads = self.of.get(sources[0])
+            reads = self._channels_of.get(sources[0])
             if reads is None or len(reads) != width:
                 self._fix(arms)
                 reads = [FIXED] * width
-            first = len(self.parent)
-            self.of[node] = [*range(first, first + len(module.weight))]
-            self.parent += self.of[node]
+
+            first = len(self._parents)
+            written = [*range(first, first + len(module.weight))]
+            self._channels_of[node] = written
+            self._parents += written
             return reads
+
         passed = self._passed(node, sources, arms)
         if passed is None:
             self._fix(arms)
             return None
-        self.of[node] = passed
+        self._channels_of[node] = passed
         return passed if _shifts(module) else None
 
     def _passed(
         self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]
     ) -> list[int] | None:
-        """The channels of the node's value, if it passes factors on."""
+        """The channels of the node's value, if it passes factors on.
+
+        Args:
+            node: The node, which is no linear layer.
+            sources: The nodes that it reads.
+            arms: The channels of each of `sources`; None where they are not known.
+        """
         if not any(arms):
             return None
         if (
@@ -110,74 +139,67 @@ class Channels:
             and all(arms)
             and argument(node, 1, "dim", "axis", default=0) == 1
         ):
-            return [channel for source in listed(node) for channel in self.of[source]]
+            joined: list[int] = []
+            for source in listed(node):
+                joined += self._channels_of[source]
+            return joined
         if len(sources) == 1:
-            return self._alone(node, sources[0], arms[0] or [])
+            return self._passed_alone(node, sources[0], arms[0] or [])
+
         shape = node.meta["shape"]
         if is_add(node) and all(arms) and all(source.meta["shape"] == shape for source in sources):
             first, second = (channels or [] for channels in arms)
-            for a, b in zip(first, second, strict=True):
-                self._join(a, b)
+            for one, other in zip(first, second, strict=True):
+                self._join(one, other)
             return first
         if is_mul(node):
+            # A gate x g(x) passes the factors of x; g(x) must not change.
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
-                self._fix(
-                    [
-                        channels
-                        for source, channels in zip(sources, arms, strict=True)
-                        if source is not main
-                    ]
-                )
-                return self.of.get(main)
+                pairs = zip(sources, arms, strict=True)
+                self._fix([channels for source, channels in pairs if source is not main])
+                return self._channels_of.get(main)
         return None
 
-    def _alone(self, node: fx.Node, source: fx.Node, channels: list[int]) -> list[int] | None:
-        module: Any = self.traced.module(node)
+    def _passed_alone(
+        self, node: fx.Node, source: fx.Node, channels: list[int]
+    ) -> list[int] | None:
+        """As `_passed`, for a node that reads `source` alone, which has these channels."""
         before = source.meta["shape"]
         after = node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
-        if _shifts(module):
-            if (
-                not self.builder.anatomy.takes_part(str(node.target))
-                or self.traced.called(module) > 1
-            ):
-                return None
+
+        module = self.traced.module(node)
+        if module is not None and _shifts(module):
+            is_free = self.builder.anatomy.takes_part(str(node.target))
+            return channels if is_free and self.traced.called(module) <= 1 else None
+        if self._is_homogeneous(node, module):
             return channels
-        scaled = keeps_forward(module, (nn.Upsample,)) or (
-            scales_branch(module) and module.bias is None
-        )
-        if (
-            self.builder.is_identity(node)
-            or is_constant_mul(node)
-            or scaled
-            or node.target in _POOLS
-        ):
-            return channels
-        if keeps_forward(module, (nn.Flatten,)) or node.target in _FLAT:
-            whole = (
-                len(before) > 1
-                and after == (before[0], math.prod(before[1:]))
-                and before[1] == len(channels)
-            )
-            return (
-                [channel for channel in channels for _ in range(math.prod(before[2:]))]
-                if whole
-                else None
-            )
-        if node.target in (torch.mean, "mean", torch.amax, "amax"):
+        if node.target in _FLAT or keeps_forward(module, (nn.Flatten,)):
+            return _flattened(channels, before, after)
+        if node.target in _REDUCTIONS:
             dims = argument(node, 1, "dim", "axis")
             if not isinstance(dims, list | tuple):
                 dims = [dims]
-            over = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
-            return channels if over and min(over) > 1 else None
+            # Without dimensions, all are reduced.
+            reduced = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
+            return channels if min(reduced) > 1 else None
         return channels if propagates_scale(self.builder, node) else None
 
-    def _usable(self, node: fx.Node, module: nn.Module) -> bool:
-        if self.traced.called(module) > 1 or (
-            isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2
-        ):
+    def _is_homogeneous(self, node: fx.Node, module: nn.Module | None) -> bool:
+        """Whether `node` is an identity, a product with a number, or a pooling."""
+        if self.builder.is_identity(node) or is_constant_mul(node) or node.target in _POOLS:
+            return True
+        if keeps_forward(module, (nn.Upsample,)):
+            return True
+        return scales_branch(module) and module.bias is None
+
+    def _is_usable(self, node: fx.Node, module: nn.Module) -> bool:
+        """Whether the weights of a linear layer may take up factors."""
+        if self.traced.called(module) > 1:
+            return False
+        if isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2:
             # Channels that are not the second dimension are not followed.
             return False
         if not self.builder.anatomy.takes_part(str(node.target)):
@@ -189,20 +211,36 @@ class Channels:
         return True
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
+        """Give all these channels the factor 1."""
         for channels in arms:
             for channel in channels or ():
                 self._join(channel, FIXED)
 
-    def _join(self, a: int, b: int) -> None:
-        a = self._root(a)
-        b = self._root(b)
-        self.parent[max(a, b)] = min(a, b)
+    def _join(self, channel: int, other: int) -> None:
+        """Make the groups of two channels one."""
+        root = self._root(channel)
+        other_root = self._root(other)
+        self._parents[max(root, other_root)] = min(root, other_root)
 
     def _root(self, channel: int) -> int:
-        while self.parent[channel] != channel:
-            self.parent[channel] = self.parent[self.parent[channel]]
-            channel = self.parent[channel]
+        """The channel that stands for the group of `channel`; the way to it is shortened."""
+        while self._parents[channel] != channel:
+            self._parents[channel] = self._parents[self._parents[channel]]
+            channel = self._parents[channel]
         return channel
+
+
+def _flattened(channels: list[int], before: torch.Size, after: torch.Size) -> list[int] | None:
+    """The channels of (N, C, ...) flattened to (N, features); None for another change of shape."""
+    if len(before) < 2 or before[1] != len(channels):
+        return None
+    if after != (before[0], math.prod(before[1:])):
+        return None
+
+    features: list[int] = []
+    for channel in channels:
+        features += [channel] * math.prod(before[2:])
+    return features
 
 
 def _shifts(module: nn.Module | None) -> bool:
@@ -212,27 +250,32 @@ def _shifts(module: nn.Module | None) -> bool:
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply each channel, in place, by its group's factor; of `factors` (groups,) the first is
-    1. Exact.
+    """Multiply each channel, in place, by its group's factor f; the network's function stays.
+
+    W'[o, i] = f[o] W[o, i] / f[i], b'[o] = f[o] b[o].
+
+    Args:
+        model: The folded network.
+        channels: Its groups of channels.
+        factors: One positive factor for each group, (groups,); the first one is 1.
     """
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))
-        weight = standardized.computed(module)
-        groups = getattr(module, "groups", 1)
-        out = factors[layer.writes]
-        incoming = (
-            (1 / factors[layer.reads])
-            .view(groups, 1, -1)
-            .expand(-1, len(out) // groups, -1)
-            .flatten(0, 1)
-        )
-        wide = weight.double() * out.view(-1, *[1] * (weight.ndim - 1))
-        standardized.compute(
-            module, wide * incoming.view(*incoming.shape, *[1] * (weight.ndim - 2))
-        )
+        weight = standardized.computed(module).double()
+        out_factors = factors[layer.writes]
+
+        # A group of filters reads its own share of the input channels.
+        filter_groups = getattr(module, "groups", 1)
+        in_factors = (1 / factors[layer.reads]).view(filter_groups, 1, -1)
+        in_factors = in_factors.expand(-1, len(out_factors) // filter_groups, -1).flatten(0, 1)
+
+        kernel_ones = [1] * (weight.ndim - 2)
+        weight = weight * out_factors.view(-1, 1, *kernel_ones)
+        standardized.compute(module, weight * in_factors.view(*in_factors.shape, *kernel_ones))
         if module.bias is not None:
-            module.bias.copy_(module.bias.double() * out)
+            module.bias.copy_(module.bias.double() * out_factors)
+
     for layer in channels.shifts:
         bias = model.get_submodule(layer.path).get_parameter("bias")
         bias.copy_(bias.double() * factors[layer.writes])

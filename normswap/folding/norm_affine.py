@@ -1,12 +1,12 @@
-"""Fold gamma and beta of LayerNorms and RMSNorms, and LayerScale's gamma, into the linear layers
-beside them.
+"""Fold gamma and beta of LayerNorms and RMSNorms, and LayerScale's gamma, into linear layers.
 
-W' = W gamma per input channel, b' = b + W beta. Between the norm and the linear layers there may be
-steps that treat all channels alike (`channel_axes`): windows, shifts, tokens that are picked or
-averaged; padding with zeros stops the beta. LayerScale, gamma per channel at the end of a branch
-(Touvron et al. 2021, arXiv:2103.17239, section 2), goes into the linear layer before it: W' = gamma
-W, b' = gamma b. A gamma that is a block's own parameter (ConvNeXt, CaiT, BEiT) is no module, and
-`folded` leaves it.
+The linear layers after a norm absorb its affine map: W' = W gamma per input channel, b' = b + W
+beta. Between them there may be steps that treat all channels alike (`channel_axes`): windows,
+shifts, tokens that are picked or averaged; padding with zeros stops the beta.
+
+LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section
+2), goes into the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own
+parameter (ConvNeXt, CaiT, BEiT) is no module, and `folded` leaves it.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,13 @@ from normswap.plan import AbsorbMode, Outcome
 
 def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
     """The LayerNorms and RMSNorms that forward calls, by path, each once."""
-    calls = anatomy.traced.calls
-    modules = {norm.path: anatomy.traced.modules[norm.path] for norm in anatomy.norms}
-    return {
-        path: module
-        for path, module in modules.items()
-        if channel_norm.is_at_each_position(module)
-        if id(module) in calls and anatomy.takes_part(path)
-    }
+    norms: dict[str, nn.Module] = {}
+    for norm in anatomy.norms:
+        module = anatomy.traced.modules[norm.path]
+        is_called = id(module) in anatomy.traced.calls
+        if channel_norm.is_at_each_position(module) and is_called and anatomy.takes_part(norm.path):
+            norms[norm.path] = module
+    return norms
 
 
 def move(builder: PlanBuilder) -> None:
@@ -46,59 +45,65 @@ def move(builder: PlanBuilder) -> None:
     }
     if not norms:
         return
+
     axes = channel_axes.find_axes(builder.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
-            linears = linear_readers(builder, axes, path, norm)
+            linear_paths = linear_readers(builder, axes, path, norm)
         except NotFoldable as why:
             builder.settle(path, stays(str(why), " with its scale and shift"))
             continue
-        for linear in linears:
-            builder.linear(linear).add(path, AbsorbMode.BEFORE)
+
+        for linear_path in linear_paths:
+            builder.linear(linear_path).add(path, AbsorbMode.BEFORE)
         builder.replace(path, "BareNorm")
-        into = ", ".join(linears)
-        builder.settle(
-            path, Outcome("scale and shift moved on", f"its scale and shift move to {into}")
-        )
+        sentence = f"its scale and shift move to {', '.join(linear_paths)}"
+        builder.settle(path, Outcome("scale and shift moved on", sentence))
 
 
 def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
     """Paths of the linear layers that alone read the norm's output, channel by channel.
 
-    Raises NotFoldable: something else reads it, or one of them cannot absorb a scale and shift of
-    its input.
+    Raises:
+        NotFoldable: Something else reads it, or one of them cannot absorb a scale and shift of its
+            input.
     """
-    why = channel_norm.refusal(norm)
-    read = builder.traced.read_directly(norm)
-    if why or read:
-        raise NotFoldable(why or f"{read} is read in forward, not only by the norm itself")
-    if any(n.path == path and n.role == "head" for n in builder.anatomy.norms):
+    traced = builder.traced
+    refusal = channel_norm.refusal(norm)
+    if refusal:
+        raise NotFoldable(refusal)
+    tensor_path = traced.read_directly(norm)
+    if tensor_path:
+        raise NotFoldable(f"{tensor_path} is read in forward, not only by the norm itself")
+    if any(seen.path == path and seen.role == "head" for seen in builder.anatomy.norms):
         raise NotFoldable("its output is the network's features")
 
     def passes(node: fx.Node) -> bool:
-        return builder.is_identity(node) or channel_axes.is_step(builder.traced, node)
+        return builder.is_identity(node) or channel_axes.is_step(traced, node)
 
-    readings = [
-        reading
-        for call in builder.traced.calls[id(norm)]
-        for reading in readers(builder, call, passes)
-    ]
-    paths = absorbing(builder, [reader for _, reader in readings])
+    readings: list[tuple[fx.Node, fx.Node]] = []
+    for call in traced.calls[id(norm)]:
+        readings += readers(builder, call, passes)
+    linear_paths = absorbing(builder, [reader for _, reader in readings])
     for value, reader in readings:
-        _check_channels(
-            builder.traced.linear(str(reader.target)), str(reader.target), axes.get(value)
-        )
-    return paths
+        reader_path = str(reader.target)
+        _check_channels(traced.linear(reader_path), reader_path, axes.get(value))
+    return linear_paths
 
 
 def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
-    """Raise NotFoldable unless a linear layer's inputs are the norm's channels, without padded
-    zeros.
+    """Raise NotFoldable unless a linear layer's inputs are the norm's channels, without padding.
+
+    Args:
+        linear: The linear layer.
+        path: Its path.
+        axis: Where the norm's channels are in its input; None where that is not known.
     """
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")
     if not axis.pure:
         raise NotFoldable(f"zeros are padded before {path}, which the shift would have to move")
+
     if isinstance(linear, nn.Linear):
         fits = axis.last
     else:
@@ -120,60 +125,76 @@ def move_layer_scales(builder: PlanBuilder) -> None:
             continue
         if not builder.anatomy.takes_part(path):
             continue
+
         try:
-            linear = layer_scale_producer(builder, module)
+            linear_path = layer_scale_producer(builder, module)
         except NotFoldable as why:
             builder.notes.append(f"{path} stays: {why}")
             continue
-        builder.linear(linear).add(path, AbsorbMode.AFTER)
+        builder.linear(linear_path).add(path, AbsorbMode.AFTER)
         builder.remove(path)
-        builder.settle(path, folded_back(linear))
+        builder.settle(path, folded_back(linear_path))
 
 
 def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     """The path of the linear layer whose output this LayerScale alone reads.
 
-    Raises NotFoldable: there is none, or it cannot absorb a scale of its output.
+    Raises:
+        NotFoldable: There is none, or it cannot absorb a scale of its output.
     """
     traced = builder.traced
     if module._forward_hooks or module._forward_pre_hooks:
         raise NotFoldable("it has forward hooks, which would be lost with it")
-    read = traced.read_directly(module)
-    if read:
-        raise NotFoldable(f"{read} is read elsewhere in forward")
-    values = [value for call in traced.calls[id(module)] for value in inputs(call)]
-    return _producer(
-        builder, values, (nn.Linear,) if scaled_dim(module) == -1 else (nn.modules.conv._ConvNd,)
-    )
+    tensor_path = traced.read_directly(module)
+    if tensor_path:
+        raise NotFoldable(f"{tensor_path} is read elsewhere in forward")
+
+    values: list[fx.Node] = []
+    for call in traced.calls[id(module)]:
+        values += inputs(call)
+    # Channels last are a Linear's outputs, channels second a convolution's.
+    kind = nn.Linear if scaled_dim(module) == -1 else nn.modules.conv._ConvNd
+    return _producer(builder, values, (kind,))
 
 
 def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str, list[fx.Node]]:
-    """The path of the linear layer whose output this parameter alone multiplies, channel by
-    channel, and the products.
+    """The linear layer whose output this parameter alone multiplies, channel by channel.
 
-    Raises NotFoldable as `layer_scale_producer`.
+    Args:
+        builder: The plan in the making.
+        parameter: The path of the parameter, which forward reads by itself.
+
+    Returns:
+        The path of the linear layer, and the nodes of the products.
+
+    Raises:
+        NotFoldable: As for `layer_scale_producer`.
     """
     traced = builder.traced
     tensor = traced.fetch(parameter)
-    products: dict[fx.Node, fx.Node] = {}
+
+    def is_step(node: fx.Node) -> bool:
+        return channel_axes.is_step(traced, node)
+
+    # The value that the parameter multiplies, by the node of the product.
+    value_of: dict[fx.Node, fx.Node] = {}
     for start in (*traced.nodes, *traced.alternative_nodes):
         if start.op != "get_attr" or start.target != parameter:
             continue
-        for _, reader in readers(builder, start, lambda node: channel_axes.is_step(traced, node)):
+        for _, reader in readers(builder, start, is_step):
             product = channel_axes.scaled(traced, reader)
-            axis = builder.axes.get(reader)
             if product is None or has_other_modules(builder, parameter):
                 raise NotFoldable("is read elsewhere too")
+            axis = builder.axes.get(reader)
             if axis is None or axis.size != tensor.numel() or not isinstance(tensor, nn.Parameter):
                 raise NotFoldable("is no parameter of one number per channel")
-            products[reader] = product[0]
-    return _producer(builder, [*products.values()], LINEAR, after_steps=True), [*products]
+            value_of[reader], _ = product
+    linear_path = _producer(builder, [*value_of.values()], LINEAR, after_steps=True)
+    return linear_path, [*value_of]
 
 
 def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
-    """Whether a parameter that a forward reads also belongs to another module, or to a layer that
-    is called.
-    """
+    """Whether the parameter at this path also belongs to another module, or to a called layer."""
     traced = builder.traced
     owner = traced.modules[parameter.rpartition(".")[0]]
     return traced.owners[id(traced.fetch(parameter))] > 1 or id(owner) in traced.calls
@@ -186,28 +207,35 @@ def _producer(
     *,
     after_steps: bool = False,
 ) -> str:
-    """The path of the linear layer of these kinds that makes the values, each read once, and no
-    other value.
+    """The path of the linear layer that makes these values, each read once, and no other value.
+
+    Args:
+        builder: The plan in the making.
+        values: The nodes of the values.
+        kinds: The classes that the linear layer may have.
+        after_steps: Whether the values may be rearrangements of the layer's output.
     """
     producers = [_made(builder, value, after_steps=after_steps) for value in values]
     linear = builder.traced.module(producers[0])
     path = str(producers[0].target)
     if not isinstance(linear, kinds):
         raise NotFoldable(f"{name(producers[0])} makes its input, not a linear layer")
-    elsewhere = any(len(builder.traced.users[node]) > 1 for node in producers)
-    if elsewhere or set(builder.traced.calls[id(linear)]) != set(producers):
+
+    is_shared = any(len(builder.traced.users[node]) > 1 for node in producers)
+    if is_shared or set(builder.traced.calls[id(linear)]) != set(producers):
         raise NotFoldable(f"{path} is read elsewhere too")
     check_linear(builder, path, linear)
     return path
 
 
 def _made(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
-    """The value of which `node` is a copy or, with `after_steps`, which it rearranges; others may
-    read it, too.
+    """The node that made the value of `node`, before identities and, with `after_steps`, steps.
+
+    Others may read the value of the result, too.
     """
     while len(builder.traced.users[node]) == 1:
-        step = after_steps and channel_axes.is_step(builder.traced, node) and len(inputs(node)) == 1
-        if not step and not builder.is_identity(node):
+        is_step = channel_axes.is_step(builder.traced, node) and len(inputs(node)) == 1
+        if not builder.is_identity(node) and not (after_steps and is_step):
             break
         (node,) = inputs(node)
     return node

@@ -1,7 +1,7 @@
 """Fold timm's normalizer-free networks: their scalars move into the convolutions around them.
 
 A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names).
-beta, and the gamma of an activation, scale the inputs of the next convolutions; alpha, the
+beta, and the gamma of an activation, scale the inputs of the next convolutions. alpha, the
 attention's gain and SkipInit's gain scale the branch, and move through its gate into its last
 convolution. The standardized weights are baked (`reparametrized`). Factors that cannot move stay
 numbers in the block. The last activation keeps its gamma: features would change.
@@ -29,18 +29,18 @@ def free(builder: PlanBuilder) -> None:
             continue
         if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
             with _or_note(builder, str(node.target)):
-                _forward(builder, node, module.gamma, f"{node.target}.gamma")
+                _move_forward(builder, node, module.gamma, f"{node.target}.gamma")
+
     for path, module in traced.modules.items():
-        if (
-            isinstance(module, NormFreeBlock)
-            and path not in traced.opaque
-            and builder.anatomy.takes_part(path)
-        ):
+        if not isinstance(module, NormFreeBlock) or path in traced.opaque:
+            continue
+        if builder.anatomy.takes_part(path):
             _free_block(builder, path, module)
 
 
 @contextmanager
 def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
+    """Turn a NotFoldable into a note that the block at `path` keeps its factor."""
     try:
         with attempt(builder):
             yield
@@ -49,40 +49,47 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 
 
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
-    nodes_of_block = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
-    attention = block.attn is not None or block.attn_last is not None
-    named = [("beta", block.beta), ("alpha", block.alpha)]
-    if attention:
-        named.insert(1, ("attn_gain", block.attn_gain))
-    # The tracer leaves out factors of 1.
-    named = [(name, value) for name, value in named if value != 1]
-    factors = [node for node in nodes_of_block if is_constant_mul(node)]
-    if [constant(node) for node in factors] != [value for _, value in named]:
+    """Fold beta, the attention's gain, alpha and SkipInit's gain of one block."""
+    nodes = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
+    products = [node for node in nodes if is_constant_mul(node)]
+    factors = _factors(block)
+    if [constant(node) for node in products] != list(factors.values()):
         builder.notes.append(f"{path} keeps its factors: they are not those of a NormFreeBlock")
         return
-    nodes = dict(zip([name for name, _ in named], factors, strict=True))
-    for name, value in named:
+
+    for (name, factor), node in zip(factors.items(), products, strict=True):
+        move = _move_forward if name == "beta" else _move_back
         with _or_note(builder, path):
-            if name == "beta":
-                _forward(builder, nodes[name], value, f"{path}.{name}")
-            else:
-                _back(builder, nodes[name], value, f"{path}.{name}")
+            move(builder, node, factor, f"{path}.{name}")
+
     if isinstance(block.skipinit_gain, Tensor):
         with _or_note(builder, path):
-            node = next((node for node in nodes_of_block if _is_in_place(node)), None)
-            if node is None:
-                raise NotFoldable("it is not in the graph")
-            source = inputs(node)[0]
-            enlarge(
-                builder,
-                source,
-                float(block.skipinit_gain.detach()),
-                set(builder.traced.users[source]),
-            )
-            builder.replace(f"{path}.skipinit_gain", "Number", value=None)
+            _fold_skipinit_gain(builder, path, float(block.skipinit_gain.detach()), nodes)
 
 
-def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
+def _factors(block: NormFreeBlock) -> dict[str, float]:
+    """The block's factors by name, in the order in which its forward multiplies by them.
+
+    The recorder leaves out factors of 1.
+    """
+    factors = {"beta": block.beta}
+    if block.attn is not None or block.attn_last is not None:
+        factors["attn_gain"] = block.attn_gain
+    factors["alpha"] = block.alpha
+    return {name: factor for name, factor in factors.items() if factor != 1}
+
+
+def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: list[fx.Node]) -> None:
+    """Fold SkipInit's gain, by which the branch is multiplied in place, into the branch."""
+    product = next((node for node in nodes if _is_in_place(node)), None)
+    if product is None:
+        raise NotFoldable("it is not in the graph")
+    source = inputs(product)[0]
+    enlarge(builder, source, gain, set(builder.traced.users[source]))
+    builder.replace(f"{path}.skipinit_gain", "Number", value=None)
+
+
+def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
     """Move a factor into the next convolutions, but not into the classifier."""
     for reader in scalar_readers(builder, node, set()):
         if reader == builder.anatomy.classifier:
@@ -91,7 +98,7 @@ def _forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> N
     builder.replace(path, "Number", value=1.0)
 
 
-def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
+def _move_back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
     """Move a factor through gates into the last convolution before it."""
     (above,) = inputs(node)
     # SkipInit's gain stands between the attention and alpha.
@@ -103,7 +110,7 @@ def _back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    return (node.op == "call_method" and node.target == "mul_") or node.target in (
-        operator.imul,
-        torch.Tensor.mul_,
-    )
+    """Whether `node` multiplies its first input in place."""
+    if node.op == "call_method" and node.target == "mul_":
+        return True
+    return node.target in (operator.imul, torch.Tensor.mul_)

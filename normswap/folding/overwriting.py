@@ -28,27 +28,33 @@ _VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detac
 
 
 def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
-    """A node after `call` that writes into the value that `call` reads; None where there is none."""
+    """The first node after `call` that writes into the value that `call` reads, or None."""
     traced = builder.traced
-    late = traced.index(call)
+    call_index = traced.index(call)
+
+    # The value may have got other names before: go up to the first one.
     (value,) = inputs(call)
     while (builder.is_identity(value) or overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
-    family = [value]
-    for node in family:
+
+    # Then look at every later name of the same memory; the list grows while it is read.
+    names = [value]
+    for node in names:
         for user in traced.users[node]:
             if overwrites(traced, user) and inputs(user)[0] is node:
-                if traced.index(user) > late:
+                if traced.index(user) > call_index:
                     return user
-                family.append(user)
+                names.append(user)
             elif builder.is_identity(user) and user is not call:
-                family.append(user)
+                names.append(user)
     return None
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Why layers that pass on their input's memory must stay: it is written to under one name and
-    read by another.
+    """Layers that must stay because of an alias: the path of each, with the reason.
+
+    Such a layer returns its input's memory, which is written to under one name and read by another.
+    A layer that copies, in its place, would change what is read.
     """
     traced = builder.traced
     conflicts = {}
@@ -59,11 +65,12 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
             )
         if node.target is not after:
             continue
-        first, second = (_passing(traced, value) for value in inputs(node))
-        for name in (
-            *(n for n in first if n not in second),
-            *(n for n in second if n not in first[1:]),
-        ):
+
+        # The two inputs of `after` are names of one memory. Layers that both have are no matter.
+        read_names, written_names = (_passing(traced, value) for value in inputs(node))
+        apart = [name for name in read_names if name not in written_names]
+        apart += [name for name in written_names if name not in read_names[1:]]
+        for name in apart:
             path = str(name.target)
             if name.op == "call_module" and _copies(builder, path):
                 conflicts[path] = (
@@ -92,6 +99,7 @@ def shares(traced: Traced, node: fx.Node) -> bool:
 
 
 def _copies(builder: PlanBuilder, path: str) -> bool:
+    """Whether the plan puts a layer at `path` that returns new memory."""
     return path in builder.scalars or (path in builder.replacements and not builder.removes(path))
 
 
@@ -106,6 +114,8 @@ def overwrites(traced: Traced, node: fx.Node) -> bool:
         return False
     if getattr(node.target, "__name__", "").endswith("_") or node.target in _IN_PLACE:
         return True
+
+    # Functions such as F.relu have an argument `inplace`.
     assert callable(node.target)
     try:
         bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)

@@ -1,4 +1,4 @@
-"""The plan builder: what each layer absorbs, which layer goes where, and what became of each norm."""
+"""A plan in the making: what each layer absorbs, which layer goes where, what became of each norm."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -26,28 +26,42 @@ NEVER_CALLED = Outcome("never called", "never called by forward")
 
 
 def folded_back(*into: str) -> Outcome:
-    """The outcome of a norm that goes into the layers before it, named by their paths."""
+    """The outcome of a norm that folds into the layers before it, which have these paths."""
     return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
 def left_affine(reason: str) -> Outcome:
-    """The outcome of a norm whose scale and shift stay in its place, and why."""
+    """The outcome of a norm whose scale and shift stay in its place, for this reason."""
     return Outcome(LEFT_AFFINE, "keeps scale and shift", reason)
 
 
 def stays(reason: str, with_what: str = "") -> Outcome:
-    """The outcome of a norm that stays as it is, and why."""
+    """The outcome of a norm that stays as it is, for this reason.
+
+    Args:
+        reason: Why it cannot fold.
+        with_what: A phrase to add to "stays", such as " with its scale and shift".
+    """
     return Outcome("stay as they are", f"stays{with_what}", reason)
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """How many norms have which outcome, in the order in which each is first met."""
+    """The number of norms with each outcome, in the order in which the outcomes are first met."""
     return dict(Counter(outcome.counted for outcome in outcomes))
 
 
 @dataclass
 class LinearBuilder:
-    """The absorptions of one linear layer, collected until its single edit is written."""
+    """What one linear layer absorbs, collected until its single edit is written.
+
+    Args:
+        reads: (path, absorption) of every neighbour that the layer absorbs.
+        gain: The factor by which its output is multiplied.
+        in_gain: The factor by which its input is multiplied.
+        bake: Whether a weight that is computed at each step becomes a plain one.
+        layer: The name of the layer that the edit places.
+        extra: Further arguments of that layer.
+    """
 
     reads: list[tuple[str, Absorption]] = field(default_factory=list)
     gain: float = 1.0
@@ -57,28 +71,42 @@ class LinearBuilder:
     extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: AbsorbMode, channels: tuple[int, int] | None = None) -> None:
-        """Absorb the module at `path`, or a range of its channels."""
+        """Absorb the module at `path`, or the range `channels` (from, up to) of its channels."""
         self.reads.append((path, Absorption(way, channels)))
 
     def edit(self, path: str) -> Edit:
-        # What comes before the convolution is absorbed first; among those after it, the nearest
-        # first.
+        """The edit that makes the layer at `path` absorb all this."""
+        # What precedes the layer is absorbed first; then what follows it, the nearest first.
         reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
-        args: Body = {
-            name: value for name in ("gain", "in_gain") if (value := getattr(self, name)) != 1.0
-        }
+
+        args: Body = {}
+        if self.gain != 1.0:
+            args["gain"] = self.gain
+        if self.in_gain != 1.0:
+            args["in_gain"] = self.in_gain
         if self.bake:
             args["bake"] = True
-        takes = tuple(absorption for _, absorption in reads)
         return Edit(
-            path, self.layer, {**args, **self.extra}, tuple(read for read, _ in reads), takes
+            path=path,
+            layer=self.layer,
+            args={**args, **self.extra},
+            reads=tuple(neighbour for neighbour, _ in reads),
+            takes=tuple(absorption for _, absorption in reads),
         )
 
 
 @dataclass
 class PlanBuilder:
-    """Edits in the making, and for every norm what happens to it (`outcomes`) or why nothing can
-    (`refusals`).
+    """A step of a plan in the making.
+
+    Args:
+        anatomy: The network that the step changes.
+        linears: What each linear layer absorbs, by its path.
+        replacements: The edits that place other layers, by path.
+        outcomes: What happens to each norm, by its path.
+        refusals: Why nothing can be done to a norm, by its path.
+        notes: Sentences that the user should read.
+        scalars: The layer that is chained after the one at a path.
     """
 
     anatomy: Anatomy
@@ -87,7 +115,6 @@ class PlanBuilder:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    # By path, what is chained after the replacement there.
     scalars: dict[str, Then] = field(default_factory=dict)
 
     @property
@@ -95,17 +122,19 @@ class PlanBuilder:
         return self.anatomy.traced
 
     def linear(self, path: str) -> LinearBuilder:
+        """What the linear layer at `path` absorbs; more can be added to it."""
         return self.linears.setdefault(path, LinearBuilder())
 
     def replace(self, path: str, layer: str, **args: object) -> None:
+        """Place `layer`, built with these arguments, at `path`."""
         self.replacements[path] = Edit(path, layer, args)
 
     def remove(self, path: str) -> None:
-        """Remove what stands at the path, but for the activation that its norm carried."""
+        """Remove the module at `path`; an activation that it applies stays."""
         self.replace(path, Vacant.__name__)
 
     def removes(self, path: str) -> bool:
-        """Whether this plan removes what stands at the path."""
+        """Whether this plan removes the module at `path`."""
         return path in self.replacements and self.replacements[path].layer == Vacant.__name__
 
     def is_removed(self, path: str, module: nn.Module | None) -> bool:
@@ -115,33 +144,38 @@ class PlanBuilder:
         return isinstance(module, Vacant)
 
     def settle(self, path: str, outcome: Outcome) -> None:
+        """Record what becomes of the norm at `path`."""
         self.outcomes[path] = outcome
 
     @cached_property
     def axes(self) -> Axes:
-        """The axis of channels of each value."""
+        """The channel axis of each value."""
         return channel_axes.find_axes(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:
-        then = {path: (scalar,) for path, scalar in self.scalars.items()}
-        # A layer that stays, with a follower, may absorb a norm: then the follower follows the
-        # changed layer.
-        followers = {
-            path: edit
-            for path, edit in self.replacements.items()
-            if edit.keep and path in self.linears
-        }
-        then |= {path: (Then(edit.layer, edit.args),) for path, edit in followers.items()}
-        replacements = (edit for path, edit in self.replacements.items() if path not in followers)
-        edits = (*(linear.edit(path) for path, linear in self.linears.items()), *replacements)
-        return tuple(replace(edit, then=(*edit.then, *then.get(edit.path, ()))) for edit in edits)
+        """All edits: first the linear layers', then the replacements, each with its followers."""
+        followers = {path: (scalar,) for path, scalar in self.scalars.items()}
+
+        # A kept layer with a follower may absorb a norm. The follower then follows the edited layer.
+        replacements = []
+        for path, edit in self.replacements.items():
+            if edit.keep and path in self.linears:
+                followers[path] = (Then(edit.layer, edit.args),)
+            else:
+                replacements.append(edit)
+
+        linears = [linear.edit(path) for path, linear in self.linears.items()]
+        return tuple(
+            replace(edit, then=(*edit.then, *followers.get(edit.path, ())))
+            for edit in (*linears, *replacements)
+        )
 
     def is_identity(self, node: fx.Node) -> bool:
-        """Whether `node` passes its input on unchanged in eval mode, once the plan is carried out."""
+        """Whether `node` returns its input in eval mode, once the plan is carried out."""
         module = self.traced.module(node)
         if module is None:
-            asleep = node.target is F.dropout and node.kwargs.get("training") is False
-            return asleep or (node.op == "call_method" and node.target == "contiguous")
+            is_idle_dropout = node.target is F.dropout and node.kwargs.get("training") is False
+            return is_idle_dropout or (node.op == "call_method" and node.target == "contiguous")
         if is_identity(module):
             return True
         return self.is_removed(str(node.target), module) and affine.activation(module) is None

@@ -1,13 +1,12 @@
-"""The rules of propagation: which steps of the graph an affine map, or a positive factor, commutes
-with.
+"""The rules of propagation: which steps of the graph pass on an affine map, or a positive factor.
 
-A value is rescaled by a positive factor in the layers that compute it, and divided by it in its
+A value is multiplied by a positive factor c in the layers that compute it, and divided by c in its
 other readers. The function stays the same: c f(x) = f'(x) with c in the last weights of f, and g(y)
 = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, a gate x
 g(x) to x alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -67,11 +66,21 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 def consumers(
     builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]
 ) -> list[str]:
-    """Paths of the convolutions that read this module; raises NotFoldable: something else reads it."""
-    calls = builder.traced.calls[id(module)]
-    paths = absorbing(
-        builder, [reader for call in calls for _, reader in readers(builder, call, propagates)]
-    )
+    """Paths of the convolutions that read the output of `module`.
+
+    Args:
+        builder: The plan in the making.
+        module: The module whose output is read.
+        propagates: Tells of a node between them whether the affine map, or the scale, can pass it.
+
+    Raises:
+        NotFoldable: Something else reads the output.
+    """
+    reading_nodes: list[fx.Node] = []
+    for call in builder.traced.calls[id(module)]:
+        reading_nodes += [reader for _, reader in readers(builder, call, propagates)]
+
+    paths = absorbing(builder, reading_nodes)
     for path in paths:
         if isinstance(builder.traced.modules[path], nn.Linear):
             raise NotFoldable(
@@ -83,8 +92,13 @@ def consumers(
 def readers(
     builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(value, reader) for each reader of `start` that does not pass it on; raises NotFoldable: the
-    model returns it.
+    """Yield (value, reader) for each node that reads `start` and does not pass it on.
+
+    Nodes that pass it on (`propagates`) are followed to their readers; `value` is the node that
+    `reader` reads.
+
+    Raises:
+        NotFoldable: The network returns the value.
     """
     for user in builder.traced.users[start]:
         if user.op == "output":
@@ -96,16 +110,17 @@ def readers(
 
 
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
-    """Paths of the linear layers that the nodes call.
+    """Paths of the linear layers that the nodes call, each once.
 
-    Raises NotFoldable: a node calls something else, or a layer is called elsewhere or cannot absorb
-    a scale and shift.
+    Raises:
+        NotFoldable: A node calls something else, or a layer is called elsewhere, too, or cannot
+            absorb a scale and shift of its input.
     """
     for node in nodes:
-        layer = _reading_linear(builder, node)
+        linear = _reading_linear(builder, node)
         if str(node.target) == builder.anatomy.classifier:
             raise NotFoldable(f"the features that {node.target} reads would change")
-        if any(call not in nodes for call in builder.traced.calls[id(layer)]):
+        if any(call not in nodes for call in builder.traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, on another input")
     if not nodes:
         raise NotFoldable("nothing reads it")
@@ -113,18 +128,24 @@ def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) -> nn.Module:
-    """The linear layer that `node` calls, if it can absorb a scale of its input."""
-    layer = builder.traced.module(node)
-    if not isinstance(layer, LINEAR):
+    """The linear layer that `node` calls, if it can absorb a scale of its input.
+
+    `once` is as in `check_linear`.
+
+    Raises:
+        NotFoldable: It calls no linear layer, or one that cannot.
+    """
+    linear = builder.traced.module(node)
+    if not isinstance(linear, LINEAR):
         raise NotFoldable(f"{name(node)} reads it, not a linear layer")
-    check_linear(builder, str(node.target), layer, once=once)
-    if reparametrized.keeps_input_bias(layer):
+    check_linear(builder, str(node.target), linear, once=once)
+    if reparametrized.keeps_input_bias(linear):
         raise NotFoldable(f"{node.target} adds a scalar to its input")
-    return layer
+    return linear
 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether f(c x) = c f(x) for a positive scale c per channel, after the plan."""
+    """Whether the node's f has f(c x) = c f(x) for a positive scale c per channel, after the plan."""
     module = builder.traced.module(node)
     if module is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
@@ -134,26 +155,27 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
-    """Convolutions beside the `main` path that read `start`, through steps that commute with a
-    positive scalar.
+    """Paths of the linear layers that read `start` beside the nodes in `main`.
 
-    Raises NotFoldable: something else reads it.
+    Between them there may be steps that commute with a positive scalar.
+
+    Raises:
+        NotFoldable: Something else reads it.
     """
 
     def propagates(node: fx.Node) -> bool:
-        return (
-            node.target in _SCALAR_FUNCTIONS
-            or is_constant_mul(node)
-            or propagates_scale(builder, node)
-        )
+        is_homogeneous_step = node.target in _SCALAR_FUNCTIONS or is_constant_mul(node)
+        return is_homogeneous_step or propagates_scale(builder, node)
 
-    paths = []
+    paths: list[str] = []
     for user in builder.traced.users[start]:
         if user in main:
             continue
-        for _, reader in (
-            readers(builder, user, propagates) if propagates(user) else [(start, user)]
-        ):
+
+        reached: Iterable[tuple[fx.Node, fx.Node]] = [(start, user)]
+        if propagates(user):
+            reached = readers(builder, user, propagates)
+        for _, reader in reached:
             if reader in main:
                 raise NotFoldable(f"{name(reader)} reads it")
             _reading_linear(builder, reader, once=True)
@@ -161,109 +183,149 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
     return list(dict.fromkeys(paths))
 
 
-def check_linear(builder: PlanBuilder, path: str, conv: nn.Module, *, once: bool = False) -> None:
-    """Raise NotFoldable where a linear layer cannot absorb its neighbours, or, with `once`, is
-    called repeatedly.
+def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bool = False) -> None:
+    """Raise NotFoldable where a linear layer cannot absorb its neighbours.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the layer.
+        linear: The layer itself.
+        once: Whether the layer must be called only once.
     """
-    made_anew = reparametrized.is_reparametrized(conv)
-    forward_was_read = type(conv).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(conv)
-    if not made_anew and not forward_was_read and not own_forwards.computes(conv):
-        raise NotFoldable(f"{path} ({type(conv).__name__}) has a forward of its own")
-    if made_anew and not builder.anatomy.takes_part(path):
-        raise NotFoldable(f"{path} ({type(conv).__name__}) is to stay as it is")
-    if not made_anew and parametrize.is_parametrized(conv):
+    is_replaced = reparametrized.is_reparametrized(linear)
+    is_known = type(linear).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(linear)
+    if not is_replaced and not is_known and not own_forwards.computes(linear):
+        raise NotFoldable(f"{path} ({type(linear).__name__}) has a forward of its own")
+    if is_replaced and not builder.anatomy.takes_part(path):
+        raise NotFoldable(f"{path} ({type(linear).__name__}) is to stay as it is")
+    if not is_replaced and parametrize.is_parametrized(linear):
         raise NotFoldable(f"{path} has a parametrized weight")
-    if any((conv._forward_hooks, conv._forward_pre_hooks)):
+    if linear._forward_hooks or linear._forward_pre_hooks:
         raise NotFoldable(f"{path} has forward hooks, which see its output")
-    if builder.traced.owners[id(conv.weight)] > 1:
+    if builder.traced.owners[id(linear.weight)] > 1:
         raise NotFoldable(f"{path}.weight is shared with another module")
-    read = builder.traced.read_directly(conv)
-    if read:
-        raise NotFoldable(f"{read} is read elsewhere in forward")
-    if once and len(builder.traced.calls[id(conv)]) > 1:
+    tensor_path = builder.traced.read_directly(linear)
+    if tensor_path:
+        raise NotFoldable(f"{tensor_path} is read elsewhere in forward")
+    if once and len(builder.traced.calls[id(linear)]) > 1:
         raise NotFoldable(f"{path} is called more than once")
 
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
-    """One path per module, in order."""
-    return list({id(modules[path]): path for path in reversed(paths)}.values())[::-1]
+    """The paths without those of a module that an earlier path names, in order."""
+    first_paths: dict[int, str] = {}
+    for path in reversed(paths):
+        first_paths[id(modules[path])] = path
+    return list(first_paths.values())[::-1]
 
 
 def name(node: fx.Node) -> str:
-    """The name of what the node calls."""
+    """The path of the module, or the name of the function, that the node calls."""
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", node.name)
 
 
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
-    """The convolution from which a scale can reach `node`, and the linear maps that must be divided
-    by it.
+    """The linear layer from which a scale c can reach `node`, and the layers to divide by c.
 
-    A gate x * g(x) passes a scale c if the first linear map of g is divided by c. `before` reads
-    `node`: from there on nothing changes. Raises NotFoldable: a scale cannot pass.
+    A gate x g(x) passes c if the first linear map of g is divided by c.
+
+    Args:
+        builder: The plan in the making.
+        node: The node whose value is to be scaled.
+        before: The reader of `node` from which on nothing changes.
+
+    Raises:
+        NotFoldable: A scale cannot pass a step between them.
     """
     passed = {before}
-    gates: list[str] = []
+    divided: list[str] = []
     while True:
         if len(builder.traced.users[node]) > 1:
-            gates += scalar_readers(builder, node, passed)
+            divided += scalar_readers(builder, node, passed)
         if isinstance(builder.traced.module(node), LINEAR):
             break
+
         above = builder.traced.main_input(node)
         if above is None or not (is_mul(node) or propagates_scale(builder, node)):
             raise NotFoldable(f"a scale cannot pass {name(node)}")
         passed.add(node)
         node = above
+
     path = str(node.target)
     check_linear(builder, path, builder.traced.modules[path], once=True)
-    return path, list(dict.fromkeys(gates))
+    return path, list(dict.fromkeys(divided))
 
 
 def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
-    """Multiply the value of `node` by `factor` for its readers `by`, and divide by it in all other
-    readers.
+    """Multiply the value of `node` by a factor for some readers, and divide by it in all others.
 
     A negative factor passes linear maps alone. A factor of 0 is possible where every way to the
     output passes `by`.
 
-    Returns the paths of the linear layers that absorb the factor. Raises NotFoldable: a step is not
-    homogeneous, or another reader cannot be compensated; the builder's changes must then be undone
-    (`attempt`).
+    Args:
+        builder: The plan in the making.
+        node: The node whose value is scaled.
+        factor: The factor.
+        by: The readers of `node` that see the scaled value.
+
+    Returns:
+        The paths of the linear layers that absorb the factor.
+
+    Raises:
+        NotFoldable: A step is not homogeneous, or another reader cannot be compensated. The
+            builder's changes must then be undone (`attempt`).
     """
     if any(user not in by for user in builder.traced.users[node]):
-        others = scalar_readers(builder, node, set(by))
-        if not factor >= 0 or (factor == 0 and any(_escapes(builder, path, by) for path in others)):
-            raise NotFoldable(
-                f"a factor of {factor:g} cannot be given back to what else reads {name(node)}"
-            )
-        for path in others if factor else ():
-            shrink_input(builder, path, factor)
+        _compensate(builder, node, factor, by)
+
     module = builder.traced.module(node)
     if isinstance(module, LINEAR):
         path = str(node.target)
         check_linear(builder, path, module, once=True)
         builder.linear(path).gain *= factor
         return [path]
+
     if is_add(node):
-        return [path for arm in inputs(node) for path in enlarge(builder, arm, factor, {node})]
+        paths: list[str] = []
+        for arm in inputs(node):
+            paths += enlarge(builder, arm, factor, {node})
+        return paths
+
     above = builder.traced.main_input(node)
-    scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
-    if above is None or not (is_mul(node) or scalar or propagates_scale(builder, node)):
+    is_scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
+    if above is None or not (is_mul(node) or is_scalar or propagates_scale(builder, node)):
         raise NotFoldable(f"a scale cannot pass {name(node)}")
-    if not (factor >= 0 or scalar or builder.is_identity(node)):
+    if not (factor >= 0 or is_scalar or builder.is_identity(node)):
         raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
     return enlarge(builder, above, factor, {node})
 
 
+def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
+    """Let all readers of `node`, except the nodes in `by`, divide it by `factor`.
+
+    With a factor of 0 there is nothing to divide by: then those readers must not reach the output.
+    """
+    others = scalar_readers(builder, node, set(by))
+    is_lost = factor == 0 and any(_escapes(builder, path, by) for path in others)
+    if not factor >= 0 or is_lost:
+        raise NotFoldable(
+            f"a factor of {factor:g} cannot be given back to what else reads {name(node)}"
+        )
+    if factor != 0:
+        for path in others:
+            shrink_input(builder, path, factor)
+
+
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
-    """Whether the output of the module at `path` reaches the model's output without passing `ends`."""
+    """Whether the output of the module at `path` reaches the network's output beside `ends`."""
     visited = set(builder.traced.calls[id(builder.traced.modules[path])])
     ahead = list(visited)
     while ahead:
-        fresh = {user for user in builder.traced.users[ahead.pop()] if user not in ends} - visited
-        visited |= fresh
-        ahead += fresh
+        users = {user for user in builder.traced.users[ahead.pop()] if user not in ends}
+        ahead += users - visited
+        visited |= users
     return any(node.op == "output" for node in visited)
 
 

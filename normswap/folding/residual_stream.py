@@ -1,4 +1,4 @@
-"""A residual stream and its writers and readers, so that its mean over channels can be made zero.
+"""A residual stream, its writers and its readers: whether its mean over channels can be made zero.
 
 A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers
 and embeddings that write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and
@@ -31,12 +31,12 @@ class Stream:
     """Values that are sums and rearrangements of one another.
 
     Args:
-        values: their nodes.
-        linears: paths of the linear layers that write to it.
-        tensors: paths of the parameters that are added (position embeddings, class tokens), with
-            their channels' axis.
-        scales: paths of LayerScales (modules or parameters) between a linear layer and the stream,
-            and their outputs, by its path.
+        values: The nodes of the values.
+        linears: Paths of the linear layers that write to the stream.
+        tensors: Paths of the parameters that are added to it (position embeddings, class tokens),
+            each with the dimension of its channels.
+        scales: For the path of a linear layer whose output passes a LayerScale before the stream:
+            the path of the LayerScale (a module or a parameter), and the nodes of its outputs.
     """
 
     values: set[fx.Node] = field(default_factory=set)
@@ -46,17 +46,21 @@ class Stream:
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
-    """The stream of the values of `starts`, one for each way through the network, if it can be
-    centred.
+    """The stream that the values of `starts` belong to, if it can be centred.
 
-    Raises NotFoldable: something reads its mean, or writes to it and cannot leave the mean out.
+    Args:
+        builder: The plan in the making.
+        starts: The inputs of a norm, one for each path through the network.
+
+    Raises:
+        NotFoldable: Something reads the stream's mean, or writes to it and cannot leave the mean
+            out.
     """
     for start in starts:
         if builder.axes.get(start) is None:
-            raise NotFoldable(
-                "where the channels are is not known after"
-                f" {called(_loses_channels(builder, start))}"
-            )
+            step = _loses_channels(builder, start)
+            raise NotFoldable(f"where the channels are is not known after {called(step)}")
+
     stream = Stream()
     ahead = [*starts]
     while ahead:
@@ -70,6 +74,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
                 ahead.append(user)
             elif not _ignores_the_mean(builder, node, user):
                 raise NotFoldable(_complaint(user))
+
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
@@ -79,11 +84,13 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
 def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
     """The first step after which the channels of `node` are not known any more."""
-    while above := [
-        source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None
-    ]:
-        node = above[0]
-    return node
+    while True:
+        unknown = [
+            source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None
+        ]
+        if not unknown:
+            return node
+        node = unknown[0]
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
@@ -102,25 +109,24 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether the output of `node` has mean zero if its inputs do."""
-    alike = builder.is_identity(node) or channel_axes.is_step(builder.traced, node)
-    return alike or is_add(node) or is_constant_mul(node)
+    if builder.is_identity(node) or channel_axes.is_step(builder.traced, node):
+        return True
+    return is_add(node) or is_constant_mul(node)
 
 
 def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.traced.module(user)
     axis = builder.axes.get(node)
-    if (
-        norm is None
-        or axis is None
-        or not channel_norm.is_layernorm(norm)
-        or norm.normalized_shape != (axis.size,)
-    ):
+    if norm is None or axis is None or not channel_norm.is_layernorm(norm):
+        return False
+    if norm.normalized_shape != (axis.size,):
         return False
     return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
 
 
 def _complaint(user: fx.Node) -> str:
+    """Why the stream cannot be centred if `user` reads it."""
     if user.op == "output":
         return "the model returns it, with its mean"
     if is_add(user):
@@ -129,24 +135,30 @@ def _complaint(user: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """The path of a module, or the name of a function and where it is called."""
+    """The path of the module that a node calls, or its function's name and the module around it."""
     if node.op == "call_module" or not node.meta["inside"]:
         return name(node)
     return f"{name(node)} in {node.meta['inside'][-1]}"
 
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
-    """The stream's values from which `node` is computed; none where `node` writes to the stream."""
+    """The stream's values from which `node` is computed.
+
+    If `node` writes to the stream instead, its writer is noted in `stream`, and the list is empty.
+    """
     module = builder.traced.module(node)
     path = str(node.target)
+    product = channel_axes.scaled(builder.traced, node)
     if isinstance(module, LINEAR):
         stream.linears.add(path)
     elif node.op == "get_attr":
+        # `_check_tensor` replaces the dimension by the right one.
         stream.tensors[path] = -1
-    elif product := channel_axes.scaled(builder.traced, node):
-        _scale(builder, stream, str(product[1].target))
+    elif product is not None:
+        _, parameter = product
+        _add_scale(builder, stream, str(parameter.target))
     elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
-        _scale(builder, stream, path)
+        _add_scale(builder, stream, path)
     elif _passes(builder, node):
         return inputs(node)
     else:
@@ -154,8 +166,8 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     return []
 
 
-def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Note that a LayerScale writes to the stream: a module, or a parameter."""
+def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
+    """Note that the LayerScale at `path`, a module or a parameter, writes to the stream."""
     module = builder.traced.modules.get(path)
     try:
         if module is None:
@@ -170,24 +182,29 @@ def _scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
+    """Raise NotFoldable where a linear layer of the stream cannot leave the mean out."""
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
         raise NotFoldable(
             f"{path} writes to it, whose groups of filters have no mean in common to leave out"
         )
+
     _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
     if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 
 
 def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    if not isinstance(builder.traced.fetch(path), nn.Parameter):
+    """Raise NotFoldable where a parameter cannot leave the mean out; note its channels' dimension."""
+    traced = builder.traced
+    if not isinstance(traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
     if has_other_modules(builder, path):
         raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
-    for node in (*builder.traced.nodes, *builder.traced.alternative_nodes):
-        if node.op != "get_attr" or str(node.target) != path or not builder.traced.users[node]:
+
+    for node in (*traced.nodes, *traced.alternative_nodes):
+        if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
             continue
         axis = builder.axes.get(node)
         if node not in stream.values or axis is None or axis.dim is None:

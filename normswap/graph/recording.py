@@ -323,7 +323,7 @@ def _outline(traced: Traced) -> object:
         return str(node.target), node.meta["inside"]
 
     calls = [node.target for node in traced.nodes if node.op == "call_module"]
-    edges = set()
+    edges: set[object] = set()
     for node in traced.nodes:
         edges.update((label(source), label(node)) for source in inputs(node))
     return calls, edges
