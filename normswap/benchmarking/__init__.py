@@ -1,3 +1,4 @@
-"""How fast each runtime runs a network: checked first, then timed in turns. Imports: `analysis` and
-above.
+"""How fast each runtime runs a network: answers are checked first, then passes timed in turns.
+
+Imports: `analysis` and above.
 """

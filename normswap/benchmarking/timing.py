@@ -1,8 +1,7 @@
-"""Time networks and exported files in turns: in one process, on the same images, with the same
-number of threads.
+"""Time networks and exported files in turns, in one process, on the same images and threads.
 
-Each contender answers once first. One whose answers are not the network's is reported, not timed;
-so is one that does not run. `torch.utils.benchmark` times the passes.
+Each contender answers once before it is timed. A contender whose answers are not the network's, or
+that does not run, is reported and not timed. `torch.utils.benchmark` times the passes.
 """
 
 import random
@@ -19,31 +18,40 @@ from normswap.errors import first_line
 from normswap.plan import Body
 
 ROUNDS = 15
-# Relative L2 of the answers by precision. Runtimes sum in other orders, and transform convolutions.
-# The ranges of int8 were read off images, and what is timed is noise: what int8 costs, `normswap
-# export` measures.
+# The relative L2 distance that is allowed between answers, by precision. Runtimes sum in other
+# orders, and transform convolutions. The ranges of int8 are set by images, but noise is timed, so
+# this bound is wide; `normswap export` measures what int8 costs.
 BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int8": 0.5}
-# A GPU rounds what it convolves to 10 bits of mantissa (TF32) unless told otherwise.
+# A GPU rounds the inputs of a convolution to 10 bits of mantissa (TF32) by default.
 _TF32 = 1e-2
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _ignore(sentence: str) -> None:
+    """Take a sentence about progress that nobody wants to read."""
 
 
 @dataclass
 class Contender:
-    """What is timed.
+    """A network, or an exported file of it, that is timed.
 
     Args:
-        form: what of a network it is; runtime: where it runs.
-        run: one forward pass.
-        prepare: from images (N, C, H, W) to what it takes.
-        expected: from the answers of the first contender to those that are right for this one.
-        precision: of its weights.
+        form: The form of the network: its scheme, or the name of a file.
+        runtime: The runtime that runs it.
+        run: Runs one forward pass.
+        prepare: Turns images (N, C, H, W) into the input of `run`.
+        expected: Turns the answers of the first contender into those that are right for this one.
+        precision: The precision of the weights, a key of `BOUNDS`.
     """
 
     form: str
     runtime: str
     run: Callable[[Tensor], Tensor]
-    prepare: Callable[[Tensor], Tensor] = lambda images: images
-    expected: Callable[[Tensor], Tensor] = lambda answers: answers
+    prepare: Callable[[Tensor], Tensor] = _unchanged
+    expected: Callable[[Tensor], Tensor] = _unchanged
     precision: str = "fp32"
 
 
@@ -55,19 +63,24 @@ def run(
     device: torch.device,
     threads: int,
     seconds: float,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = _ignore,
 ) -> list[Body]:
-    """Check the contenders of a network against the first that runs, and time those that are right
-    in turns.
+    """Check the contenders against the first that runs, and time those that are right in turns.
 
     Args:
-        threads: of every pass; seconds: how long each contender is timed, all turns together.
+        contenders: The contenders. The first one that runs gives the answers that are right.
+        images: Images (N, C, H, W).
+        device: The device that PyTorch runs networks on.
+        threads: Threads of every pass.
+        seconds: How long each contender is timed, all turns together.
+        progress: Called with a sentence at the beginning of each round.
 
-    Returns a row for each: `status` is ok, wrong (its answers are not the network's: it is not
-    timed) or failed, and `reason` says why; `error` is the relative L2 of its answers; times are in
-    ms, the median and quartiles.
+    Returns:
+        A row for each contender. `status` is ok, wrong (the answers are not the network's, so it is
+        not timed) or failed, and `reason` says why. `error` is the relative L2 distance of the
+        answers. Times are in ms: the median and the quartiles.
     """
-    rows = compare(contenders, images, device)
+    rows = check_contenders(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []
     for contender, row in zip(contenders, rows, strict=True):
         if row["status"] == "ok":
@@ -80,47 +93,74 @@ def run(
 
     for number in range(ROUNDS):
         progress(f"timing, round {number + 1} of {ROUNDS}")
-        # Nobody always runs after the same one.
+        # The order is drawn anew in each round, so nobody always runs after the same one.
         for contender, prepared, passes in random.Random(number).sample(timed, len(timed)):
             names = {"run": contender.run, "images": prepared}
             timer = Timer("run(images)", globals=names, timer=now, num_threads=threads)
             passes += timer.blocked_autorange(min_run_time=seconds / ROUNDS).times
-    for row, (_, _, passes) in zip(
-        (row for row in rows if row["status"] == "ok"), timed, strict=True
-    ):
+
+    timed_rows = [row for row in rows if row["status"] == "ok"]
+    for row, (_, _, passes) in zip(timed_rows, timed, strict=True):
         row |= figures(passes, len(images), first=timed[0][2])
     return rows
 
 
 def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Body:
-    """The figures of a contender whose passes took so many seconds; speed is relative to the first
-    one's.
+    """Return the times and speeds of a contender.
+
+    Args:
+        passes: The seconds of each pass.
+        images: The images of a pass.
+        first: The seconds of each pass of the first contender, which `speedup` is relative to.
     """
     low, median, high = np.percentile(passes, [25, 50, 75]).tolist()
-    speed = {"images_per_s": images / median, "speedup": float(np.median(first)) / median}
-    return {"ms": 1e3 * median, "ms_low": 1e3 * low, "ms_high": 1e3 * high, **speed}
+    return {
+        "ms": 1e3 * median,
+        "ms_low": 1e3 * low,
+        "ms_high": 1e3 * high,
+        "images_per_s": images / median,
+        "speedup": float(np.median(first)) / median,
+    }
 
 
 @torch.inference_mode()
-def compare(contenders: Sequence[Contender], images: Tensor, device: torch.device) -> list[Body]:
-    """Let each answer once; return a row for each that says whether it runs, and answers what the
-    first one says.
+def check_contenders(
+    contenders: Sequence[Contender], images: Tensor, device: torch.device
+) -> list[Body]:
+    """Let each contender answer once.
+
+    Args:
+        contenders: The contenders. The first one that runs gives the answers that are right.
+        images: Images (N, C, H, W).
+        device: The device that PyTorch runs networks on.
+
+    Returns:
+        A row for each contender, as `run` returns it but without times.
     """
-    first: Tensor | None = None
+    first_answers: Tensor | None = None
     rows = []
     for contender in contenders:
-        row: Body = {"form": contender.form, "runtime": contender.runtime, "batch": len(images)}
-        row |= {"status": "ok", "reason": ""}
+        row: Body = {
+            "form": contender.form,
+            "runtime": contender.runtime,
+            "batch": len(images),
+            "status": "ok",
+            "reason": "",
+        }
         row |= dict.fromkeys(("error", "ms", "ms_low", "ms_high", "images_per_s", "speedup"))
         rows.append(row)
+
         try:
             answers = contender.run(contender.prepare(images)).float().cpu()
+        # A runtime may raise anything; the others are timed all the same.
         except Exception as error:
             row |= {"status": "failed", "reason": first_line(error)}
             continue
-        if first is None:
-            first = answers
-        row["error"] = distance = relative_l2(answers, contender.expected(first))
+
+        if first_answers is None:
+            first_answers = answers
+        distance = relative_l2(answers, contender.expected(first_answers))
+        row["error"] = distance
         allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
         if not distance <= allowed:
             reason = f"its answers differ by {distance:.1e} (relative L2), allowed is {allowed:.0e}"
@@ -129,8 +169,13 @@ def compare(contenders: Sequence[Contender], images: Tensor, device: torch.devic
 
 
 def relative_l2(result: Tensor, expected: Tensor) -> float:
-    """|result - expected| / |expected|; infinite where the shapes differ, or a value is not finite."""
+    """Return |result - expected| / |expected|.
+
+    It is infinite if the shapes differ, or a value of `result` is not finite.
+    """
     if result.shape != expected.shape or not bool(torch.isfinite(result).all()):
         return float("inf")
     scale = float(expected.double().norm())
-    return float((result.double() - expected).norm()) / scale if scale else float("inf")
+    if not scale:
+        return float("inf")
+    return float((result.double() - expected).norm()) / scale

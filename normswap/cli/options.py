@@ -1,6 +1,6 @@
 """Arguments and options that several commands share, alone or as records (see `app.spread`).
 
-How a MODEL is opened; how images are named, prepared and loaded.
+The records say how a MODEL is opened, and how images are named, prepared and loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,23 @@ from normswap.models import kinds
 from normswap.models.stated_images import Preprocessing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
+    from typing_extensions import Unpack
 
     from normswap.exporting.exported_file import ExportedFile
     from normswap.images.datasets import Loader
+    from normswap.models import zoo
+
+    class Asked(zoo.Asked, total=False):
+        """The keywords of `checkpoint.open_model`."""
+
+        input_size: Sequence[int] | None
+        inputs: Mapping[str, Sequence[object]] | None
+        trust_factory: bool
+        named: bool
+
 
 _MODEL = (
     "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by"
@@ -43,11 +56,12 @@ Json = Annotated[bool, Option("--json", help="Print JSON, and nothing else, on s
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """The option that says where to write."""
+    """Return the option `-o` that names the file or directory to write."""
     return Option("-o", "--output", metavar=metavar, show_default=False, help=help)
 
 
 def _check_device(name: str) -> str:
+    """Return the device's name, after a check that this machine has the device."""
     if name not in ("auto", "cpu"):
         from normswap.models import devices
 
@@ -65,7 +79,7 @@ Trust = Annotated[
     ),
 ]
 Force = Annotated[bool, Option("--force", help="Replace an output that exists.")]
-# What an input that is no image may be made of; the first is meant where nothing is said.
+# Types of an input that is no image. An input without a type has the first.
 _TYPES = ("float32", "int64", "int32", "bool")
 Value = bool | int | float | str | None
 _DATA = (
@@ -76,18 +90,23 @@ _DATA = (
 
 @dataclass(frozen=True)
 class Opening:
-    """How a MODEL is opened."""
+    """The options that say how a MODEL is opened."""
 
     GROUP: ClassVar[str] = "How MODEL is opened"
     weights: Annotated[
         str,
         Option(
             metavar="pretrained|random|FILE",
-            help="Random: the bare architecture; FILE: these weights.",
+            help="random: the bare architecture; FILE: the weights in this file.",
         ),
     ] = "pretrained"
     arch: Annotated[
-        str | None, Option("--arch", metavar="NAME", help="MODEL that a weights file is of.")
+        str | None,
+        Option(
+            "--arch",
+            metavar="NAME",
+            help="The architecture of a weights file, named as a MODEL is.",
+        ),
     ] = None
     arch_arg: Annotated[
         list[str] | None,
@@ -98,14 +117,18 @@ class Opening:
         ),
     ] = None
     num_classes: Annotated[
-        int | None, Option(min=0, metavar="N", help="Another head than the source's.")
+        int | None, Option(min=0, metavar="N", help="Give the network a new head of N classes.")
     ] = None
     in_chans: Annotated[
-        int | None, Option(min=1, metavar="N", help="Another number of input channels.")
+        int | None, Option(min=1, metavar="N", help="Change the number of input channels to N.")
     ] = None
     input_size: Annotated[
         str | None,
-        Option("--input-size", metavar="C,H,W", help="Size of its images, where it says another."),
+        Option(
+            "--input-size",
+            metavar="C,H,W",
+            help="Size of the images, if the network states none or another.",
+        ),
     ] = None
     inputs: Annotated[
         list[str] | None,
@@ -118,76 +141,93 @@ class Opening:
     trust_factory: Trust = False
 
     def asked(self) -> list[tuple[str, str]]:
-        """The options that ask for something of the network itself, as flags and values."""
-        names = ("weights", "arch", "num_classes", "in_chans", "input_size")
-        values = {flag(name): getattr(self, name) for name in names}
-        pairs = [
-            (name, str(value))
-            for name, value in values.items()
-            if value not in (None, "pretrained")
-        ]
+        """Return the options that shape the network itself, as pairs of flag and value."""
+        pairs: list[tuple[str, str]] = []
+        for name in ("weights", "arch", "num_classes", "in_chans", "input_size"):
+            value = getattr(self, name)
+            if value not in (None, "pretrained"):
+                pairs.append((flag(name), str(value)))
+
         pairs += [("--arch-arg", text) for text in self.arch_arg or ()]
-        return pairs + [("--input", text) for text in self.inputs or ()]
+        pairs += [("--input", text) for text in self.inputs or ()]
+        return pairs
 
     def arch_args(self) -> dict[str, Value | list[Value]]:
-        """The arguments of the architecture."""
-        return dict(map(_pair, self.arch_arg or []))
+        """Return the arguments of the architecture, read from --arch-arg."""
+        return dict(map(_arch_arg, self.arch_arg or []))
 
     def words(self, name: str) -> list[str]:
-        """MODEL and all that opens it as it was opened, as words of a command line."""
-        return [name, *itertools.chain(*self.asked()), *["--trust-factory"] * self.trust_factory]
+        """Return the words of a command line that open MODEL `name` as these options do."""
+        return [name, *itertools.chain(*self.asked()), *trust_flag(self.trust_factory)]
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """The network of that name, on the device; `runs`: it may be an exported file, which runs
-        itself.
+        """Return the network `name`, opened by these options.
+
+        Args:
+            name: A MODEL.
+            device: The device to place the network on.
+            runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         """
-        size = None if self.input_size is None else _sides("--input-size", self.input_size)
+        size = None
+        if self.input_size is not None:
+            size = _sides("--input-size", self.input_size)
         inputs = dict(map(_named_input, self.inputs or []))
         if inputs and size:
             raise OptionError(
                 "--input and --input-size both say what it takes", remedy="Give one of them"
             )
-        asked: Any = {
-            "weights": self.weights,
-            "arch": self.arch,
-            "arch_args": self.arch_args(),
-            "inputs": inputs,
-        }
-        asked |= {"num_classes": self.num_classes, "in_chans": self.in_chans, "input_size": size}
-        return open_model(name, device=device, runs=runs, trust_factory=self.trust_factory, **asked)
+
+        return open_model(
+            name,
+            device=device,
+            runs=runs,
+            weights=self.weights,
+            arch=self.arch,
+            arch_args=self.arch_args(),
+            num_classes=self.num_classes,
+            in_chans=self.in_chans,
+            input_size=size,
+            inputs=inputs,
+            trust_factory=self.trust_factory,
+        )
 
 
 @dataclass(frozen=True)
 class ImageOpening(Opening):
-    """How a MODEL that reads images is opened, and how it wants them where it does not say so
-    itself.
+    """The options that say how a MODEL that reads images is opened.
+
+    They also say how its images are prepared, if the network does not say so itself.
     """
 
     GROUP: ClassVar[str] = "How its images are prepared, where it does not say so"
     image_mean: Annotated[
-        str | None, Option(metavar="R,G,B", help="Mean of its images' pixels, in 0..1.")
+        str | None, Option(metavar="R,G,B", help="Mean of the images' pixels, in 0..1.")
     ] = None
-    image_std: Annotated[str | None, Option(metavar="R,G,B", help="Their standard deviation.")] = (
-        None
-    )
+    image_std: Annotated[
+        str | None, Option(metavar="R,G,B", help="Standard deviation of the images' pixels.")
+    ] = None
     crop_pct: Annotated[
         float | None, Option(metavar="SHARE", help="Share of a resized image that is kept.")
     ] = None
     interpolation: Annotated[
-        str | None, Option(metavar="NAME", help="How it resizes: bilinear, bicubic ...")
+        str | None, Option(metavar="NAME", help="How images are resized: bilinear, bicubic ...")
     ] = None
 
     def words(self, name: str) -> list[str]:
-        """See `Opening.words`."""
-        images = {
-            flag(key): getattr(self, key)
-            for key in ("image_mean", "image_std", "crop_pct", "interpolation")
-        }
-        options = [(option, str(value)) for option, value in images.items() if value is not None]
-        return [*Opening.words(self, name), *itertools.chain(*options)]
+        """Return the words of a command line that open MODEL `name` as these options do."""
+        words = Opening.words(self, name)
+        for key in ("image_mean", "image_std", "crop_pct", "interpolation"):
+            value = getattr(self, key)
+            if value is not None:
+                words += [flag(key), str(value)]
+        return words
 
     def stated(self) -> Preprocessing:
-        """What the options say of its images; an error where none can be prepared so."""
+        """Return the preprocessing that the options state.
+
+        Raises:
+            OptionError: No image can be prepared so.
+        """
         mean = _numbers("--image-mean", self.image_mean)
         std = _numbers("--image-std", self.image_std)
         values = Preprocessing(mean, std, self.crop_pct, self.interpolation)
@@ -195,18 +235,18 @@ class ImageOpening(Opening):
         return values
 
     def state(self, model: nn.Module) -> nn.Module:
-        """The network itself, whose record says so from now on."""
+        """Write the stated preprocessing into the network's record; return the network."""
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """See `Opening.open`."""
+        """Return the network `name`, opened by these options (see `Opening.open`)."""
         self.stated()
         return self.state(Opening.open(self, name, device=device, runs=runs))
 
     def open_damaged(self, name: str, *, device: str) -> nn.Module:
-        """The same, though its BatchNorms' statistics may be NaN or negative."""
+        """Return the network `name`, even if statistics of its BatchNorms are NaN or negative."""
         from normswap.models.weight_files import with_broken_statistics
 
         with with_broken_statistics():
@@ -222,12 +262,22 @@ class Compared:
     ] = None
     min_kept: Annotated[
         float | None,
-        Option(min=0.0, max=1.0, metavar="SHARE", help="Exit with 1 where they agree on less."),
+        Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Exit with 1 if they agree on less than this share.",
+        ),
     ] = None
 
     def enough(self, agreement: float | None) -> bool:
-        """Whether they agree often enough; raises OptionError where that is asked and was not
-        measured.
+        """Return whether the networks agree on at least the share --min-kept.
+
+        Args:
+            agreement: The share of images with the same answer; None if it was not measured.
+
+        Raises:
+            OptionError: --min-kept is given, and no agreement was measured.
         """
         if self.min_kept is None:
             return True
@@ -241,7 +291,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images, perhaps, and how to load them."""
+    """The options that name labelled images, if there are any, and say how they are loaded."""
 
     GROUP: ClassVar[str] = "Images"
     data: Annotated[str | None, Option(metavar="PATH", show_default=False, help=_DATA)] = None
@@ -256,8 +306,14 @@ class Images:
     device: Device = "cpu"
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
-        """Batches as the network wants them; how they were understood goes to stderr."""
-        from normswap.images.array_files import find
+        """Return batches as the network takes them; remarks on the images go to stderr.
+
+        Args:
+            model: The network that the images are prepared for.
+            seed: The seed by which `samples` images are drawn.
+            labelled: Whether images must have labels. None takes labels if there are any.
+        """
+        from normswap.images import array_files
         from normswap.images.datasets import make_loader
         from normswap.models.preprocessing import assumption
 
@@ -272,56 +328,69 @@ class Images:
             labelled=labelled,
         )
         remark(loader.notes)
-        if not find(Path(str(self.data))) and (missing := assumption(model)):
+
+        holds_arrays = array_files.find(Path(str(self.data)))
+        if not holds_arrays and (missing := assumption(model)):
             remark(
                 [f"{missing} (--image-mean, --image-std, --crop-pct and --interpolation say it)"]
             )
         return loader
 
 
-def open_model(name: str, *, device: str = "cpu", runs: bool = False, **asked: Any) -> nn.Module:
-    """See `checkpoint.open_model` and `Opening.open`; a terminal shows that it is going on."""
+def open_model(
+    name: str, *, device: str = "cpu", runs: bool = False, **asked: Unpack[Asked]
+) -> nn.Module:
+    """Return the network `name`, while a terminal shows that it is being opened.
+
+    Args:
+        name: A MODEL.
+        device: The device to place the network on.
+        runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
+        asked: The keywords of `checkpoint.open_model`.
+    """
     # What normswap wrote opens by the record in its header.
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in (
-        ".safetensors",
-        *kinds.EXPORTED,
-    ):
+    recorded = (".safetensors", *kinds.EXPORTED)
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
+
     # Downloads show a bar of their own.
-    local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
-    with (
-        working(f"opening {name}") if local else nullcontext(),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        # Of all warnings, these alone are the user's: libraries' are in their own terms
-        # (`errors.quiet`).
+    is_local = Path(name.removeprefix("local-dir:")).exists() or asked.get("weights") == "random"
+    spinner = working(f"opening {name}") if is_local else nullcontext()
+    with spinner, warnings.catch_warnings(record=True) as caught:
+        # Only these warnings are meant for the user. `errors.quiet` drops those of libraries.
         warnings.simplefilter("always", WeightsNote)
         from normswap.models import devices, zoo
-        from normswap.storage import checkpoint
-        from normswap.storage.network_folder import check_no_run
+        from normswap.storage import checkpoint, network_folder
 
-        check_no_run(Path(name))
+        network_folder.check_no_run(Path(name))
         file = exported_file(name) if runs else None
         if file is not None:
             zoo.check_unasked(name, asked)
             return devices.place(file.network(), device)
         model = devices.place(checkpoint.open_model(name, **asked), device)
+
     remark(str(warning.message) for warning in caught if warning.category is WeightsNote)
     return model
 
 
-def trust(model: nn.Module) -> list[str]:
-    """The option that opens the directory of a network again, where a factory of the user's own
-    builds it.
+def trust_flag(is_trusted: bool) -> list[str]:
+    """Return the words of a command line that trust a directory's factory, or no words."""
+    return ["--trust-factory"] if is_trusted else []
+
+
+def trust_words(model: nn.Module) -> list[str]:
+    """Return the words of a command line that are needed to open the network's directory again.
+
+    The directory of a network that a factory of the user's own builds needs --trust-factory.
     """
     from normswap import provenance
 
     arch = provenance.of(model).arch
-    return ["--trust-factory"] * (arch is not None and kinds.by_builder(arch.builder).foreign)
+    return trust_flag(arch is not None and kinds.by_builder(arch.builder).foreign)
 
 
 def exported_file(name: str) -> ExportedFile | None:
-    """The exported file that MODEL names, if it names one."""
+    """Return the exported file that MODEL names, or None if its ending is of no such file."""
     if Path(name).suffix.lower() not in kinds.EXPORTED:
         return None
     from normswap.exporting.exported_file import ExportedFile
@@ -330,12 +399,13 @@ def exported_file(name: str) -> ExportedFile | None:
 
 
 def remark(notes: Iterable[str]) -> None:
-    """Say on stderr, which --json leaves free, how something was understood."""
+    """Print notes on stderr, which --json leaves free."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _pair(text: str) -> tuple[str, Value | list[Value]]:
+def _arch_arg(text: str) -> tuple[str, Value | list[Value]]:
+    """Read KEY=VALUE of --arch-arg."""
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
         raise OptionError(
@@ -345,6 +415,7 @@ def _pair(text: str) -> tuple[str, Value | list[Value]]:
 
 
 def _sides(option: str, text: str) -> tuple[int, ...]:
+    """Read a shape without the batch: whole numbers from 1 up, with commas between."""
     sides = text.split(",")
     if not all(side.strip().isdecimal() and int(side) for side in sides):
         why = (
@@ -355,16 +426,20 @@ def _sides(option: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, sides))
 
 
-def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    """Read a number, or one per channel with commas between; None if the option is not given."""
+    if text is None:
+        return None
     try:
-        return None if text is None else tuple(map(float, text.split(",")))
+        return tuple(map(float, text.split(",")))
     except ValueError:
         raise OptionError(
-            f"{name} {text}", "it is a number, or one per channel: 0.485,0.456,0.406"
+            f"{option} {text}", "it is a number, or one per channel: 0.485,0.456,0.406"
         ) from None
 
 
 def _named_input(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
+    """Read NAME=SHAPE[:TYPE] of --input: the argument's name, its shape and its type."""
     name, sign, shape = text.partition("=")
     sides, _, dtype = shape.partition(":")
     if not sign or not name.isidentifier() or dtype not in ("", *_TYPES):
@@ -377,13 +452,14 @@ def _named_input(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
 
 
 def parse(text: str) -> Value | list[Value]:
-    """An option's value: int, float, true, false, none, a comma list of those, or the text itself."""
+    """Return an option's value: a number, true, false, none, the text, or a comma list of these."""
     if "," in text:
         return [_scalar(item.strip()) for item in text.split(",") if item.strip()]
     return _scalar(text)
 
 
 def _scalar(text: str) -> Value:
+    """Return the Python value that a text writes, or the text itself."""
     try:
         value: Value = ast.literal_eval(text.capitalize())
     except (ValueError, SyntaxError):
@@ -392,12 +468,15 @@ def _scalar(text: str) -> Value:
 
 
 def last_part(name: str) -> str:
-    """The name of a network: the last part of its source."""
+    """Return the last part of a MODEL's name, after which an output is called."""
     prefix, _, after = name.partition(":")
     has_prefix = prefix in kinds.prefixes()
+
     path = Path(after if has_prefix else name)
     if path.is_dir():
         return path.resolve().name
     if path.is_file():
         return path.stem
-    return Path(after.partition("@")[0] if has_prefix else name).name.replace(":", "-")
+
+    bare = after.partition("@")[0] if has_prefix else name
+    return Path(bare).name.replace(":", "-")

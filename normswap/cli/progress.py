@@ -1,5 +1,6 @@
-"""Progress by rich (imported as in `tables`), on stderr: only where that is a terminal, so that
-logs stay clean.
+"""Progress on stderr, drawn by rich, and only if stderr is a terminal, so that logs stay clean.
+
+rich is imported inside functions (see `tables`).
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ if TYPE_CHECKING:
 
 
 def _console() -> Console:
+    """Return a console on stderr that prints text as it stands."""
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner, and a way to change its text."""
-    with _console().status(what) as status:
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner beside `text`; the function that is yielded changes the text."""
+    with _console().status(text) as status:
         yield status.update
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar, moved by calls with the images done and their total (0 when unknown)."""
+def bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar beside `text`.
+
+    The function that is yielded moves the bar: it takes the images done and their total, 0 if the
+    total is unknown.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -46,21 +52,27 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total or None)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
+        task = shown.add_task(text, total=None)
+
+        def progress(done: int, total: int) -> None:
+            shown.update(task, completed=done, total=total or None)
+
+        yield progress
 
 
 @contextmanager
 def training_bar(
     *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
-    """A bar over all updates of a training run, and a way to say something beside it; a line per
-    epoch in a log.
+    """Show a bar over all updates of a training run; a log gets a line per epoch instead.
 
-    The first function takes the engine's `TrainingProgress`, the second a sentence.
+    Two functions are yielded. The first takes the engine's `TrainingProgress` and moves the bar.
+    The second prints a sentence above it.
+
+    Args:
+        quiet: Whether nothing is shown at all, as in every process but the first.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -71,20 +83,31 @@ def training_bar(
         task = shown.add_task("starting", total=None)
 
         def progress(moment: TrainingProgress) -> None:
-            words = (
-                f"epoch {moment.epoch:.2f}/{moment.epochs:g}  {moment.images_per_s:.0f} img/s  lr"
-                f" {moment.lr:.3g}"
-            )
-            words += f"  loss {moment.loss:.4f}"
-            top1 = "" if moment.top1 is None else f"  top-1 {moment.top1:.2f}"
+            line = _moment_line(moment)
+            description = line
+            if moment.top1 is not None:
+                description += f"  top-1 {moment.top1:.2f}"
             shown.update(
-                task, completed=moment.update, total=moment.updates, description=words + top1
+                task, completed=moment.update, total=moment.updates, description=description
             )
-            if hidden and not quiet and moment.epoch == int(moment.epoch):
-                print(words, file=sys.stderr)
 
-        def say(what: str) -> None:
+            ends_epoch = moment.epoch == int(moment.epoch)
+            if hidden and not quiet and ends_epoch:
+                print(line, file=sys.stderr)
+
+        def say(sentence: str) -> None:
             if not quiet:
-                console.print(what, soft_wrap=not console.is_terminal)
+                console.print(sentence, soft_wrap=not console.is_terminal)
 
         yield progress, say
+
+
+def _moment_line(moment: TrainingProgress) -> str:
+    """Return the epoch, speed, learning rate and loss of a moment of training, in one line."""
+    parts = (
+        f"epoch {moment.epoch:.2f}/{moment.epochs:g}",
+        f"{moment.images_per_s:.0f} img/s",
+        f"lr {moment.lr:.3g}",
+        f"loss {moment.loss:.4f}",
+    )
+    return "  ".join(parts)

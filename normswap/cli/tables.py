@@ -1,7 +1,7 @@
-"""What commands print on stdout: JSON, or tables and lines by rich at the terminal's width; in a
-pipe COLUMNS, or 100.
+"""What commands print on stdout: JSON, or tables and lines that rich sets.
 
-rich is imported inside functions: it takes a third of the time that `normswap --help` has.
+The width is the terminal's; in a pipe it is COLUMNS, or else 100. rich is imported inside
+functions: it takes a third of the time that `normswap --help` has.
 """
 
 from __future__ import annotations
@@ -23,27 +23,35 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDTH = 100
-# A table shows so many values of a list.
+# Of a list of values, a table shows this many.
 _FEW = 4
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
-Said = TypeVar("Said", Body, Sequence[Body])
+Printed = TypeVar("Printed", Body, Sequence[Body])
 
 
-def show(body: Said, as_json: bool, human: Callable[[Said], None], *following: object) -> None:
-    """Print `body` as strict JSON, or let `human` print it, and then the words of the command that
-    follows.
+def show(
+    body: Printed, as_json: bool, print_body: Callable[[Printed], None], *following: object
+) -> None:
+    """Print what a command has to say, as JSON or for a person.
+
+    Args:
+        body: The records that --json prints.
+        as_json: Whether strict JSON is printed. Then nothing else is.
+        print_body: Prints `body` for a person.
+        following: The words of the command that most people want next; none print no such line.
     """
     if as_json:
         print(json.dumps(plain(body), indent=2, allow_nan=False))
         return
-    human(body)
+
+    print_body(body)
     if following:
         next_step(*following)
 
 
 def plain(value: object) -> object:
-    """`value` as JSON has it: numbers that are not finite become null, paths text."""
+    """Return `value` as JSON has it: infinite numbers and NaN become null, paths become text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -56,16 +64,22 @@ def plain(value: object) -> object:
 
 
 def _print(renderable: RenderableType, least: int = 0) -> None:
-    """Print it; in a pipe without the blanks that fill its lines up, and at least so wide."""
+    """Print what rich renders; a pipe gets no blanks at the ends of lines.
+
+    Args:
+        renderable: A text, table or grid of rich's.
+        least: The width that is used in a pipe if COLUMNS is smaller.
+    """
     from rich.console import Console
 
-    width = (
-        None if sys.stdout.isatty() else max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
-    )
+    width = None
+    if not sys.stdout.isatty():
+        width = max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
+
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(renderable)
-    sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().splitlines())
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def table(
@@ -75,8 +89,13 @@ def table(
     *,
     right: Sequence[str] = (),
 ) -> None:
-    """Print a table, without the columns that are empty in every row; `right`: numbers, which are
-    never wrapped.
+    """Print a table, without the columns that are empty in every row.
+
+    Args:
+        title: The line above the table; an empty one is not printed.
+        columns: The names of the columns.
+        rows: The cells of each row, one for each column.
+        right: The columns of numbers, which stand at the right and are never wrapped.
     """
     from rich import box
     from rich.table import Table
@@ -86,86 +105,112 @@ def table(
     # As a part of the table the title would be wrapped to the table's width.
     if title:
         _print(Text(title, style="bold"))
+
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    filled = [i for i in range(len(columns)) if any(texts[i] for texts in cells)]
+    filled = [i for i in range(len(columns)) if any(row[i] for row in cells)]
     for i in filled:
-        number = columns[i] in right
+        is_number = columns[i] in right
         shown.add_column(
-            columns[i], justify="right" if number else "left", no_wrap=number, overflow="fold"
+            columns[i],
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
         )
-    for texts in cells:
-        shown.add_row(*(Text(texts[i]) for i in filled))
+    for row in cells:
+        shown.add_row(*(Text(row[i]) for i in filled))
     _print(shown)
 
 
 def facts(*pairs: tuple[str, object]) -> None:
-    """Names and what goes with them; those without are left out. In a pipe a path is never cut."""
+    """Print names and values in two columns; a pair without a value is left out.
+
+    A pipe gets the longest word whole, so that a path is never cut.
+    """
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(box=None, show_header=False, pad_edge=False)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    names = [0]
-    words = [0]
+
+    longest_name = 0
+    longest_word = 0
     for name, value in pairs:
-        if value not in (None, ""):
-            grid.add_row(Text(name), Text(cell(value)))
-            names.append(len(name))
-            words += map(len, cell(value).split())
-    _print(grid, max(names) + 2 + max(words))
+        if value in (None, ""):
+            continue
+        grid.add_row(Text(name), Text(cell(value)))
+        longest_name = max(longest_name, len(name))
+        longest_word = max([longest_word, *map(len, cell(value).split())])
+    _print(grid, longest_name + 2 + longest_word)
 
 
 def next_step(*words: object) -> None:
-    """The command that most people want next, as the last line; words in capitals stand for what is
-    the reader's.
-    """
+    """Print the command that most people want next; the reader replaces words in capitals."""
     print(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
-    """Lines that begin with the same word, not too many of them; `PATH: text` is printed once for
-    all paths with it.
+    """Print lines that begin with the same word.
+
+    Lines of the form `PATH: text` with the same text are printed as one line with all the paths.
+
+    Args:
+        label: The word that each printed line begins with.
+        lines: The lines.
+        most: How many lines are printed at most. A last line says how many are left.
     """
-    listed: list[str] = []
     groups: dict[str, list[tuple[str, str, str]]] = {}
     for line in lines:
+        path, colon, text = line.partition(": ")
         # A line without a path is a group by itself.
-        groups.setdefault(line.partition(": ")[2] or line, []).append(line.partition(": "))
+        groups.setdefault(text or line, []).append((path, colon, text))
+
+    printed: list[str] = []
     for group in groups.values():
         paths = [path for path, _, _ in group]
-        _, colon, said = group[0]
+        _, colon, text = group[0]
         if len(paths) > _FEW:
             paths = [*paths[:3], f"{len(paths) - 3} more"]
-        listed.append(f"{', '.join(paths)}{colon}{said}")
-    for text in listed[:most]:
-        print(f"{label}: {text}")
-    if len(listed) > most:
-        print(f"{label}: ... and {len(listed) - most} more")
+        printed.append(f"{', '.join(paths)}{colon}{text}")
+
+    for line in printed[:most]:
+        print(f"{label}: {line}")
+    if len(printed) > most:
+        print(f"{label}: ... and {len(printed) - most} more")
 
 
-def network(body: Body) -> None:
+def print_network(body: Body) -> None:
     """Print a network in a few lines, as `inspect` and `demo` do."""
-    architecture = f" ({body['architecture']})" if body["architecture"] else ""
-    skips = (
-        Counter(block["skip"] for block in body["blocks"])
-        if "blocks" in body
-        else Counter(body["skips"])
-    )
-    norms = sum(body["norms"].values())
+    name = f"{body['source']}: {body['class']}"
+    if body["architecture"]:
+        name += f" ({body['architecture']})"
+
+    if "blocks" in body:
+        skips = Counter(block["skip"] for block in body["blocks"])
+    else:
+        skips = Counter(body["skips"])
+    blocks = "none"
+    if skips:
+        blocks = f"{sum(skips.values())} (skip: {counts(skips)})"
+
+    norm_count = sum(body["norms"].values())
+    norms = "none"
+    if norm_count:
+        norms = f"{norm_count} ({counts(body['norms'])})"
+
     facts(
-        ("network", f"{body['source']}: {body['class']}{architecture}"),
+        ("network", name),
         ("input", size(body["input_size"])),
         ("parameters", f"{body['parameters']:,}"),
         ("converted", " -> ".join(body["plan"])),
-        ("blocks", f"{sum(skips.values())} (skip: {counts(skips)})" if skips else "none"),
-        ("norms", f"{norms} ({counts(body['norms'])})" if norms else "none"),
+        ("blocks", blocks),
+        ("norms", norms),
         ("roles", counts(body["roles"])),
     )
 
 
 def cell(value: object) -> str:
-    """Anything, as it stands in a table."""
+    """Return a value as it stands in a table: None is empty, a float has four digits."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -174,50 +219,52 @@ def cell(value: object) -> str:
 
 
 def few(values: Sequence[object]) -> str:
-    """Write the first values, and how many there are where those are not all."""
+    """Return the first values in one line, and their number if there are more."""
     shown = " ".join(cell(value) for value in values[:_FEW])
     if len(values) > _FEW:
         shown += f" ... ({len(values)} in all)"
     return shown
 
 
-def text(value: object) -> str:
-    """A record, a list or a value in one line: `mean 0.5 0.5 0.5, std 0.2 0.2 0.2`."""
+def one_line(value: object) -> str:
+    """Return a record, a list or a value in one line: `mean 0.5 0.5 0.5, std 0.2 0.2 0.2`."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {text(item)}" for name, item in value.items() if item is not None)
+        entries = [f"{name} {one_line(item)}" for name, item in value.items() if item is not None]
+        return ", ".join(entries)
     if isinstance(value, list | tuple):
-        return few([text(item) for item in value])
+        return few([one_line(item) for item in value])
     return cell(value)
 
 
 def counts(counted: Mapping[str, int]) -> str:
-    """`3 identity, 1 projection`."""
+    """Return counts by name in one line, without zeros: `3 identity, 1 projection`."""
     return ", ".join(f"{count} {name}" for name, count in counted.items() if count)
 
 
 def span(pair: Sequence[float] | None) -> str:
-    """`0.1 .. 0.4`, or one number where both are the same."""
+    """Return the least and the largest number, `0.1 .. 0.4`, or one number if both are alike."""
     if pair is None:
         return ""
     return " .. ".join(dict.fromkeys(f"{value:.2g}" for value in pair))
 
 
 def size(sides: Sequence[int]) -> str:
-    """`3x224x224`."""
+    """Return a shape: `3x224x224`."""
     return "x".join(map(str, sides))
 
 
 def small(value: float | None) -> str:
-    """An error: `2.1e-07`."""
+    """Return an error, `2.1e-07`, or nothing for None."""
     if value is None:
         return ""
     return f"{value:.1e}"
 
 
 def print_conversion(body: Body) -> None:
-    """Print every step, and where the result is."""
+    """Print every step of a conversion, and where its result is."""
     for step in body["steps"]:
         print_step(body["source"], step, dry=body["output"] is None)
+
     if body["plan"]:
         print(f"plan saved to {body['plan']}")
     if body["output"]:
@@ -227,99 +274,124 @@ def print_conversion(body: Body) -> None:
 
 
 def print_step(source: str, step: Body, *, dry: bool) -> None:
-    """Print one step; `dry`: it was planned, not carried out."""
-    options = ", ".join(
-        f"{name} {value}" for name, value in changed(step["scheme"], step["options"]).items()
-    )
+    """Print one step of a conversion.
+
+    Args:
+        source: The name of the network that is converted.
+        step: The step's record, as `summary.of_step` makes it.
+        dry: Whether the step was only planned, not carried out.
+    """
+    target = f"{source} to {step['scheme']}"
+    options = changed(step["scheme"], step["options"])
+    if options:
+        target += f" ({', '.join(f'{name} {value}' for name, value in options.items())})"
+
     report = step["report"]
+    result = None
+    if report:
+        # `unfold` is exact, and no scheme that could fit values.
+        can_fit = not report["exact"] and get(step["scheme"]).fit is not None
+        result = verdict(report, can_fit=can_fit)
+
     facts(
-        (
-            "would convert" if dry else "converted",
-            f"{source} to {step['scheme']}" + (f" ({options})" if options else ""),
-        ),
-        # `unfold`, which is exact, is no scheme that could fit values.
-        (
-            "result",
-            report
-            and verdict(report, fits=not report["exact"] and get(step["scheme"]).fit is not None),
-        ),
+        ("would convert" if dry else "converted", target),
+        ("result", result),
         ("norms", counts(step["outcomes"]) or counts(step["left"])),
     )
     if dry:
-        edits = [
-            (edit["path"], edit["layer"], text(edit["args"]), ", ".join(edit["reads"]))
-            for edit in step["edits"]
-        ]
-        table("Plan (--json has all)", ("path", "layer", "arguments", "reads"), edits)
+        _print_edits(step["edits"])
     elif step["alphas"]:
         table("Scalars", ("path", "alpha"), step["alphas"].items(), right=("alpha",))
     listing("note", step["notes"])
     listing("renamed", (f"{old} -> {new}" for old, new in step["renames"]))
     if report:
-        proof(report)
+        print_proof(report)
 
 
-def verdict(body: Body, *, fits: bool = False) -> str:
-    """Say what the result keeps of its source; `fits`: whether the scheme can fit its values to
-    images.
+def _print_edits(edits: Iterable[Body]) -> None:
+    """Print the edits of a plan: which layer comes to which path."""
+    rows: list[tuple[str, ...]] = []
+    for edit in edits:
+        arguments = one_line(edit["args"])
+        rows.append((edit["path"], edit["layer"], arguments, ", ".join(edit["reads"])))
+    table("Plan (--json has all)", ("path", "layer", "arguments", "reads"), rows)
+
+
+def verdict(report: Body, *, can_fit: bool = False) -> str:
+    """Return the sentence that says how much of its source a network keeps.
+
+    Args:
+        report: The report of a conversion or comparison.
+        can_fit: Whether the scheme can fit its values to images; the sentence then proposes it.
     """
-    if body["exact"]:
-        last = body["logits"][-1]
-        measured = f"relative L2 {small(last['relative_l2'])} in {last['precision']}"
-        allowed = f"allowed {small(body['tolerance'].get(last['precision']))}"
-        is_kept = all(error["within"] for error in body["logits"])
+    if report["exact"]:
+        last = report["logits"][-1]
+        precision = last["precision"]
+        measured = f"relative L2 {small(last['relative_l2'])} in {precision}"
+        allowed = f"allowed {small(report['tolerance'].get(precision))}"
+        is_kept = all(error["within"] for error in report["logits"])
+        beginning = "kept exactly" if is_kept else "FAILED: not the function of the source"
+        return f"{beginning}: {measured}, {allowed}"
+
+    if report.get("kept"):
+        return f"kept: {report['kept']['said']}"
+    if report["unmeasured"]:
+        return f"not known: {report['unmeasured']}"
+    if can_fit:
         return (
-            f"{'kept exactly' if is_kept else 'FAILED: not the function of the source'}:"
-            f" {measured}, {allowed}"
+            "not known: pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure"
+            " it"
         )
-    if body.get("kept"):
-        return f"kept: {body['kept']['said']}"
-    if body["unmeasured"]:
-        return f"not known: {body['unmeasured']}"
-    remedy = ": pass --calibrate IMAGES (25 or more, no labels needed) to fit and measure it"
-    return f"not known{remedy if fits else ''}"
+    return "not known"
 
 
-def proof(body: Body) -> None:
-    """Print the measurements, one row per precision and input size; `verdict` says what they mean."""
-    exact = body["exact"]
+def print_proof(report: Body) -> None:
+    """Print the measurements, a row per precision and input size; `verdict` says what they mean."""
+    is_exact = report["exact"]
     rows: list[list[object]] = []
-    for error in body["logits"]:
-        row = [
+    for error in report["logits"]:
+        row: list[object] = [
             error["precision"],
             size(error["size"]),
             small(error["relative_l2"]),
             small(error["largest"]),
         ]
-        if exact:
-            same = "" if error["agreement"] is None else f"{100 * error['agreement']:.4g} %"
-            outcome = "ok" if error["within"] else "FAILED"
-            row += [same, small(body["tolerance"].get(error["precision"])), outcome]
+        if is_exact:
+            agreement = ""
+            if error["agreement"] is not None:
+                agreement = f"{100 * error['agreement']:.4g} %"
+            allowed = small(report["tolerance"].get(error["precision"]))
+            row += [agreement, allowed, "ok" if error["within"] else "FAILED"]
         rows.append(row)
-    title = "Verification on {}" if exact else "Distance from the source on {}"
-    table(title.format(body["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
-    # A classifier's scores, on axis 1, need no word.
+
+    title = "Verification on {}" if is_exact else "Distance from the source on {}"
+    table(title.format(report["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
+
+    # The scores of a classifier stand on axis 1, and everybody knows what agreement is by them.
     answers = [
-        error["answer"] for error in body["logits"] if error["answer"] and error["axis"] != 1
+        error["answer"] for error in report["logits"] if error["answer"] and error["axis"] != 1
     ]
     listing("agreement", dict.fromkeys(f"by {answer}" for answer in answers))
-    listing("warning", body["vacuous"], most=5)
+    listing("warning", report["vacuous"], most=5)
 
 
-def same(figures: Body) -> str:
-    """How many answers of a file are those of its network."""
+def same_answers(figures: Body) -> str:
+    """Return how many answers of an exported file are those of its network."""
     if figures["agreement"] is None:
         return ""
+
     answers = figures["answers"]
-    unit = figures["unit"]
-    of = "" if unit == "images" else f" {unit} of {figures['count']} images"
-    return f"{round(figures['agreement'] * answers)} of {answers}{of} ({figures['inputs']})"
+    count = f"{round(figures['agreement'] * answers)} of {answers}"
+    if figures["unit"] != "images":
+        count += f" {figures['unit']} of {figures['count']} images"
+    return f"{count} ({figures['inputs']})"
 
 
-def top1(figures: Body) -> str:
-    """The accuracies of network and file, on labelled images."""
+def top1_change(figures: Body) -> str:
+    """Return top-1 of a network and of its exported file, if images have labels."""
     if figures["top1"] is None:
         return ""
+
     source = figures["source_top1"]
     result = figures["top1"]
     return (
@@ -329,38 +401,35 @@ def top1(figures: Body) -> str:
 
 
 def operators(nodes: Mapping[str, int] | None) -> str:
-    """How many there are, and of each kind."""
+    """Return how many operators a file has, and how many of each kind."""
     if not nodes:
         return ""
     return f"{sum(nodes.values())}: {counts(nodes)}"
 
 
-def described(body: Body) -> None:
-    """A file in a few lines, and what its sidecar says of what it takes and gives."""
-    noted = body["metadata"]
-    sidecar = body["sidecar"]
-    if isinstance(figures := sidecar.get("checked"), dict):
+def print_file(body: Body) -> None:
+    """Print an exported file in a few lines, with what its sidecar says of inputs and outputs."""
+    sidecar = dict(body["sidecar"])
+    figures = sidecar.get("checked")
+    if isinstance(figures, dict):
         distance = (
             f"relative L2 {small(figures['relative_l2'])}, allowed {small(figures['tolerance'])}"
         )
-        checked = f"{distance}; {figures['count']} samples, {figures['inputs']}"
-        sidecar = {
-            **sidecar,
-            "checked": checked,
-            "agreement": same(figures),
-            "top-1": top1(figures),
-        }
-    missing = "`normswap export` did not write it: nothing says how images are prepared for it"
+        samples = f"{figures['count']} samples, {figures['inputs']}"
+        sidecar["checked"] = f"{distance}; {samples}"
+        sidecar["agreement"] = same_answers(figures)
+        sidecar["top-1"] = top1_change(figures)
+
+    metadata = body["metadata"]
+    origins = [metadata[key] for key in ("architecture", "source") if metadata.get(key)]
+    note = None
+    if not sidecar:
+        note = "`normswap export` did not write it: nothing says how images are prepared for it"
     facts(
         ("file", f"{body['source']} ({body['bytes'] / 1e6:.1f} MB)"),
         ("format", body["format"]),
         ("operators", operators(body["nodes"])),
-        (
-            "made from",
-            " ".join(
-                dict.fromkeys(noted[key] for key in ("architecture", "source") if noted.get(key))
-            ),
-        ),
-        *((name, text(value)) for name, value in sidecar.items()),
-        ("note", None if sidecar else missing),
+        ("made from", " ".join(dict.fromkeys(origins))),
+        *((name, one_line(value)) for name, value in sidecar.items()),
+        ("note", note),
     )

@@ -1,6 +1,4 @@
-"""How well a network classifies labelled images (top-1, top-5, loss, speed), and how often two
-agree.
-"""
+"""How well a network classifies labelled images, and how often two networks agree."""
 
 import time
 from collections.abc import Iterable
@@ -12,14 +10,21 @@ from torch.nn.functional import cross_entropy
 
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models import calling
+from normswap.models.calling import Example
 from normswap.models.modes import Progress, undisturbed
 from normswap.models.network_input import scores
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over `count` images: top-1 and top-5 in percent, mean cross-entropy, images a second
-    with loading.
+    """One pass over labelled images.
+
+    Args:
+        top1: The share of images whose label has the highest score, in percent.
+        top5: The share of images whose label is among the five highest scores, in percent.
+        loss: The mean cross-entropy.
+        count: The number of images.
+        images_per_s: Images a second, with the time for loading them.
     """
 
     top1: float
@@ -32,8 +37,18 @@ class Evaluation:
 def evaluate(
     model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
 ) -> Evaluation:
-    """Return top-1, top-5 and loss on the batches of `loader`; arguments and errors are those of
-    `classify`.
+    """Return top-1, top-5 and loss on the batches of `loader`.
+
+    Args:
+        model: The network; it runs in eval mode and is not changed.
+        loader: Batches of images (N, C, H, W), or of whatever the network takes, and labels (N,).
+            The labels are the second of a pair, the last after the network's arguments, or
+            "labels" in a dict of keywords.
+        progress: Called after each batch with the images done and their total (0 when unknown).
+
+    Raises:
+        SourceError: There are no images, none that the network takes, or no labels of its classes.
+        OptionError: The network does not classify.
     """
     return classify(model, loader, progress=progress)[0]
 
@@ -41,20 +56,26 @@ def evaluate(
 def classify(
     model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
 ) -> tuple[Evaluation, Tensor]:
-    """Classify every image of `loader` in eval mode; also gives the answers (N,) in its order.
+    """Classify every image of `loader`.
 
     Args:
-        loader: batches of images (N, C, H, W), or of whatever the network takes, and labels (N,):
-            as pairs, after its arguments, or as "labels" in a dict of keywords.
-        progress: called after each batch with the images done and their total (0 when unknown).
+        model: As in `evaluate`.
+        loader: As in `evaluate`.
+        progress: As in `evaluate`.
 
-    Raises SourceError: no images, none that it takes, or no labels of its classes; OptionError: it
-    does not classify.
+    Returns:
+        What `evaluate` returns, and the answers (N,), the class of the highest score of each image
+        in the order of the loader.
+
+    Raises:
+        SourceError: As in `evaluate`.
+        OptionError: As in `evaluate`.
     """
     total = getattr(loader, "count", 0)
     start = time.perf_counter()
     if not isinstance(total, int):
         total = 0
+
     sums = torch.zeros(3, dtype=torch.float64)
     answers: list[Tensor] = []
     count = 0
@@ -62,24 +83,18 @@ def classify(
     with undisturbed(model), torch.inference_mode():
         for batch in loader:
             example, labels = form.read(batch)
-            try:
-                output = example.like(model).call(model)
-            except NormswapError:
-                raise
-            except Exception as error:
-                raise SourceError(
-                    f"the network does not run on {example}", first_line(error)
-                ) from None
-            logits = scores(output).cpu().double()
+            logits = _logits(model, example)
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
                 raise SourceError(
                     "a batch without a label for each image", remedy="Give pairs (images, labels)"
                 )
-            sums += _score(logits, labels.cpu())
+
+            sums += _scores_of_batch(logits, labels.cpu())
             answers.append(logits.argmax(1))
             count += len(labels)
             if progress is not None:
                 progress(count, total)
+
     if not count:
         raise SourceError("no images to evaluate on")
     top1, top5, loss = (sums / count).tolist()
@@ -88,23 +103,42 @@ def classify(
 
 
 def agreement(answers: Tensor, others: Tensor) -> float:
-    """Compute the fraction of images with the same answer."""
+    """Return the share of images with the same answer."""
     return float((answers == others).double().mean())
 
 
 def unit(scores: Tensor) -> str:
-    """Give the word for what each answer in (N, classes, ...) is about: an image, or a place in its
-    map.
+    """Return the word for what each answer is about, by the dimensions of the scores.
+
+    Args:
+        scores: Scores (N, classes) of images, or (N, classes, ...) of the places of a map.
     """
     return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
 
 
-def _score(logits: Tensor, labels: Tensor) -> Tensor:
+def _logits(model: nn.Module, example: Example) -> Tensor:
+    """Return the scores of classes (N, classes) in float64, on the CPU."""
+    try:
+        output = example.like(model).call(model)
+    except NormswapError:
+        raise
+    # The forward is the user's code, which may raise anything.
+    except Exception as error:
+        raise SourceError(f"the network does not run on {example}", first_line(error)) from None
+    return scores(output).cpu().double()
+
+
+def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the images that are right by top-1, those by top-5, and the summed cross-entropy (3,).
+
+    Raises:
+        SourceError: A label is no class of the network.
+    """
     classes = logits.shape[1]
     if labels.min() < 0 or labels.max() >= classes:
         wrong = labels[(labels < 0) | (labels >= classes)][0]
         raise SourceError(f"label {int(wrong)} is no class of this network", f"it has {classes}")
-    best = logits.topk(min(5, classes)).indices == labels[:, None]
-    return torch.stack(
-        [best[:, 0].sum(), best.sum(), cross_entropy(logits, labels, reduction="sum")]
-    )
+
+    hits = logits.topk(min(5, classes)).indices == labels[:, None]
+    loss = cross_entropy(logits, labels, reduction="sum")
+    return torch.stack([hits[:, 0].sum(), hits.sum(), loss])

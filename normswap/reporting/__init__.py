@@ -1,3 +1,4 @@
-"""The page about a conversion, and the demo: facts, charts, HTML. Imports: `analysis` and what is
-below.
+"""The page about a conversion, and the demo: facts, charts, HTML.
+
+Imports: `analysis` and what is below.
 """

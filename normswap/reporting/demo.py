@@ -1,12 +1,12 @@
-"""The demo: a small trained network that ships with the package, converted, saved, loaded and
-measured. Offline.
-"""
+"""The demo: a shipped trained network is converted, saved, loaded again and measured, offline."""
 
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+from torch import nn
 
 from normswap.analysis import summary
 from normswap.images.accuracy import agreement, classify
@@ -19,16 +19,25 @@ from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
 
 SCHEMES = ("folded", "skipinit")
-# Errors are measured on so many batches.
+# Distances are measured on this many batches.
 _FEW = 4
 
 
-def run(progress: Callable[[str], None] = lambda what: None) -> Body:
-    """Inspect, convert, save, load, verify, evaluate; `progress` is called with what is going on.
+def _ignore(sentence: str) -> None:
+    """Take a sentence about progress that nobody wants to read."""
 
-    `anatomy` is the source's summary without its long lists; a row has the norms that are left, the
-    trainable values, top-1 in percent, the fraction of images with the source's answer, and |logits
-    - the source's| / |the source's|.
+
+def run(progress: Callable[[str], None] = _ignore) -> Body:
+    """Inspect, convert, save, load, verify and evaluate the shipped network.
+
+    Args:
+        progress: Called with a sentence at the beginning of each step.
+
+    Returns:
+        The record that `normswap demo --json` prints. `anatomy` is the source's summary without its
+        long lists. Each of `rows` has the norms that are left, the trainable values, top-1 in
+        percent, the share of images with the source's answer, and the relative L2 distance
+        |logits - the source's| / |the source's|.
     """
     start = time.perf_counter()
     progress("opening and inspecting the network")
@@ -36,35 +45,46 @@ def run(progress: Callable[[str], None] = lambda what: None) -> Body:
     anatomy = summary.of_network(Network(source), "demo")
     anatomy["skips"] = dict(Counter(block["skip"] for block in anatomy.pop("blocks")))
     del anatomy["sites"]
-    networks = {"source": source}
-    with tempfile.TemporaryDirectory(prefix="normswap-demo-") as folder:
-        for scheme in SCHEMES:
-            progress(f"converting to {scheme}, saving, loading again")
-            networks[scheme] = checkpoint.load(
-                checkpoint.save(convert(source, scheme), Path(folder) / scheme)
-            )
+
+    networks = {"source": source, **_converted(source, progress)}
     progress("reading the images")
     batches = list(make_loader(source, str(IMAGES), workers=0))
-    first, truth = classify(source, batches)
+    source_evaluation, source_answers = classify(source, batches)
+    few_images = [images for images, _ in batches[:_FEW]]
+
     rows = []
     passed = True
     for name, model in networks.items():
         progress(f"verifying and evaluating {name}")
         evaluation, answers = classify(model, batches)
-        report = comparison.verify(source, model, [images for images, _ in batches[:_FEW]])
-        same = agreement(truth, answers)
-        passed = passed and report.passed and same == 1 and evaluation.top1 == first.top1
-        measured = {
+        report = comparison.verify(source, model, few_images)
+        share = agreement(source_answers, answers)
+        same_top1 = evaluation.top1 == source_evaluation.top1
+        passed = passed and report.passed and share == 1 and same_top1
+        row = {
+            "network": name,
+            **summary.sizes(model),
             "top1": evaluation.top1,
-            "agreement": same,
+            "agreement": share,
             "relative_l2": report.worst.relative_l2,
         }
-        rows.append({"network": name, **summary.sizes(model), **measured})
-    seconds = time.perf_counter() - start
+        rows.append(row)
+
     return {
         "passed": passed,
-        "seconds": seconds,
-        "images": first.count,
+        "seconds": time.perf_counter() - start,
+        "images": source_evaluation.count,
         "anatomy": anatomy,
         "rows": rows,
     }
+
+
+def _converted(source: nn.Module, progress: Callable[[str], None]) -> dict[str, nn.Module]:
+    """Convert the network to each scheme, save it and load it again; return networks by scheme."""
+    networks = {}
+    with tempfile.TemporaryDirectory(prefix="normswap-demo-") as folder:
+        for scheme in SCHEMES:
+            progress(f"converting to {scheme}, saving, loading again")
+            directory = checkpoint.save(convert(source, scheme), Path(folder) / scheme)
+            networks[scheme] = checkpoint.load(directory)
+    return networks

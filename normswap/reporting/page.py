@@ -19,9 +19,9 @@ from normswap.surgery.report import Report
 from normswap.version import __version__
 
 _MINUS = "\N{MINUS SIGN}"
-# The class of each role of norms in the page's style, and of each outcome of a norm its mark and
-# its meaning.
+# The number of a role's class in the page's style.
 COLOURS = {"stem": 4, "other": 1, "last": 2, "down": 3, "head": 5}
+# The mark of what became of a norm, and what the mark means.
 OUTCOMES = {
     "gone": ("", "folded away"),
     "scalar": (figures.ALPHA, f"folded away, a scalar {figures.ALPHA} in its place"),
@@ -35,27 +35,27 @@ _CODE = re.compile(r"`([^`]*)`")
 
 
 def render(facts: Facts) -> str:
-    """Write the whole page."""
+    """Return the whole page as HTML."""
     loader = PackageLoader("normswap.reporting", ".")
     pages = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     pages.filters |= {"marked": _marked, "small": small, "share": share}
+    style = resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8")
+
     norms = facts.norms
+    stages = []
+    for stage, blocks in groupby(facts.blocks, lambda block: block.stage):
+        stages.append((stage, list(blocks)))
     return pages.get_template("page.html.jinja").render(
         facts=facts,
         report=facts.report,
         tiles=list(_tiles(facts)),
-        style=resources.files("normswap.reporting")
-        .joinpath("report.css")
-        .read_text(encoding="utf-8"),
+        style=style,
         norms=norms,
         used_roles={norm.role for norm in norms},
         used_outcomes={norm.outcome for norm in norms},
-        stages=[
-            (stage, list(blocks))
-            for stage, blocks in groupby(facts.blocks, lambda block: block.stage)
-        ],
+        stages=stages,
         version=__version__,
         figures=figures,
         colours=COLOURS,
@@ -64,48 +64,59 @@ def render(facts: Facts) -> str:
 
 
 def small(value: float) -> str:
-    """Write an error."""
+    """Return an error with two digits."""
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
 def share(value: float | None) -> str:
-    """Write a fraction in percent."""
+    """Return a share in percent, or nothing for None."""
     return "" if value is None else f"{100 * value:.4g} %"
 
 
 def _marked(text: str) -> Markup:
+    """Return a text as HTML, with links to papers and with code between backquotes."""
     linked = _PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(text)))
     return Markup(_CODE.sub(r"<code>\1</code>", linked))
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Yield the figures at the top of the page: name, value, and the line below."""
     if facts.report:
         yield from _report_tiles(facts.report)
+
     before = facts.sizes["before"]
     after = facts.sizes["after"]
     yield "norms", f"{before['norms']} → {after['norms']}", "normalization layers"
     change = f"{after['parameters'] - before['parameters']:+,}".replace("-", _MINUS)
     yield "parameters", f"{after['parameters']:,}", f"{change} by the conversion"
-    if accuracy := facts.accuracy:
-        below = f"{accuracy['count']:,.0f} images"
-        if "result" in accuracy:
-            yield "top-1", f"{accuracy['result']:.2f} %", below
-        if "source" in accuracy:
-            yield "top-1 of the source", f"{accuracy['source']:.2f} %", below
-        if "relative_l2" in accuracy:
-            yield "relative L2", f"{accuracy['relative_l2']:.1e}", below
-        if accuracy.get("agreement") is not None:
-            yield "same answers", share(accuracy["agreement"]), below
+
+    if facts.accuracy:
+        yield from _accuracy_tiles(facts.accuracy)
+
+
+def _accuracy_tiles(accuracy: dict[str, float]) -> Iterator[tuple[str, str, str]]:
+    """Yield the tiles of what was measured on images."""
+    below = f"{accuracy['count']:,.0f} images"
+    if "result" in accuracy:
+        yield "top-1", f"{accuracy['result']:.2f} %", below
+    if "source" in accuracy:
+        yield "top-1 of the source", f"{accuracy['source']:.2f} %", below
+    if "relative_l2" in accuracy:
+        yield "relative L2", f"{accuracy['relative_l2']:.1e}", below
+    if accuracy.get("agreement") is not None:
+        yield "same answers", share(accuracy["agreement"]), below
 
 
 def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Yield the tiles of the conversion's report: the largest error by precision, the agreement."""
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
         if report.exact and precision in report.tolerance:
             below = f"allowed: {small(report.tolerance[precision])}"
         yield f"relative L2, {precision}", small(max(errors)), below
-    agreement = report.kept
-    if agreement and agreement.agreement is not None:
-        on = f"at least {agreement.least:.0%}, on {agreement.count} held-out calibration images"
-        yield "same answers", share(agreement.agreement), on
+
+    kept = report.kept
+    if kept and kept.agreement is not None:
+        below = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
+        yield "same answers", share(kept.agreement), below

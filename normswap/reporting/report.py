@@ -1,9 +1,10 @@
 """The report about a directory that normswap wrote: everything that the page says, as records.
 
-The source is opened again where it is still what it was; else only what the directory itself holds
-is told.
+The source is opened again if its tensors are still the recorded ones. Otherwise the report is made
+from the directory alone.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,19 @@ from normswap.surgery import reverification
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
+# Without images, the signal is measured on this many images of noise.
 _NOISE = 8
 
 
 @dataclass(frozen=True)
 class NormFact:
-    """A norm of the source, and what the plan did to it: one of `page.OUTCOMES`, and the same in
-    words.
+    """A norm of the source, and what the plan did to it.
+
+    Args:
+        path: The norm's module path.
+        role: The norm's role in its block.
+        outcome: What became of it, a key of `page.OUTCOMES`.
+        said: What became of it, as a sentence.
     """
 
     path: str
@@ -53,7 +60,15 @@ class BlockFact:
 
 @dataclass(frozen=True)
 class Alpha:
-    """The scalar at the end of a branch: as it is now, and as the plan placed it."""
+    """The scalar at the end of a residual branch.
+
+    Args:
+        block: The path of the branch's block.
+        path: The path of the scalar.
+        value: The scalar as it is now.
+        planned: The scalar as the plan placed it; None if the plan says no number.
+        bias: The bias beside it, if there is one.
+    """
 
     block: str
     path: str
@@ -64,15 +79,26 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the page says.
+    """Everything that the page says.
 
     Args:
-        others: the norms outside of blocks.
-        sizes: norms and parameters of `before` and `after`.
-        notes: what the reader should know about the figures.
-        signal: the points of the networks `before` and `after`, as far as there are any; measured
-            on `signal_inputs`.
-        accuracy: top-1 in percent of source and result, agreement and count, where measured.
+        source: The MODEL that was converted; empty if it is not recorded.
+        sha256: The hash of the source's tensors.
+        arch: The architecture.
+        steps: The scheme of each step, with its options, summary and paper.
+        digest: The hash of the plan.
+        versions: The versions of the libraries that wrote the directory.
+        report: The report of the conversion; None if the weights were changed since.
+        blocks: The residual blocks of the source.
+        others: The norms outside of blocks.
+        alphas: The scalars at the ends of the residual branches.
+        sizes: The counts of norms and parameters of the networks `before` and `after`.
+        notes: What the reader should know about the figures.
+        signal: The signal in the networks `before` and `after`, a point per block. A network
+            without blocks, or one that cannot be opened, is missing.
+        signal_inputs: What the signal was measured on, in words.
+        accuracy: Top-1 in percent of source and result, their agreement, and the count of images.
+            What was not measured is missing.
     """
 
     source: str
@@ -93,14 +119,17 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """The architecture, and what it was converted to."""
+        """The architecture, and the schemes that it was converted to."""
         names = [step["scheme"] for step in self.steps]
-        return f"{self.arch.name} converted to {', then '.join(names)}" if names else self.arch.name
+        if not names:
+            return self.arch.name
+        return f"{self.arch.name} converted to {', then '.join(names)}"
 
     @property
     def norms(self) -> tuple[NormFact, ...]:
         """Every norm of the source."""
-        return (*(norm for block in self.blocks for norm in block.norms), *self.others)
+        in_blocks = itertools.chain.from_iterable(block.norms for block in self.blocks)
+        return (*in_blocks, *self.others)
 
 
 def collect(
@@ -110,27 +139,41 @@ def collect(
     device: str = "cpu",
     trust_factory: bool = False,
 ) -> Facts:
-    """Load a directory that normswap wrote, open its source, measure both.
+    """Load a directory that normswap wrote, open its source, and measure both networks.
 
     Args:
-        images: makes the loader of labelled images that both networks are evaluated on.
+        directory: The directory.
+        images: Makes the loader of labelled images that both networks are evaluated on. Without
+            it nothing is evaluated, and the signal is measured on noise.
+        device: The device that the networks run on.
+        trust_factory: Whether the factory that the directory names may be imported.
     """
     result = devices.place(checkpoint.load(directory, trust_factory=trust_factory), device)
     record = provenance.of(result)
     assert record.arch is not None
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)
+
+    # Without the source, its blocks and norms are those of a network built anew.
     network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
     anatomy = bare.anatomy
     norms = _norms(anatomy, record.plan)
-    in_blocks = {path for block in anatomy.blocks for path in block.norms}
-    measured = {
-        name: net
-        for name, net in (("before", before), ("after", network))
-        if net and net.anatomy.blocks
-    }
+
+    blocks: list[BlockFact] = []
+    in_blocks: set[str] = set()
+    for block in anatomy.blocks:
+        inside = tuple(norms[path] for path in block.norms)
+        blocks.append(BlockFact(block.path, block.stage, block.skip, inside))
+        in_blocks.update(block.norms)
+
+    signal: dict[str, tuple[Point, ...]] = {}
+    if before and before.anatomy.blocks:
+        signal["before"] = tuple(signal_propagation(before))
+    if network.anatomy.blocks:
+        signal["after"] = tuple(signal_propagation(network))
+
     header = checkpoint.read_header(directory)
     return Facts(
         source=record.source,
@@ -140,66 +183,61 @@ def collect(
         digest=record.plan.digest,
         versions=header.versions,
         report=header.report,
-        blocks=tuple(
-            BlockFact(
-                block.path, block.stage, block.skip, tuple(norms[path] for path in block.norms)
-            )
-            for block in anatomy.blocks
-        ),
+        blocks=tuple(blocks),
         others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
         alphas=_alphas(result, anatomy, record.plan),
-        sizes={
-            name: summary.sizes(model)
-            for name, model in (("before", bare.module), ("after", result))
-        },
+        sizes={"before": summary.sizes(bare.module), "after": summary.sizes(result)},
         notes=tuple(notes),
-        signal={name: tuple(signal_propagation(net)) for name, net in measured.items()},
+        signal=signal,
         signal_inputs=signal_inputs,
         accuracy=_accuracy(before, result, loader),
     )
 
 
 def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
-    """Return what the signal is measured on, the first batch of the images or noise, and its
-    description.
-    """
+    """Return the batch that the signal is measured on, images or noise, and its description."""
     if loader is not None:
         batch = next(iter(loader))[0]
         return batch, f"the first {len(batch)} images"
-    noise = torch.randn(
-        _NOISE, *network_input.size(result), generator=torch.Generator().manual_seed(0)
-    )
+
+    size = network_input.size(result)
+    noise = torch.randn(_NOISE, *size, generator=torch.Generator().manual_seed(0))
     return noise, f"{_NOISE} images of N(0, 1) noise"
 
 
 def _source(network: Network) -> tuple[Network | None, list[str]]:
+    """Open the recorded source of a network.
+
+    Returns:
+        The source, or None if it cannot be opened or is not what it was; a note says so.
+    """
     result = network.module
     record = network.provenance
-    notes: list[str] = []
-    if record.source and record.sha256:
-        try:
-            source = checkpoint.open_model(record.source, **reverification.how(result))
-        except (NormswapError, OSError):
-            notes.append("The recorded source cannot be opened from here any more.")
-        else:
-            if reverification.unchanged(source, result) is not False:
-                return network.after(source.to(network.device)), notes
-            notes.append("The recorded source has other tensors now than when this was made.")
-    return None, notes
+    if not record.source or not record.sha256:
+        return None, []
+
+    try:
+        source = checkpoint.open_model(record.source, **reverification.how(result))
+    except (NormswapError, OSError):
+        return None, ["The recorded source cannot be opened from here any more."]
+    if reverification.unchanged(source, result) is False:
+        return None, ["The recorded source has other tensors now than when this was made."]
+    return network.after(source.to(network.device)), []
 
 
 def _step(step: Step) -> Body:
+    """Return the record of one step of the plan."""
     scheme = schemes.get(step.scheme)
-    options = schemes.changed(step.scheme, step.options)
     return {
         "scheme": step.scheme,
-        "options": options,
+        "options": schemes.changed(step.scheme, step.options),
         "summary": scheme.summary,
         "paper": scheme.paper,
     }
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
+    """Return what became of each norm, by path."""
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
@@ -209,45 +247,49 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
         for path, outcome in step.outcomes.items():
             if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
-    said = {path: "; ".join(texts) or "stays as it is" for path, texts in sentences.items()}
-    return {
-        norm.path: NormFact(norm.path, norm.role, outcomes[norm.path], said[norm.path])
-        for norm in anatomy.norms
-    }
+
+    facts: dict[str, NormFact] = {}
+    for norm in anatomy.norms:
+        said = "; ".join(sentences[norm.path]) or "stays as it is"
+        facts[norm.path] = NormFact(norm.path, norm.role, outcomes[norm.path], said)
+    return facts
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    planned = {
-        edit.path: edit.args.get("alpha")
-        for step in plan.steps
-        for edit in step.edits
-        if edit.layer == "Scale"
-    }
+    """Return the scalars at the ends of the residual branches, in the order of the blocks."""
+    planned: dict[str, float | None] = {}
+    for step in plan.steps:
+        for edit in step.edits:
+            if edit.layer == "Scale":
+                planned[edit.path] = edit.args.get("alpha")
+
     blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
-    order = list(blocks)
     alphas = []
-    for path, module in result.named_modules():
+    for name, module in result.named_modules():
         if scales_branch(module):
-            place = path.removesuffix(".then")
-            bias = None if module.bias is None else module.bias.item()
-            alphas.append(
-                Alpha(
-                    blocks.get(place, place), place, module.alpha.item(), planned.get(place), bias
-                )
+            path = name.removesuffix(".then")
+            alpha = Alpha(
+                block=blocks.get(path, path),
+                path=path,
+                value=module.alpha.item(),
+                planned=planned.get(path),
+                bias=None if module.bias is None else module.bias.item(),
             )
-    return tuple(
-        sorted(
-            alphas, key=lambda alpha: order.index(alpha.path) if alpha.path in order else len(order)
-        )
-    )
+            alphas.append(alpha)
+
+    # Scalars that end no block of the source stand last.
+    depths = {tail: depth for depth, tail in enumerate(blocks)}
+    return tuple(sorted(alphas, key=lambda alpha: depths.get(alpha.path, len(depths))))
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
+    """Return what is measured on images, of both networks if the source can be opened."""
     if loader is None:
         return {}
     if before is not None:
         return reverification.on_images(before, result, loader)
     if reverification.labels_are_missing(loader):
         return {}
-    measured = evaluate(result, loader)
-    return {"result": measured.top1, "count": measured.count}
+
+    evaluation = evaluate(result, loader)
+    return {"result": evaluation.top1, "count": evaluation.count}

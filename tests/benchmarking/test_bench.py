@@ -108,7 +108,7 @@ def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
 def test_a_gpu_and_int8_may_be_further_off(
     device: str, precision: str, off: float, status: str
 ) -> None:
-    rows = timing.compare(
+    rows = timing.check_contenders(
         [times(1), times(1 + off, precision=precision)], IMAGES, torch.device(device)
     )
     assert [row["status"] for row in rows] == ["ok", status]

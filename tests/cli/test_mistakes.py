@@ -147,7 +147,7 @@ EARLY: list[Mistake] = [
         (*DEMO, "groupnorm", "--groups", "4", "--group-size", "4"),
         ("--groups and --group-size",),
     ),
-    ("unfold has no plan", None, (*DEMO, "unfold", "--dry-run"), ("no plan",)),
+    ("unfold takes no plan", None, (*DEMO, "unfold", "--dry-run"), ("takes no --dry-run",)),
     (
         "a plan and a target",
         text("p.json", b"{}"),

@@ -1,8 +1,8 @@
-"""The commands, one file each, `NAME_command.py`: `run`, the keys that its --json prints (`KEYS`),
-and `EXAMPLES`.
+"""The commands, one file each, `NAME_command.py`.
 
-Imports: anything. What --help lists of each stands here, because a command is imported only when it
-is called.
+Such a file has `run`, the keys that its --json prints (`KEYS`), and `EXAMPLES`. It may import
+anything. The sentences that --help lists stand here, because a command is imported only when it is
+called.
 """
 
 SUMMARIES = {

@@ -1,16 +1,22 @@
 """`normswap advise`: which target to choose, and why."""
 
+from __future__ import annotations
+
 import shlex
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli.progress import bar, working
 from normswap.cli.options import Device, ImageOpening, Json, Model, remark
+from normswap.cli.progress import bar, working
 from normswap.cli.tables import facts, listing, show, table
 from normswap.errors import OptionError
 from normswap.plan import Body
+
+if TYPE_CHECKING:
+    from normswap.analysis.advice import Advice
+    from normswap.surgery.network import Network
 
 KEYS = (
     "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options),"
@@ -47,7 +53,7 @@ _MINUTES = "How long those trials may take [default: 3]."
 
 @dataclass(frozen=True)
 class Trying:
-    """The images that targets are tried on, and how."""
+    """The images that targets are tried on, and for how long and where."""
 
     data: Annotated[str | None, typer.Option(metavar="PATH", show_default=False, help=_DATA)] = None
     minutes: Annotated[
@@ -80,6 +86,7 @@ def run(
         raise OptionError(
             "--data cannot go with --deploy", "trials train, and what only runs does not"
         )
+
     net = opening.open(model)
     from normswap.analysis.advice import advise, elsewhere
     from normswap.surgery.network import Network
@@ -87,45 +94,80 @@ def run(
     network = Network(net)
     words = opening.words(model)
     with working("looking"):
-        how = {"private": private, "deploy": deploy}
         possible, refused = advise(
-            network, shlex.join(words), batch_size, **how, data=trying.data or "DATA"
+            network,
+            shlex.join(words),
+            batch_size,
+            private=private,
+            deploy=deploy,
+            data=trying.data or "DATA",
         )
+
     measured: Body | None = None
     following: list[str] = []
     if trying.data is not None:
-        from normswap.training import trials
+        measured, possible, recipe = _measure(
+            network, possible, trying, batch_size, private=private
+        )
+        following = ["finetune", *words, *recipe]
 
-        minutes = 3.0 if trying.minutes is None else trying.minutes
-        with bar(f"trying {len(possible)} targets (seconds)") as progress:
-            tried = trials.Trials(
-                network, trying.data, batch_size, minutes, trying.device, progress
-            )
-            ended = tried.run(possible)
-        remark([*tried.held_out.notes, *[_NO_NOISE] * private])
-        possible = [trial.advice for trial in ended]
-        records = [[trial.record(ended[0]) for trial in of] for of in (ended, tried.trials)]
-        sizes = {
-            "seconds": tried.seconds(),
-            "images": len(tried.images.images),
-            "held_out": tried.held_out.count,
-        }
-        measured = {**sizes, "ended": records[0], "trials": records[1]}
-        keys = trials.keys(possible[0], ended[0].lr, batch_size)
-        following = ["finetune", *words, "--recipe", trials.RECIPE, "--data", trying.data, *keys]
     first, *others = map(asdict, possible)
+    task, ended_elsewhere = elsewhere(network, batch_size, private=private)
     body = {
         "source": model,
         "batch_size": batch_size,
-        **how,
+        "private": private,
+        "deploy": deploy,
         "choose": first,
         "others": others,
         "refused": refused,
+        "elsewhere": {"task": task, "ended": ended_elsewhere},
+        "measured": measured,
     }
-    task, ended_elsewhere = elsewhere(network, batch_size, private=private)
-    body["elsewhere"] = {"task": task, "ended": ended_elsewhere}
-    show({**body, "measured": measured}, json, _print, *following)
+    show(body, json, _print, *following)
     return 0
+
+
+def _measure(
+    network: Network, possible: list[Advice], trying: Trying, batch_size: int, *, private: bool
+) -> tuple[Body, list[Advice], list[str]]:
+    """Try the possible targets on images.
+
+    Args:
+        network: The network that is to be converted.
+        possible: The targets to try.
+        trying: The images, the time and the device.
+        batch_size: Images that share statistics.
+        private: Whether the network is meant for private training, which the trials are not.
+
+    Returns:
+        The record of the trials, the targets in the order of their loss, and the words that train
+        to the best target by `finetune`.
+    """
+    from normswap.training import trials
+
+    minutes = 3.0 if trying.minutes is None else trying.minutes
+    with bar(f"trying {len(possible)} targets (seconds)") as progress:
+        tried = trials.Trials(
+            network, str(trying.data), batch_size, minutes, trying.device, progress
+        )
+        ended = tried.run(possible)
+
+    remark(tried.held_out.notes)
+    if private:
+        remark([_NO_NOISE])
+
+    best = ended[0]
+    measured = {
+        "seconds": tried.seconds(),
+        "images": len(tried.images.images),
+        "held_out": tried.held_out.count,
+        "ended": [trial.record(best) for trial in ended],
+        "trials": [trial.record(best) for trial in tried.trials],
+    }
+    overrides = trials.keys(best.advice, best.lr, batch_size)
+    recipe = ["--recipe", trials.RECIPE, "--data", str(trying.data), *overrides]
+    return measured, [trial.advice for trial in ended], recipe
 
 
 def _print(body: Body) -> None:
@@ -135,33 +177,41 @@ def _print(body: Body) -> None:
     if measured is not None:
         why = f"lowest loss on {measured['held_out']} images held out"
     facts(("choose", targets[0]["target"]), ("because", why))
-    # What is kept as it is needs no command.
+
+    # A network that is kept as it is needs no command.
     label = "run" if targets[0]["command"] else "or"
     listing(label, (target["command"] for target in targets if target["command"]))
+
     if measured is not None:
-        rows = [(*map(trial.get, _ENDED), "level" * trial["level"]) for trial in measured["ended"]]
-        columns = (*_ENDED.values(), "top-1 with the first")
-        table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
+        _print_trials(measured)
     else:
-        elsewhere = body["elsewhere"]
-        functions = {True: "kept", False: "approximate"}
-        rows = [
-            (
-                of["target"],
-                functions[of["exact"]],
-                elsewhere["ended"].get(of["target"], ""),
-                of["why"],
-            )
-            for of in targets
-        ]
-        table(
-            "Targets that this network admits",
-            ("target", "function", "ended elsewhere", "why"),
-            rows,
-        )
-        if any(row[2] for row in rows):
-            print(
-                f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md);"
-                f" {_NOT_MEASURED}"
-            )
+        _print_targets(targets, body["elsewhere"])
     listing("not possible", (f"{scheme}: {why}" for scheme, why in body["refused"].items()))
+
+
+def _print_trials(measured: Body) -> None:
+    """Print where the trial of each target ended."""
+    rows = []
+    for trial in measured["ended"]:
+        level = "level" if trial["level"] else ""
+        rows.append((*map(trial.get, _ENDED), level))
+    columns = (*_ENDED.values(), "top-1 with the first")
+    table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
+
+
+def _print_targets(targets: list[Body], elsewhere: Body) -> None:
+    """Print the possible targets, and where each ended on another network."""
+    rows = []
+    for target in targets:
+        function = "kept" if target["exact"] else "approximate"
+        ended = elsewhere["ended"].get(target["target"], "")
+        rows.append((target["target"], function, ended, target["why"]))
+    columns = ("target", "function", "ended elsewhere", "why")
+    table("Targets that this network admits", columns, rows)
+
+    is_known = any(ended for _, _, ended, _ in rows)
+    if is_known:
+        print(
+            f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md);"
+            f" {_NOT_MEASURED}"
+        )

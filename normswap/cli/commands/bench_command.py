@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli.progress import working
 from normswap.cli.options import Device, Json, ModelOrFile, Opening, exported_file
+from normswap.cli.progress import working
 from normswap.cli.tables import facts, listing, show, size, table
 from normswap.errors import NormswapError, OptionError
 from normswap.models import kinds
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from normswap.benchmarking.timing import Contender
-    from normswap.models.calling import Example
+    from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
     "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low"
@@ -58,40 +58,51 @@ def run(
             "it is a list of whole numbers from 1 up",
             "For instance 1,8",
         )
+
     with working(f"opening {model}") as progress:
         import torch
 
         from normswap.benchmarking import timing
         from normswap.models import devices
 
-        settings: Body = {
-            "device": devices.find(device),
-            "threads": torch.get_num_threads(),
-            "seconds": seconds,
-        }
-        contenders, image_size, notes = _contenders(model, files or [], opening, settings["device"])
+        found = devices.find(device)
+        threads = torch.get_num_threads()
+        contenders, image_size, notes = _contenders(model, files or [], opening, found)
         rows = []
         for batch in map(int, batches):
             images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
-            rows += timing.run(contenders, images, **settings, progress=progress)
-    settings |= {"device": device, "size": image_size}
+            rows += timing.run(
+                contenders,
+                images,
+                device=found,
+                threads=threads,
+                seconds=seconds,
+                progress=progress,
+            )
+
+    settings = {"device": device, "threads": threads, "seconds": seconds, "size": image_size}
+    body = {"rows": rows, "settings": settings, "notes": notes}
     following = ["export", *opening.words(model), "-o", "FILE.onnx"]
     if Path(model).suffix.lower() in kinds.EXPORTED:
         following = ["evaluate", model, "--data", "IMAGES"]
-    show(
-        {"rows": rows, "settings": settings, "notes": notes},
-        json,
-        partial(_print, model),
-        *following,
-    )
+    show(body, json, partial(_print, model), *following)
     return 0
 
 
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    from normswap.benchmarking.timing import Contender
+    """Open everything that is timed.
 
+    Args:
+        model: A MODEL, or an exported file.
+        files: Exported files of the MODEL.
+        opening: How the MODEL is opened.
+        device: The device that the MODEL runs on; files run where their runtimes do.
+
+    Returns:
+        The contenders, the size of an image without the batch, and notes for the user.
+    """
     network: nn.Module | None = None
     contenders: list[Contender] = []
     notes: list[str] = []
@@ -101,6 +112,7 @@ def _contenders(
     else:
         network, contenders, notes = _networks(model, opening, device)
         image_size = _input_size(model, network)
+
     for name in files:
         file = exported_file(name)
         if file is None:
@@ -111,24 +123,40 @@ def _contenders(
         if image_size != file.shape[1]:
             what = f"{name} takes images of {size(file.shape[1])}"
             raise OptionError(what, f"{model} is timed on {size(image_size)}")
-        contender = Contender(
-            file.file.name, file.form.name, file.network(), precision=file.precision
-        )
-        if network is not None:
-            request = file.request(network)
-            contender.prepare = request.raw
-            if request.settings.softmax:
-                contender.expected = lambda logits: logits.log_softmax(-1)
-        contenders.append(contender)
+        contenders.append(_file_contender(file, network))
     return contenders, image_size, notes
 
 
+def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
+    """Return an exported file as a contender.
+
+    Args:
+        file: The file.
+        network: Its source, whose answers are expected of it; None if the file is timed alone.
+    """
+    from normswap.benchmarking.timing import Contender
+
+    contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
+    if network is not None:
+        request = file.request(network)
+        contender.prepare = request.raw
+        if request.settings.softmax:
+            contender.expected = _log_probabilities
+    return contender
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1)
+
+
 def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
+    """Return the size of one input without the batch; a network must take one tensor of numbers."""
     from normswap.models import network_input
 
     drawn = network_input.drawn_calls(network)
     if drawn is None:
         return network_input.size(network)
+
     if len(drawn[0].tensors()) > 1 or not drawn[0].images.is_floating_point():
         remedy = (
             "`normswap export` writes a file of it, and `normswap verify` compares that with it"
@@ -141,22 +169,27 @@ def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
 def _networks(
     name: str, opening: Opening, device: torch.device
 ) -> tuple[nn.Module, list[Contender], list[str]]:
+    """Open a MODEL, and fold it.
+
+    Returns:
+        The network; the network and the folded one as contenders; a note if it cannot be folded.
+    """
     import torch
 
     from normswap import provenance
     from normswap.analysis import block_signals
-    from normswap.benchmarking.timing import Contender
-    from normswap.models import calling
-    from normswap.models.network_input import answer
     from normswap.surgery import conversion
 
     torch.manual_seed(0)
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
-        # The branches of fresh networks begin at zero, and would hide anything that is wrong in
+        # The residual branches of a fresh network begin at zero, and would hide what is wrong in
         # them.
         model = block_signals.awake(model)
-    scheme = next((step.scheme for step in reversed(provenance.of(model).plan.steps)), "original")
+
+    scheme = "original"
+    for step in provenance.of(model).plan.steps:
+        scheme = step.scheme
     networks = {scheme: model}
     notes = []
     try:
@@ -165,38 +198,52 @@ def _networks(
     except NormswapError as error:
         notes.append(f"{name} is not folded: {error}")
 
-    def run(network: nn.Module, call: Example, images: Tensor) -> Tensor:
-        return answer(call.of(images).call(network))
-
-    contenders = []
-    for form, network in networks.items():
-        answers = partial(run, network.eval().to(device), calling.form(network))
-        contenders.append(
-            Contender(form, "torch", answers, prepare=lambda images: images.to(device))
-        )
+    contenders = [_network_contender(form, each, device) for form, each in networks.items()]
     return model, contenders, notes
+
+
+def _network_contender(form: str, network: nn.Module, device: torch.device) -> Contender:
+    """Return a network in PyTorch as a contender; `form` is the name of its scheme."""
+    from normswap.benchmarking.timing import Contender
+    from normswap.models import calling
+    from normswap.models.network_input import answer
+
+    model = network.eval().to(device)
+    call = calling.form(network)
+
+    def run(images: Tensor) -> Tensor:
+        return answer(call.of(images).call(model))
+
+    def prepare(images: Tensor) -> Tensor:
+        return images.to(device)
+
+    return Contender(form, "torch", run, prepare=prepare)
 
 
 def _print(model: str, body: Body) -> None:
     settings = body["settings"]
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):
-        rows = list(group)
-        timed = []
-        for row in (row for row in rows if row["status"] == "ok"):
-            times = f"{row['ms']:.2f}", f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}"
-            speeds = f"{row['images_per_s']:.1f}", f"{row['speedup']:.2f}"
-            timed.append(
-                (f"{row['form']}, {row['runtime']}", *times, *speeds, f"{row['error']:.0e}")
-            )
-        table(
-            f"{model}, batch {batch} of {size(settings['size'])}",
-            _COLUMNS,
-            timed,
-            right=_COLUMNS[1:],
-        )
-        untimed = [row for row in rows if row["status"] != "ok"]
-        listing(
-            "not timed", (f"{row['form']}: {row['status']}: {row['reason']}" for row in untimed)
-        )
+        _print_batch(f"{model}, batch {batch} of {size(settings['size'])}", list(group))
     listing("note", body["notes"])
+
+
+def _print_batch(title: str, rows: list[Body]) -> None:
+    """Print the times at one batch size, and what was not timed."""
+    timed = []
+    untimed = []
+    for row in rows:
+        if row["status"] != "ok":
+            untimed.append(f"{row['form']}: {row['status']}: {row['reason']}")
+            continue
+        cells = (
+            f"{row['form']}, {row['runtime']}",
+            f"{row['ms']:.2f}",
+            f"{row['ms_low']:.2f} .. {row['ms_high']:.2f}",
+            f"{row['images_per_s']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['error']:.0e}",
+        )
+        timed.append(cells)
+    table(title, _COLUMNS, timed, right=_COLUMNS[1:])
+    listing("not timed", untimed)

@@ -11,7 +11,6 @@ from typer import Option
 
 from normswap import schemes
 from normswap.cli import tables
-from normswap.cli.progress import bar, working
 from normswap.cli.options import (
     Device,
     Force,
@@ -21,8 +20,9 @@ from normswap.cli.options import (
     Model,
     last_part,
     output_option,
-    trust,
+    trust_words,
 )
+from normswap.cli.progress import bar, working
 from normswap.cli.tables import show
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
@@ -31,6 +31,7 @@ from normswap.storage import atomic_write, network_folder
 if TYPE_CHECKING:
     from torch import nn
 
+    from normswap.plan import Step
     from normswap.surgery.carrying_out import Conversion
     from normswap.surgery.network import Batches, Network
 
@@ -90,8 +91,13 @@ class Fitting:
     seed: Annotated[int, Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
 
-    def record(self, model: nn.Module, progress: Callable[[int, int], None] | None) -> Network:
-        """The record of a network with these images to fit values to."""
+    def record(self, model: nn.Module, progress: Callable[[int, int], None]) -> Network:
+        """Return the record of a network with the images to fit values to.
+
+        Args:
+            model: The network to convert.
+            progress: Called while values are fitted, with the layers done and their total.
+        """
         from normswap.surgery.network import Network
 
         images: Batches | str | None = self.calibrate
@@ -106,15 +112,16 @@ class Fitting:
 
 
 def _scheme_options() -> type[Any]:
-    """Make a dataclass of the options of all schemes from their records; `object`: a word or a
-    number.
+    """Make a dataclass of the options of all schemes from the schemes' records.
+
+    An option whose kind is `object` takes a word or a number, and is read as text here.
     """
     fields = []
     for option, names in schemes.all_options().values():
-        default = f" [default: {option.default}]" * (option.default != "")
-        info = Option(
-            metavar=option.placeholder, help=f"{', '.join(names)}: {option.help}{default}."
-        )
+        description = f"{', '.join(names)}: {option.help}"
+        if option.default != "":
+            description += f" [default: {option.default}]"
+        info = Option(metavar=option.placeholder, help=f"{description}.")
         kind = str if option.kind is object else option.kind
         fields.append((option.name, Annotated[kind | None, info], None))
     return make_dataclass("SchemeOptions", fields, namespace={"GROUP": "Options of the schemes"})
@@ -145,81 +152,130 @@ def run(
     asked = {name: value for name, value in values.items() if value not in (None, [])}
     plan = _requested_plan(request, asked)
     scheme = plan.steps[-1].scheme if plan else str(request.to)
-    place = request.output or Path(f"{last_part(model)}-{scheme}")
+
+    # Whether the files may be written is known before any work.
+    directory = request.output or Path(f"{last_part(model)}-{scheme}")
     if not request.dry_run:
-        network_folder.check_writable(place, force=request.force)
+        network_folder.check_writable(directory, force=request.force)
     if request.plan is not None:
         atomic_write.check_writable(request.plan, force=request.force)
+
     net = opening.open(model, device=fit.device)
     from normswap.analysis import summary
     from normswap.storage import checkpoint
     from normswap.surgery import conversion
-    from normswap.surgery.network import Network
 
     converted: Conversion | None = None
     with bar(f"converting to {scheme}, verifying") as progress:
         if plan:
-            converted, bodies = _carry_out(fit.record(net, progress), plan, str(request.from_plan))
+            network = fit.record(net, progress)
+            converted, bodies = _carry_out(network, plan, str(request.from_plan))
             steps = plan.steps
         elif request.dry_run:
-            measured = fit.calibrate is not None
-            planned = [*conversion.plan_steps(Network(net), scheme, measured=measured, **asked)]
-            bodies = [summary.of_step(step, builder) for step, builder in planned]
-            steps = tuple(step for step, _ in planned)
+            steps, bodies = _planned(net, scheme, asked, measured=fit.calibrate is not None)
         else:
             converted = conversion.convert(fit.record(net, progress), scheme, **asked)
             bodies = summary.of_conversion(converted, scheme)
             steps = converted.plan.steps[-converted.steps :]
+
     if converted is not None and not request.dry_run:
-        with working(f"writing {place}"):
-            checkpoint.save(converted, place, force=request.force)
+        with working(f"writing {directory}"):
+            checkpoint.save(converted, directory, force=request.force)
     if request.plan is not None:
         atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
+
     body = {
         "source": model,
-        "output": None if request.dry_run else place,
+        "output": None if request.dry_run else directory,
         "plan": request.plan,
         "steps": bodies,
     }
-    following = () if request.dry_run else ("verify", place, *trust(net), "--data", "IMAGES")
+    following: tuple[object, ...] = ()
+    if not request.dry_run:
+        following = ("verify", directory, *trust_words(net), "--data", "IMAGES")
     show(body, json, tables.print_conversion, *following)
     return 0
 
 
 def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
+    """Return the plan of --from-plan, or None after a check of the options that make one.
+
+    Args:
+        request: The target and the files.
+        asked: The options that are given, by name.
+    """
     file = request.from_plan
     if file is None:
-        _check(request, asked)
+        _check_target(request, asked)
         return None
-    others = [*map(flag, asked), *["--to"] * bool(request.to)]
+
+    others = [flag(name) for name in asked]
+    if request.to:
+        others.append("--to")
     if others:
         raise OptionError(f"{' and '.join(others)} cannot go with --from-plan", "the plan says it")
+
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"cannot read the plan {file}", getattr(error, "strerror", "it is no text")
-        ) from None
+        why = getattr(error, "strerror", "it is no text")
+        raise PlanError(f"cannot read the plan {file}", why) from None
     plan = Plan.from_json(text, str(file))
     if not any(step.edits for step in plan.steps):
         raise PlanError(f"{file} has no edits", "there is nothing to do")
     return plan
 
 
-def _check(request: Request, asked: schemes.Options) -> None:
+def _check_target(request: Request, asked: schemes.Options) -> None:
+    """Check the target and its options before the network is opened."""
     if request.to is None:
         remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
         raise OptionError("nothing says what to convert to", remedy=remedy)
+
     if request.to == "unfold":
+        given = "--dry-run" if request.dry_run else "--plan"
         if request.dry_run or request.plan is not None:
-            raise OptionError("unfold has no plan", "it goes back over the one in the checkpoint")
+            raise OptionError(
+                f"unfold takes no {given}", "it reverses the plan that the checkpoint holds"
+            )
         return
+
     schemes.check_target(request.to)
     schemes.chosen(request.to, {name: value for name, value in asked.items() if name != "purpose"})
     schemes.check_purpose(request.purpose)
 
 
+def _planned(
+    model: nn.Module, scheme: str, asked: schemes.Options, *, measured: bool
+) -> tuple[tuple[Step, ...], list[Body]]:
+    """Return the steps that a conversion would take, and the record of each; nothing is done.
+
+    Args:
+        model: The network.
+        scheme: The target.
+        asked: The options that are given, by name.
+        measured: Whether images to fit values to are given.
+    """
+    from normswap.analysis import summary
+    from normswap.surgery import conversion
+    from normswap.surgery.network import Network
+
+    planned = [*conversion.plan_steps(Network(model), scheme, measured=measured, **asked)]
+    bodies = [summary.of_step(step, builder) for step, builder in planned]
+    return tuple(step for step, _ in planned), bodies
+
+
 def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | None, list[Body]]:
+    """Carry out the steps of a plan from a file.
+
+    Args:
+        network: The network to convert.
+        plan: The plan.
+        origin: The plan's file, as an error names it.
+
+    Returns:
+        The last conversion, and the record of each step.
+    """
     from normswap.analysis import summary
     from normswap.surgery.carrying_out import carry_out
 

@@ -29,8 +29,12 @@ def run(
     place in the network (Kim et al. 2022), timm spares whatever is 1-D. --json lists every
     parameter. Weights do not matter: what is named, and is no path, is built without.
     """
-    named = opening.weights == "pretrained" and not Path(model.removeprefix("local-dir:")).exists()
-    net = (replace(opening, weights="random") if named else opening).open(model)
+    # The values of the weights do not matter, so no weights are downloaded.
+    is_path = Path(model.removeprefix("local-dir:")).exists()
+    if opening.weights == "pretrained" and not is_path:
+        net = replace(opening, weights="random").open(model)
+    else:
+        net = opening.open(model)
     from normswap.analysis.weight_decay import POLICIES, by_role, roles
 
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
@@ -41,17 +45,8 @@ def run(
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
     }
-    show(
-        body,
-        json,
-        _print,
-        "finetune",
-        *opening.words(model),
-        "--recipe",
-        "RECIPE",
-        "--data",
-        "IMAGES",
-    )
+    words = opening.words(model)
+    show(body, json, _print, "finetune", *words, "--recipe", "RECIPE", "--data", "IMAGES")
     return 0
 
 
@@ -61,8 +56,10 @@ def _print(body: Body) -> None:
         ("policy", body["policy"]),
         ("frozen tensors", body["frozen"] or None),
     )
+
     columns = ("role", "decay", "tensors", "values", "reason")
-    rows = [{**row, "decay": "yes" if row["decay"] else "no"} for row in body["roles"]]
-    table(
-        "Roles", columns, [[row[column] for column in columns] for row in rows], right=columns[2:4]
-    )
+    rows = []
+    for row in body["roles"]:
+        shown = {**row, "decay": "yes" if row["decay"] else "no"}
+        rows.append([shown[column] for column in columns])
+    table("Roles", columns, rows, right=columns[2:4])

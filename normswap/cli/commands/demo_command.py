@@ -1,8 +1,8 @@
 """`normswap demo`: the whole way, offline, on a network that ships with the package."""
 
-from normswap.cli.progress import working
 from normswap.cli.options import Json
-from normswap.cli.tables import network, show, small, table
+from normswap.cli.progress import working
+from normswap.cli.tables import print_network, show, small, table
 from normswap.plan import Body
 
 KEYS = "passed, seconds, images (how many), anatomy (as `inspect` gives it), rows (one per network)"
@@ -24,20 +24,23 @@ def run(json: Json = False) -> int:
 
 
 def _print(body: Body) -> None:
-    network(body["anatomy"])
+    print_network(body["anatomy"])
+
     rows = []
     for row in body["rows"]:
-        measured = (
+        cells = (
+            row["network"],
+            row["norms"],
+            f"{row['parameters']:,}",
             f"{row['top1']:.2f} %",
             f"{100 * row['agreement']:.2f} %",
             small(row["relative_l2"]),
         )
-        rows.append((row["network"], row["norms"], f"{row['parameters']:,}", *measured))
+        rows.append(cells)
     title = f"Converted, saved, loaded again, and measured on {body['images']} images"
     table(title, _COLUMNS, rows, right=_COLUMNS[1:])
-    verdict = (
-        "every figure agrees"
-        if body["passed"]
-        else "FAILED: the converted networks disagree with the source"
-    )
+
+    verdict = "every figure agrees"
+    if not body["passed"]:
+        verdict = "FAILED: the converted networks disagree with the source"
     print(f"{verdict}; {body['seconds']:.0f} s")

@@ -3,12 +3,12 @@
 import shlex
 from dataclasses import replace
 
-from normswap.cli.progress import working
 from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.progress import working
 from normswap.cli.tables import facts, few, listing, show
 from normswap.plan import Body
 
-# The doctor looks at so many images, unless --samples says more.
+# The doctor looks at this many images, unless --samples says another number.
 _SAMPLES = 256
 KEYS = (
     "source, norms (how many), faults (how many), notes, findings (name, paths, evidence,"
@@ -30,18 +30,25 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
 
     loader = None
     if images.data is not None:
-        loader = replace(images, samples=images.samples or _SAMPLES).loader(net, labelled=False)
+        chosen = replace(images, samples=images.samples or _SAMPLES)
+        loader = chosen.loader(net, labelled=False)
+
     with working("looking"):
-        diagnosis = diagnose(
-            net, images=loader, name=shlex.join(opening.words(model)), data=images.data or "IMAGES"
-        )
+        words = shlex.join(opening.words(model))
+        diagnosis = diagnose(net, images=loader, name=words, data=images.data or "IMAGES")
     show(body_of(diagnosis, model), json, _print)
     return int(bool(diagnosis.faults))
 
 
 def _print(body: Body) -> None:
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
-    for row in body["findings"]:
-        rows = ("fault", row["name"]), ("evidence", row["evidence"]), ("where", few(row["paths"]))
-        facts(*rows, ("certainty", row["certainty"]), ("cost", row["cost"]), ("mend", row["mend"]))
+    for finding in body["findings"]:
+        facts(
+            ("fault", finding["name"]),
+            ("evidence", finding["evidence"]),
+            ("where", few(finding["paths"])),
+            ("certainty", finding["certainty"]),
+            ("cost", finding["cost"]),
+            ("mend", finding["mend"]),
+        )
     listing("note", body["notes"])

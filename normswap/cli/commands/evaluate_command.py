@@ -6,7 +6,6 @@ from typing import Annotated
 from typer import Option
 
 from normswap.cli import tables
-from normswap.cli.progress import bar
 from normswap.cli.options import (
     Compared,
     ImageOpening,
@@ -16,6 +15,7 @@ from normswap.cli.options import (
     last_part,
     open_model,
 )
+from normswap.cli.progress import bar
 from normswap.cli.tables import facts, show
 from normswap.models import kinds
 from normswap.plan import Body
@@ -32,7 +32,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Labelled(Images):
-    """Images that must be named."""
+    """Labelled images, which must be named."""
 
     data: Annotated[str, Option(metavar="PATH", help="As --data elsewhere.")] = field()
 
@@ -57,43 +57,52 @@ def run(
 
     against: Body | None = None
     with bar(f"evaluating {model}") as progress:
-        result, answers = classify(net, images.loader(net), progress=progress)
+        evaluation, answers = classify(net, images.loader(net), progress=progress)
         if compared.against is not None:
-            source = open_model(
+            other = open_model(
                 compared.against,
                 device=images.device,
                 runs=True,
                 trust_factory=opening.trust_factory,
             )
-            before, others = classify(source, images.loader(source), progress=progress)
+            other_evaluation, other_answers = classify(
+                other, images.loader(other), progress=progress
+            )
             against = {
                 "source": compared.against,
-                "top1": before.top1,
-                "agreement": agreement(answers, others),
+                "top1": other_evaluation.top1,
+                "agreement": agreement(answers, other_answers),
             }
-    enough = True
+
+    is_enough = True
     if against:
-        against["enough"] = enough = compared.enough(against["agreement"])
-    following = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
-    if model.lower().endswith(tuple(kinds.EXPORTED)):
+        is_enough = compared.enough(against["agreement"])
+        against["enough"] = is_enough
+
+    following: list[str] = []
+    if is_enough and model.lower().endswith(tuple(kinds.EXPORTED)):
         following = ["bench", model]
-    body = {"source": model, "data": images.data, **asdict(result), "against": against}
-    show(body, json, _print, *following * enough)
-    return int(not enough)
+    elif is_enough:
+        following = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
+    body = {"source": model, "data": images.data, **asdict(evaluation), "against": against}
+    show(body, json, _print, *following)
+    return int(not is_enough)
 
 
 def _print(body: Body) -> None:
-    source = body["source"]
-    against = body["against"]
-    facts(
-        ("network", source),
+    rows = [
+        ("network", body["source"]),
         ("images", f"{body['count']} of {body['data']}"),
         ("top-1", f"{body['top1']:.2f} %"),
         ("top-5", f"{body['top5']:.2f} %"),
         ("loss", f"{body['loss']:.4f}"),
         ("speed", f"{body['images_per_s']:.0f} images/s"),
-        ("against", against and f"{against['source']}: top-1 {against['top1']:.2f} %"),
-        ("agreement", against and f"{100 * against['agreement']:.2f} %"),
-    )
+    ]
+    against = body["against"]
+    if against:
+        rows.append(("against", f"{against['source']}: top-1 {against['top1']:.2f} %"))
+        rows.append(("agreement", f"{100 * against['agreement']:.2f} %"))
+    facts(*rows)
+
     if against and not against["enough"]:
         print(tables.TOO_LITTLE)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from typer import Option
 
 from normswap.cli import tables
-from normswap.cli.progress import working
 from normswap.cli.options import ImageOpening, Images, Json, Model
+from normswap.cli.progress import working
 from normswap.cli.tables import facts, show, size
 from normswap.errors import OptionError
 from normswap.exporting import formats
@@ -20,6 +20,7 @@ from normswap.plan import Body
 if TYPE_CHECKING:
     from torch import nn
 
+    from normswap.exporting.exporter import Exported
     from normswap.images.datasets import Loader
 
 KEYS = (
@@ -35,8 +36,9 @@ EXAMPLES = (
 _NOT_RUN = (
     f"{formats.NOT_RUN}: this system has no such runtime; the folded network passed in PyTorch"
 )
+# A file is checked on this many images, unless --samples says another number.
 _FEW = 64
-# So many of the images that calibration leaves are measured on: int8's cost is then known to 0.3
+# The cost of int8 is measured on this many images that calibration leaves; 2000 give it to 0.3
 # points.
 _MEASURED = 2000
 _CALIBRATE = (
@@ -109,16 +111,18 @@ class Int8:
     ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
-        """The images to calibrate on, and those to measure on."""
+        """Return the images to calibrate on, and the images to measure the cost on."""
         from normswap.images.datasets import split_for_calibration
 
-        some = replace(images, data=self.calibrate, samples=None, split="train").loader(
-            model, labelled=None
-        )
+        whole = replace(images, data=self.calibrate, samples=None, split="train")
         calibrate, others = split_for_calibration(
-            some, self.calibrate_samples, most=images.samples or _MEASURED
+            whole.loader(model, labelled=None),
+            self.calibrate_samples,
+            most=images.samples or _MEASURED,
         )
-        return calibrate, others if images.data is None else images.loader(model, labelled=None)
+        if images.data is None:
+            return calibrate, others
+        return calibrate, images.loader(model, labelled=None)
 
 
 def run(
@@ -146,12 +150,13 @@ def run(
     """
     options = {name: value for name, value in vars(written).items() if name != "output"}
     settings = FileSettings(**options, weight_bits=int8.weight_bits, force=force)
-    quantized = written.dtype == "int8"
     formats.check(written.output, settings)
-    if quantized != (int8.calibrate is not None):
-        missing = "--precision int8 needs --calibrate DATA"
-        needless = "--calibrate is for --precision int8"
-        raise OptionError(missing if quantized else needless)
+    quantized = written.dtype == "int8"
+    if quantized and int8.calibrate is None:
+        raise OptionError("--precision int8 needs --calibrate DATA")
+    if not quantized and int8.calibrate is not None:
+        raise OptionError("--calibrate is for --precision int8")
+
     net = opening.open(model, device=images.device)
     with working("exporting") as progress:
         from normswap.exporting import exporter
@@ -161,64 +166,66 @@ def run(
         if quantized:
             calibrate, loader = int8.parts(images, net)
         elif images.data is not None:
-            loader = replace(images, samples=images.samples or _FEW).loader(net, labelled=None)
+            chosen = replace(images, samples=images.samples or _FEW)
+            loader = chosen.loader(net, labelled=None)
         exported = exporter.export(
             net, written.output, images=loader, calibrate=calibrate, log=progress, **vars(settings)
         )
-    figures = exported.figures
-    following = list[object]()
-    if figures and figures.answers == figures.count and not exported.inputs:
-        following = ["evaluate", exported.file, "--data", "IMAGES"]
-    elif figures:
-        following = [
-            "verify",
-            exported.file,
-            "--against",
-            *opening.words(model),
-            "--data",
-            "IMAGES",
-        ]
+
+    following = _following(exported, opening.words(model))
     show({"source": model, **asdict(exported)}, json, _print, *following)
     return 0
 
 
+def _following(exported: Exported, words: list[str]) -> list[object]:
+    """Return the words of the next command: one that compares the file on images, if it runs here.
+
+    Args:
+        exported: The file that was written.
+        words: The words that open its source.
+    """
+    figures = exported.figures
+    if not figures:
+        return []
+    # `evaluate` takes a file that gives one answer for each image.
+    if figures.answers == figures.count and not exported.inputs:
+        return ["evaluate", exported.file, "--data", "IMAGES"]
+    return ["verify", exported.file, "--against", *words, "--data", "IMAGES"]
+
+
 def _print(body: Body) -> None:
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
-    figures = body["figures"]
-    quantized = body["quantized"]
-    noise_only = body["noise_only"]
-    images = "images" if body["dynamic_batch"] else "one image"
+    count = "images" if body["dynamic_batch"] else "one image"
     rows = [
         ("file", f"{body['file']} ({body['bytes'] / 1e6:.1f} MB), {beside} beside it"),
         ("format", f"{body['format']}, {body['dtype']}"),
-        ("takes", "; ".join(body["inputs"]) or f"{images} of {size(body['input_size'])}"),
+        ("takes", "; ".join(body["inputs"]) or f"{count} of {size(body['input_size'])}"),
         ("nodes", tables.operators(body["nodes"])),
     ]
-    if figures:
-        allowed = "" if quantized else f", allowed {figures['tolerance']:.1e}"
-        rows += [
-            ("relative L2", f"{figures['relative_l2']:.1e} of the answers{allowed}"),
-            ("same answer", tables.same(figures)),
-            ("top-1", tables.top1(figures)),
-            (
-                "checked",
-                (
-                    "on noise only; give --data IMAGES to check it on photographs"
-                    if noise_only
-                    else ""
-                ),
-            ),
-        ]
+
+    quantized = body["quantized"]
+    if body["figures"]:
+        rows += _figure_rows(body)
     else:
-        rows.append(("checked", _NOT_RUN + (", on noise" if noise_only else "")))
+        rows.append(("checked", _NOT_RUN + (", on noise" if body["noise_only"] else "")))
     if quantized:
-        rows.append(
-            (
-                "weights",
-                (
-                    f"{quantized['weight_bits']} bits, calibrated on {quantized['calibrated_on']}"
-                    " images"
-                ),
-            )
-        )
+        bits = f"{quantized['weight_bits']} bits"
+        rows.append(("weights", f"{bits}, calibrated on {quantized['calibrated_on']} images"))
     facts(*rows, *(("note", note) for note in body["notes"]))
+
+
+def _figure_rows(body: Body) -> list[tuple[str, str]]:
+    """Return the rows that say how far the file is from its source."""
+    figures = body["figures"]
+    distance = f"{figures['relative_l2']:.1e} of the answers"
+    if not body["quantized"]:
+        distance += f", allowed {figures['tolerance']:.1e}"
+    checked = ""
+    if body["noise_only"]:
+        checked = "on noise only; give --data IMAGES to check it on photographs"
+    return [
+        ("relative L2", distance),
+        ("same answer", tables.same_answers(figures)),
+        ("top-1", tables.top1_change(figures)),
+        ("checked", checked),
+    ]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli.progress import training_bar
 from normswap.cli.options import (
     Device,
     ImageOpening,
@@ -18,13 +17,15 @@ from normswap.cli.options import (
     Opening,
     last_part,
     output_option,
-    trust,
+    trust_words,
 )
+from normswap.cli.progress import training_bar
 from normswap.cli.tables import show
 from normswap.errors import OptionError
 from normswap.plan import Body
 
 if TYPE_CHECKING:
+    from normswap.training.engine import Result
     from normswap.training.recipe import Recipe
 
 KEYS = (
@@ -43,7 +44,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How to train, but for what the recipe says."""
+    """The options of a run that are no keys of its recipe."""
 
     resume: Annotated[
         str | None, Option(metavar="auto", help="Continue the run in the output if there is one.")
@@ -86,49 +87,62 @@ def run(
     if not recipe and training.resume and output is not None and (output / "recipe.yaml").is_file():
         recipe = str(output / "recipe.yaml")
     if not recipe:
-        what = "no recipe is given" + f", and {output} holds no run" * bool(training.resume)
+        what = "no recipe is given"
+        if training.resume:
+            what += f", and {output} holds no run"
         raise OptionError(what, remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
     plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
+
     from normswap.training import assembly
     from normswap.training.engine import finetune
 
     assembly.read_slurm()
-    first = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", "0") == "0"
     name = model or (plan.model.name if plan.model else "")
-    place = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
+    folder = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     try:
         source = opening.open(model) if model else None
-        with training_bar(quiet=not first) as (progress, say):
-            result = finetune(source, plan, place, **vars(training), progress=progress, say=say)
+        with training_bar(quiet=not is_first) as (progress, say):
+            result = finetune(source, plan, folder, **vars(training), progress=progress, say=say)
     except KeyboardInterrupt:
-        if first and (place / "state" / "run.pt").is_file():
+        if is_first and (folder / "state" / "run.pt").is_file():
             print(
                 "stopped; to go on from the last state: normswap finetune --resume auto -o"
-                f" {place}",
+                f" {folder}",
                 file=sys.stderr,
             )
         raise
-    if first:
-        body = {"output": place, **vars(result)}
-        # Without labels there is no accuracy, and perhaps no class.
-        measure = "verify" if all(row["top1"] is None for row in result.rows) else "evaluate"
-        following = [
-            measure,
-            result.best,
-            *trust(body.pop("model")),
-            "--data",
-            plan.data.root or "IMAGES",
-        ]
-        if not result.finished:
-            following = ["finetune", "--resume", "auto", "-o", place]
+
+    if is_first:
+        body = {"output": folder, **vars(result)}
+        network = body.pop("model")
+        following = _following(result, folder, trust_words(network), plan.data.root or "IMAGES")
         show(body, json, _print, *following)
     return 0
 
 
+def _following(result: Result, folder: Path, trust: list[str], data: str) -> list[object]:
+    """Return the words of the next command: one that measures the best network, or continues.
+
+    Args:
+        result: What came of the run.
+        folder: The run's folder.
+        trust: The words that are needed to open the run's networks.
+        data: The images to measure on.
+    """
+    if not result.finished:
+        return ["finetune", "--resume", "auto", "-o", folder]
+    # Images without labels give no accuracy, and the network may have no classes.
+    is_labelled = any(row["top1"] is not None for row in result.rows)
+    command = "evaluate" if is_labelled else "verify"
+    return [command, result.best, *trust, "--data", data]
+
+
 def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening) -> Recipe:
-    """The recipe, which names its network and images, so that its run can be continued by its
-    folder alone.
+    """Return the recipe with the network and the images of the command line written into it.
+
+    So a run can be continued by its folder alone. A network whose weights are a file is left out.
     """
     from normswap.training.recipe import RecipeNetwork
 
@@ -144,14 +158,13 @@ def _print(body: Body) -> None:
     rows = body["rows"]
     if not body["finished"]:
         print(f"stopped at update {body['updates']}, nothing is lost")
+
     if rows and rows[-1]["top1"] is not None:
-        best = max(
-            value for row in rows for value in (row["top1"], row["ema_top1"]) if value is not None
+        accuracies = [row["top1"] for row in rows] + [row["ema_top1"] for row in rows]
+        best = max(value for value in accuracies if value is not None)
+        last = rows[-1]
+        print(
+            f"top-1: {rows[0]['top1']:.2f} before training, {last['top1']:.2f} after epoch"
+            f" {last['epoch']:g}, best {best:.2f} (epoch {body['best_epoch']:g})"
         )
-        now = rows[-1]
-        after = (
-            f"{now['top1']:.2f} after epoch {now['epoch']:g}, best {best:.2f} (epoch"
-            f" {body['best_epoch']:g})"
-        )
-        print(f"top-1: {rows[0]['top1']:.2f} before training, {after}")
     print(f"written to {body['output']}: best, last, metrics.csv")

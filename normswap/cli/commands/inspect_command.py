@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from normswap.cli import tables
-from normswap.cli.progress import working
 from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
-from normswap.cli.tables import network, show, span, table
+from normswap.cli.progress import working
+from normswap.cli.tables import print_network, show, span, table
 from normswap.plan import Body
 
 KEYS = (
@@ -29,8 +29,9 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
         file = exported_file(model)
         described = None if file is None else file.described()
     if described is not None:
-        show(described, json, tables.described)
+        show(described, json, tables.print_file)
         return 0
+
     net = opening.open(model)
     from normswap.analysis import summary
     from normswap.surgery.network import Network
@@ -42,54 +43,51 @@ def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
 
 
 def _print(body: Body) -> None:
-    network(body)
+    print_network(body)
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        table(
-            "Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=("channels", "beta", "|gamma|")
-        )
+        right = ("channels", "beta", "|gamma|")
+        table("Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=right)
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
         table("Not looked into", ("path", "reason"), refused)
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
-    """Consecutive blocks of a stage that look alike make one row."""
-
-    def look(block: Body) -> tuple[object, ...]:
-        home = block["path"].partition("+")[0]
-        within = [
-            (block[name] or "").removeprefix(f"{home}.") for name in ("last", "gate", "drop_path")
-        ]
-        return block["stage"], block["skip"], block["order"], len(block["norms"]), *within
-
-    for (_, skip, order, norms, *inside), group in groupby(blocks, look):
+    """Yield the rows of the blocks' table; neighbours in a stage that look alike make one row."""
+    for (_, skip, order, norms, *inside), group in groupby(blocks, _looks):
         alike: list[Body] = list(group)
-        first = alike[0]["path"]
-        last = alike[-1]["path"]
-        names = first if len(alike) == 1 else f"{first} .. {last}"
+        name = alike[0]["path"]
+        if len(alike) > 1:
+            name += f" .. {alike[-1]['path']}"
+
         alphas = [block["alpha"] for block in alike if block["alpha"] is not None]
-        yield (
-            names,
-            len(alike),
-            skip,
-            order,
-            norms,
-            *inside,
-            span((min(alphas), max(alphas))) if alphas else None,
-        )
+        alpha = span((min(alphas), max(alphas))) if alphas else None
+        yield (name, len(alike), skip, order, norms, *inside, alpha)
+
+
+def _looks(block: Body) -> tuple[object, ...]:
+    """Return what a row says of a block, but for its name and alpha."""
+    home = block["path"].partition("+")[0]
+    inside = []
+    for name in ("last", "gate", "drop_path"):
+        inside.append((block[name] or "").removeprefix(f"{home}."))
+    return block["stage"], block["skip"], block["order"], len(block["norms"]), *inside
 
 
 def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
+    """Yield the rows of the norms' table."""
     for norm in norms:
-        outcome = norm["refused"] and f"refused: {norm['refused']}"
-        moments = span(norm["mean"]), span(norm["std"])
+        folding = norm["folding"]
+        if norm["refused"]:
+            folding = f"refused: {norm['refused']}"
         yield (
             norm["path"],
             norm["class"],
             norm["channels"],
             norm["role"],
-            *moments,
-            outcome or norm["folding"],
+            span(norm["mean"]),
+            span(norm["std"]),
+            folding,
         )

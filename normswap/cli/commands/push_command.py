@@ -5,10 +5,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from normswap.cli.progress import working
 from normswap.cli.options import Json, Trust
+from normswap.cli.progress import working
 from normswap.cli.tables import facts, show
 from normswap.plan import Body
+from normswap.storage import network_folder
 
 KEYS = "url (of the commit), repo, files, alone (whether timm loads it without normswap)"
 EXAMPLES = (
@@ -40,9 +41,8 @@ def run(
     """
     with working(f"pushing {directory} to {repo}"):
         from normswap.storage.publishing import push
-        from normswap.storage.network_folder import check_no_run
 
-        check_no_run(directory)
+        network_folder.check_no_run(directory)
         pushed = push(
             directory,
             repo,

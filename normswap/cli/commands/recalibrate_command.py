@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from typer import Option
 
 from normswap.cli import tables
-from normswap.cli.progress import bar
 from normswap.cli.options import (
     Force,
     ImageOpening,
@@ -17,8 +16,9 @@ from normswap.cli.options import (
     last_part,
     open_model,
     output_option,
-    trust,
+    trust_words,
 )
+from normswap.cli.progress import bar
 from normswap.cli.tables import facts, show
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -90,35 +90,44 @@ def run(
         raise OptionError(
             "--means-only without --against", "BatchNorm's statistics are measured together"
         )
-    place = output or Path(f"{last_part(model)}-recalibrated")
-    network_folder.check_writable(place, force=force)
+    directory = output or Path(f"{last_part(model)}-recalibrated")
+    network_folder.check_writable(directory, force=force)
+
     net = opening.open_damaged(model, device=images.device)
     from normswap.analysis import summary
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import recalibrate
 
-    sources = [
-        opening.state(open_model(name, device=images.device)) for name in before.against or ()
-    ]
+    sources = []
+    for name in before.against or ():
+        sources.append(opening.state(open_model(name, device=images.device)))
     loader = images.loader(net, seed=seed, labelled=False)
+
     with bar("estimating statistics") as progress:
-        read: dict[str, Any] = {
-            "data": images.data,
-            "samples": images.samples,
-            "batch_size": images.batch_size,
-        }
         recalibrated = recalibrate(
-            net, loader, against=sources, means_only=before.means_only, progress=progress, **read
+            net,
+            loader,
+            against=sources,
+            means_only=before.means_only,
+            progress=progress,
+            data=images.data,
+            samples=images.samples,
+            batch_size=images.batch_size,
         )
-    checkpoint.save(recalibrated, place, force=force)
-    notes = list(recalibrated.notes)
-    report = summary.of_report(recalibrated.report)
-    body = {"source": model, "data": images.data, "output": place, "notes": notes, "report": report}
-    show(body, json, _print, "verify", place, *trust(net), "--data", images.data)
+    checkpoint.save(recalibrated, directory, force=force)
+
+    body = {
+        "source": model,
+        "data": images.data,
+        "output": directory,
+        "notes": list(recalibrated.notes),
+        "report": summary.of_report(recalibrated.report),
+    }
+    show(body, json, _print, "verify", directory, *trust_words(net), "--data", images.data)
     return 0
 
 
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
-    tables.proof(body["report"])
+    tables.print_proof(body["report"])
     print(f"written to {body['output']}")

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from normswap.cli.options import Json
-from normswap.cli.tables import show, table, text
+from normswap.cli.tables import one_line, show, table
 from normswap.plan import Body
 
 KEYS = (
@@ -37,27 +37,38 @@ def run(
 
     if keys:
         show([*recipe_files.every_key()], json, partial(_print, "Keys of a recipe", _KEYS))
-        return 0
-    if name is not None:
+    elif name is not None:
         recipe = recipe_files.load_recipe(name)
         body = {
             "name": name,
             "text": recipe_files.text(name),
             "recipe": recipe.model_dump(mode="json"),
         }
-        show(body, json, lambda body: print(body["text"], end=""))
-        return 0
-    rows: list[Body] = []
-    for name in recipe_files.names():
-        recipe = recipe_files.load_recipe(name)
-        names = {
-            "model": recipe.model and recipe.model.name,
-            "convert": recipe.convert and recipe.convert.to,
-        }
-        rows.append({"name": name, "summary": recipe.summary, "source": recipe.source, **names})
-    show(rows, json, partial(_print, "Recipes", _COLUMNS))
+        show(body, json, _print_text)
+    else:
+        rows = [_row(each) for each in recipe_files.names()]
+        show(rows, json, partial(_print, "Recipes", _COLUMNS))
     return 0
 
 
+def _row(name: str) -> Body:
+    """Return the record of a shipped recipe in the list of all."""
+    from normswap.training import recipe_files
+
+    recipe = recipe_files.load_recipe(name)
+    return {
+        "name": name,
+        "summary": recipe.summary,
+        "source": recipe.source,
+        "model": recipe.model and recipe.model.name,
+        "convert": recipe.convert and recipe.convert.to,
+    }
+
+
+def _print_text(body: Body) -> None:
+    print(body["text"], end="")
+
+
 def _print(title: str, columns: Sequence[str], rows: Sequence[Body]) -> None:
-    table(title, columns, [[text(row[column]) for column in columns] for row in rows])
+    cells = [[one_line(row[column]) for column in columns] for row in rows]
+    table(title, columns, cells)

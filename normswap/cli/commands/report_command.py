@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from normswap.cli.options import Force, Images, Json, Trust, output_option, trust_flag
 from normswap.cli.progress import working
-from normswap.cli.options import Force, Images, Json, Trust, output_option
 from normswap.cli.tables import show
 from normswap.errors import OutputError, require_packages
+from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
 
 KEYS = (
@@ -47,20 +48,19 @@ def run(
         raise OutputError(
             f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html"
         )
+
     with working("opening and measuring"):
         from normswap.reporting import page, report
-        from normswap.storage.network_folder import check_no_run
 
-        check_no_run(directory)
+        network_folder.check_no_run(directory)
         loader = None if images.data is None else partial(images.loader, labelled=None)
         facts = report.collect(directory, loader, device=images.device, trust_factory=trust_factory)
         atomic_write.text(file, page.render(facts))
-    following = ["push", directory, "OWNER/NAME", *["--trust-factory"] * trust_factory]
+
     body = {"output": file, **asdict(facts)}
-    show(
-        body,
-        json,
-        lambda body: print(f"written to {body['output']}: any browser shows it"),
-        *following,
-    )
+    show(body, json, _print, "push", directory, "OWNER/NAME", *trust_flag(trust_factory))
     return 0
+
+
+def _print(body: Body) -> None:
+    print(f"written to {body['output']}: any browser shows it")

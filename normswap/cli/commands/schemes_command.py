@@ -34,31 +34,44 @@ def run(
 
 
 def _card(name: str) -> Body:
+    """Return the record of a scheme."""
     if name == "unfold":
-        nothing: Body = {"paper": "", "options": {}, "exact_only_with": []}
-        return {"name": name, "summary": schemes.UNFOLD, **nothing, "exact": True}
+        return {
+            "name": name,
+            "summary": schemes.UNFOLD,
+            "paper": "",
+            "options": {},
+            "exact_only_with": [],
+            "exact": True,
+        }
+
     scheme = schemes.get(name)
     options = scheme.defaults
-    exact = scheme.is_exact(scheme.defaults)
+    # An option that may have any value leaves the scheme exact with a value that is no default.
     only = [option for option in options if not scheme.is_exact({**options, option: "another"})]
-    described: Body = {
+    return {
         "name": name,
         "summary": scheme.summary,
         "paper": scheme.paper,
         "options": options,
+        "exact_only_with": only,
+        "exact": scheme.is_exact(scheme.defaults),
     }
-    return {**described, "exact_only_with": only, "exact": exact}
 
 
 def _print(bodies: Sequence[Body]) -> None:
     for body in bodies:
-        only = body["exact_only_with"]
-        options = ", ".join(
-            f"{flag(name)} (default {value})" for name, value in body["options"].items()
-        )
-        needed = ", ".join(f"{flag(name)} {body['options'][name]}" for name in only)
+        defaults = body["options"]
+        options = [f"{flag(name)} (default {value})" for name, value in defaults.items()]
+        needed = [f"{flag(name)} {defaults[name]}" for name in body["exact_only_with"]]
+
         exact = "always" if body["exact"] else "no"
-        if only and body["exact"]:
-            exact = f"with {needed}"
-        names = ("scheme", body["name"]), ("", body["summary"]), ("paper", body["paper"])
-        facts(*names, ("options", options), ("exact", exact))
+        if needed and body["exact"]:
+            exact = f"with {', '.join(needed)}"
+        facts(
+            ("scheme", body["name"]),
+            ("", body["summary"]),
+            ("paper", body["paper"]),
+            ("options", ", ".join(options)),
+            ("exact", exact),
+        )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from normswap.analysis import plots
-from normswap.cli.progress import working
 from normswap.cli.options import Force, Images, Json, Opening, last_part, output_option
+from normswap.cli.progress import working
 from normswap.cli.tables import show, table
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -31,7 +31,7 @@ _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_varianc
 
 @dataclass(frozen=True)
 class ImagesOrNoise(Images):
-    """What the networks run on."""
+    """The images, or the noise, that the networks run on."""
 
     data: Annotated[
         str, Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")
@@ -40,21 +40,27 @@ class ImagesOrNoise(Images):
     samples: Annotated[int, Option(min=1, metavar="N", help="Take this many images.")] = 16
 
     def calls(self, model: nn.Module, seed: int) -> tuple[list[Example], str]:
-        """The calls of the network, and their description."""
+        """Return the calls that the network is run on, and their description.
+
+        Args:
+            model: The network.
+            seed: The seed of the noise.
+        """
         from normswap.models import calling, network_input
 
         if self.data != "noise":
             form = calling.form(model)
             calls = [form.read(batch)[0] for batch in self.loader(model)]
             return calls, f"{sum(call.count for call in calls)} images of {self.data}"
+
         drawn = network_input.drawn_calls(model, self.samples, seed)
         if drawn is not None:
             return drawn, f"{self.samples} samples of random inputs, seed {seed}"
+
         size = network_input.size(model)
         noise = network_input.noise(model, size, self.samples, seed)
-        return [
-            noise
-        ], f"{self.samples} x N(0, 1) noise, {' x '.join(map(str, size[1:]))}, seed {seed}"
+        sides = " x ".join(map(str, size[1:]))
+        return [noise], f"{self.samples} x N(0, 1) noise, {sides}, seed {seed}"
 
 
 def run(
@@ -99,18 +105,21 @@ def run(
         with working(f"measuring {name}"):
             network = Network(awake(model) if is_random else model)
             curves[name] = signal_propagation(network, calls, batch_statistics=is_random)
-    body = {
-        "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
-        "inputs": inputs,
-        "files": [] if output is None else [plots.plot(curves, output)],
-    }
+
+    body: Body = {"curves": {}, "inputs": inputs, "files": []}
+    for name, points in curves.items():
+        body["curves"][name] = [asdict(point) for point in points]
+    if output is not None:
+        body["files"].append(plots.plot(curves, output))
     show(body, json, _print, "advise", *opening.words(models[0]))
     return 0
 
 
 def _print(body: Body) -> None:
     for name, points in body["curves"].items():
-        rows = [[point[quantity] for quantity in _QUANTITIES] for point in points]
+        rows = []
+        for point in points:
+            rows.append([point[quantity] for quantity in _QUANTITIES])
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
     for file in body["files"]:
         print(f"written to {file}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from normswap.cli.progress import training_bar
 from normswap.cli.options import Device, ImageOpening, Json, output_option
+from normswap.cli.progress import training_bar
 from normswap.cli.tables import next_step, show, table
 from normswap.errors import OptionError
 from normswap.plan import Body
@@ -80,39 +81,46 @@ def run(
     plan = recipe_files.load_recipe(recipe, overrides)
     rates = sweeps.parse_rates(varied.lr)
     seeds = varied.seeds
-    counted = sweeps.count_best(varied.seeds, varied.best)
+    counted = sweeps.count_best(seeds, varied.best)
     if any(word.startswith(("optim.lr=", "train.seed=")) for word in overrides):
         raise OptionError(
             "optim.lr and train.seed are what a sweep varies", remedy="Use --lr and --seeds"
         )
-    place = output or Path(f"sweep-{Path(recipe).stem}")
     name = model or getattr(plan.model, "name", None)
     if name is None:
         raise OptionError(
             "nothing to train", "neither a MODEL is given nor does the recipe name one"
         )
+
     from normswap.training import training_images
 
     training_images.require_validation(plan.data)
-    points = [(rate, seed) for rate in rates for seed in range(seeds)]
-    sweep = sweeps.Sweep(plan, {"model": shlex.join(opening.words(name))}, points, place, storage)
+    folder = output or Path(f"sweep-{Path(recipe).stem}")
+    points = list(itertools.product(rates, range(seeds)))
+    subject = {"model": shlex.join(opening.words(name))}
+    sweep = sweeps.Sweep(plan, subject, points, folder, storage)
     with training_bar() as (progress, say):
         finished = sweep.work(trainer(model, opening, device, progress), progress=say)
+
     trials = sweep.trials()
     lines = sweeps.lines(trials, seeds, counted)
     rows = [asdict(trial) for trial in trials]
-    files = [atomic_write.table(place / "runs.csv", list(sweeps.Trial.__dataclass_fields__), rows)]
-    asked = {"recipe": recipe, "output": place, "seeds": seeds, "counted": counted}
-    notes = sweeps.notes(trials, lines, finished)
+    columns = list(sweeps.Trial.__dataclass_fields__)
     body = {
-        **asked,
+        "recipe": recipe,
+        "output": folder,
+        "seeds": seeds,
+        "counted": counted,
         "lines": [asdict(line) for line in lines],
         "trials": rows,
-        "notes": notes,
+        "notes": sweeps.notes(trials, lines, finished),
         "done": finished,
+        "files": [atomic_write.table(folder / "runs.csv", columns, rows)],
     }
-    typed = [*(opening.words(model) if model else []), *overrides]
-    show({**body, "files": files}, json, functools.partial(_print, typed))
+    typed = list(overrides)
+    if model:
+        typed = [*opening.words(model), *overrides]
+    show(body, json, functools.partial(_print, typed))
     return 0
 
 
@@ -122,8 +130,15 @@ def trainer(
     device: str,
     progress: Callable[[TrainingProgress], None],
 ) -> Objective:
-    """How one run of a sweep is trained: top-1 after the last epoch, or None if it was asked to
-    stop.
+    """Return the function that trains one run of a sweep.
+
+    It returns top-1 after the last epoch, or None if it was asked to stop before the end.
+
+    Args:
+        model: The MODEL to train; None trains the network that the recipe names.
+        opening: How the MODEL is opened.
+        device: The device to train on.
+        progress: Called now and then while a run trains.
     """
 
     def train(recipe: Recipe, folder: Path) -> float | None:
@@ -145,19 +160,20 @@ def trainer(
 
 
 def _print(words: Sequence[str], body: Body) -> None:
+    """Print the table of learning rates; `words` are those that name the network and the keys."""
     from normswap.training.sweep import Line
 
     lines = [Line(**line) for line in body["lines"]]
-    rows = [
-        (f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, "best" * line.best)
-        for line in lines
-    ]
-    print(
-        f"Top-1 after the last epoch: mean and std of the best {body['counted']} of {body['seeds']}"
-        " runs"
-    )
+    counted = f"{body['counted']} of {body['seeds']}"
+    print(f"Top-1 after the last epoch: mean and std of the best {counted} runs")
+
+    rows = []
+    for line in lines:
+        best = "best" if line.best else ""
+        rows.append((f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, best))
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
+
     for note in body["notes"]:
         print(note)
     for file in body["files"]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normswap.cli import tables
-from normswap.cli.progress import bar, working
 from normswap.cli.options import (
     Compared,
     ImageOpening,
@@ -18,13 +17,19 @@ from normswap.cli.options import (
     exported_file,
     last_part,
     open_model,
+    trust_flag,
 )
-from normswap.cli.tables import facts, proof, show, small, verdict
+from normswap.cli.progress import bar, working
+from normswap.cli.tables import facts, print_proof, show, small, verdict
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from normswap.exporting.exported_file import ExportedFile
+    from normswap.images.datasets import Loader
+    from normswap.surgery.departure import Departure
 
 KEYS = (
     "directory, against, passed, enough (of it is kept), source_unchanged (null if not known),"
@@ -67,6 +72,7 @@ def run(
         raise OptionError(
             f"{' and '.join(asked)} without --against", "it says how that MODEL is opened"
         )
+
     with working(f"loading {directory}"):
         file = exported_file(str(directory))
     if file is None:
@@ -77,164 +83,217 @@ def run(
         )
     else:
         body = _of_file(file, against, images, opening)
-    agreement = (body.get("data") or body.get("figures") or {}).get("agreement")
-    body["enough"] = compared.enough(agreement)
+
+    measured = body.get("data") or body.get("figures") or {}
+    body["enough"] = compared.enough(measured.get("agreement"))
     is_good = body["passed"] and body["enough"] and not _departed(body)
-    trust = ["--trust-factory"] * opening.trust_factory
+
+    trust = trust_flag(opening.trust_factory)
     following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
         following = ["bench", *opening.words(str(against)), directory]
         if not file.takes_images:
             following = ["inspect", directory]
-    show(body, json, _print, *following * is_good)
+    if not is_good:
+        following = []
+    show(body, json, _print, *following)
     return int(not is_good)
 
 
 def _of_directory(
     directory: Path, against: str | None, images: Images, opening: ImageOpening, *, compiled: bool
 ) -> Body:
+    """Compare the network in a directory with its source; return the record that --json prints.
+
+    Args:
+        directory: What `normswap convert` wrote.
+        against: The MODEL to compare with; None takes the source that the directory records.
+        images: Images to measure the agreement on, if there are any.
+        opening: How `against` is opened.
+        compiled: Whether the network is also compared with itself under torch.compile.
+    """
     with working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
-        from normswap.storage import checkpoint
-        from normswap.surgery import compiling, reverification
+        from normswap.storage import checkpoint, network_folder
+        from normswap.surgery import reverification
         from normswap.surgery.network import Network
-        from normswap.storage.network_folder import check_no_run
 
-        check_no_run(directory)
+        network_folder.check_no_run(directory)
         result = devices.place(
             checkpoint.load(directory, trust_factory=opening.trust_factory), images.device
         )
     name = against or reverification.recorded(result, directory)
-    data = None
     if against:
         source = opening.open(against, device=images.device)
     else:
-        try:
-            source = open_model(name, device=images.device, **reverification.how(result))
-        except SourceError as error:
-            remedy = (
-                "Name the source where it is now, or what is to stand for it: '--against MODEL'"
-            )
-            raise SourceError(
-                f"the source cannot be opened: {error.what}", error.why, remedy
-            ) from None
+        source = _recorded_source(name, result, images.device)
+
     with working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
         apart = reverification.first_apart(network, result, report)
+
+    loader = None
+    data = None
     if images.data is not None:
-        loader = images.loader(
-            opening.state(result), labelled=False if network.anatomy.features else None
-        )
+        labelled = False if network.anatomy.features else None
+        loader = images.loader(opening.state(result), labelled=labelled)
         with bar("comparing on images") as progress:
             data = reverification.on_images(network, result, loader, progress)
+
     body: Body = {
         "directory": directory,
         "against": name,
         "passed": report.passed,
-        "source_unchanged": None,
+        "source_unchanged": None if against else reverification.unchanged(source, result),
+        "compiled": None,
     }
-    if not against:
-        body["source_unchanged"] = reverification.unchanged(source, result)
-    body["compiled"] = None
     if compiled:
-        network = Network(result)
-        example = (
-            network.calls[0]
-            if images.data is None
-            else network.form.read(next(iter(loader)))[0].like(result)
-        )
-        with working("compiling"):
-            deviations = compiling.compare(network, example)
-            apart = apart or compiling.first_apart(network, example, deviations)
-        body["compiled"] = [asdict(deviation) for deviation in deviations]
-    body |= {"apart": apart and asdict(apart), "place": f"first at {apart}" if apart else ""}
+        body["compiled"], departure = _compare_compiled(result, loader)
+        apart = apart or departure
+    body["apart"] = apart and asdict(apart)
+    body["place"] = f"first at {apart}" if apart else ""
     return {**body, "report": summary.of_report(report), "data": data}
+
+
+def _recorded_source(name: str, result: nn.Module, device: str) -> nn.Module:
+    """Open the source that a network's record names."""
+    from normswap.surgery import reverification
+
+    try:
+        return open_model(name, device=device, **reverification.how(result))
+    except SourceError as error:
+        remedy = "Name the source where it is now, or what is to stand for it: '--against MODEL'"
+        raise SourceError(f"the source cannot be opened: {error.what}", error.why, remedy) from None
+
+
+def _compare_compiled(
+    result: nn.Module, loader: Loader | None
+) -> tuple[list[Body], Departure | None]:
+    """Compare a network under torch.compile with itself.
+
+    Args:
+        result: The network.
+        loader: Batches of which the first is the example; None takes the network's own example.
+
+    Returns:
+        A record for each output and gradient, and the first layer that departs, or None.
+    """
+    from normswap.surgery import compiling
+    from normswap.surgery.network import Network
+
+    network = Network(result)
+    if loader is None:
+        example = network.calls[0]
+    else:
+        example = network.form.read(next(iter(loader)))[0].like(result)
+    with working("compiling"):
+        deviations = compiling.compare(network, example)
+        departure = compiling.first_apart(network, example, deviations)
+    return [asdict(deviation) for deviation in deviations], departure
 
 
 def _of_file(
     file: ExportedFile, against: str | None, images: Images, opening: ImageOpening
 ) -> Body:
+    """Compare an exported file with its source; return the record that --json prints."""
     from normswap.exporting import exported_file
 
     if against is None:
         raise OptionError(
             f"{file.file} does not hold its source", remedy="Name it: '--against MODEL'"
         )
+
     source = opening.open(against, device=images.device)
     file.request(source)
     loader = None if images.data is None else images.loader(source, labelled=None)
     with working("comparing"):
         figures = exported_file.verify(file, source, loader)
-    body = {
+    return {
         "directory": file.file,
         "against": against,
         "passed": figures.passed,
         "figures": asdict(figures),
+        "place": figures.place,
     }
-    return {**body, "place": figures.place}
 
 
 def _print(body: Body) -> None:
-    directory = body["directory"]
-    against = body["against"]
+    compared = (("compared", body["directory"]), ("against", body["against"]))
     figures = body.get("figures")
-    place = f", {body['place']}" if body["place"] else ""
-    compared = ("compared", directory), ("against", against)
     if figures:
+        distance = small(figures["relative_l2"])
         allowed = f"allowed {small(figures['tolerance'])} ({figures['inputs']})"
-        answers = ("same answer", tables.same(figures)), ("top-1", tables.top1(figures))
-        facts(*compared, ("relative L2", f"{small(figures['relative_l2'])}, {allowed}"), *answers)
-    else:
-        is_below = body["data"] and not body["report"]["exact"]
         facts(
             *compared,
-            ("result", verdict(body["report"]) if not is_below else "measured on images, below"),
+            ("relative L2", f"{distance}, {allowed}"),
+            ("same answer", tables.same_answers(figures)),
+            ("top-1", tables.top1_change(figures)),
         )
-        if body["source_unchanged"] is False:
-            print(
-                "warning: the source is not what it was: its tensors have another hash than when"
-                " this was made"
-            )
-        proof(body["report"])
+    else:
+        _print_report(body, compared)
     if data := body.get("data"):
-        facts(
-            ("images", data["count"]),
-            (
-                "top-1",
-                f"{data['source']:.2f} % -> {data['result']:.2f} %" if "source" in data else None,
-            ),
-            ("relative L2", small(data.get("relative_l2"))),
-            (
-                "agreement",
-                f"{100 * data['agreement']:.2f} %" if data["agreement"] is not None else None,
-            ),
-        )
+        _print_data(data)
     for error in body.get("compiled") or ():
         distance = f"{error['what']}: relative L2 {small(error['relative_l2'])}"
         facts(("compiled", f"{distance}, allowed {small(error['allowed'])}"))
+    print(_conclusion(body))
+
+
+def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
+    """Print what two networks were compared by; `compared` names the two."""
+    report = body["report"]
+    result = verdict(report)
+    if body["data"] and not report["exact"]:
+        result = "measured on images, below"
+    facts(*compared, ("result", result))
+    if body["source_unchanged"] is False:
+        print(
+            "warning: the source is not what it was: its tensors have another hash than when"
+            " this was made"
+        )
+    print_proof(report)
+
+
+def _print_data(data: Body) -> None:
+    """Print what was measured on images."""
+    top1 = None
+    if "source" in data:
+        top1 = f"{data['source']:.2f} % -> {data['result']:.2f} %"
+    agreement = None
+    if data["agreement"] is not None:
+        agreement = f"{100 * data['agreement']:.2f} %"
+    facts(
+        ("images", data["count"]),
+        ("top-1", top1),
+        ("relative L2", small(data.get("relative_l2"))),
+        ("agreement", agreement),
+    )
+
+
+def _conclusion(body: Body) -> str:
+    """Return the last line: passed, measured, a warning, or FAILED and why."""
+    place = f", {body['place']}" if body["place"] else ""
     if not body["passed"]:
-        print(f"FAILED: they differ{place}")
-    elif departed := _departed(body):
-        print(f"FAILED: under torch.compile the {departed} differs from eager mode{place}")
-    elif not body["enough"]:
-        print(tables.TOO_LITTLE + place)
-    elif place:
-        print(f"warning: rounding does not explain all of it{place}")
-    elif (figures and figures["tolerance"] >= 1) or (not figures and not body["report"]["exact"]):
-        print("measured: it is not exact, and what it keeps stands above")
-    else:
-        print("passed")
+        return f"FAILED: they differ{place}"
+    if departed := _departed(body):
+        return f"FAILED: under torch.compile the {departed} differs from eager mode{place}"
+    if not body["enough"]:
+        return tables.TOO_LITTLE + place
+    if place:
+        return f"warning: rounding does not explain all of it{place}"
+
+    figures = body.get("figures")
+    is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
+    if not is_exact:
+        return "measured: it is not exact, and what it keeps stands above"
+    return "passed"
 
 
 def _departed(body: Body) -> str:
-    """The output or gradient that is off by more than is allowed; empty: none is."""
-    return next(
-        (
-            each["what"]
-            for each in body.get("compiled") or ()
-            if each["relative_l2"] > each["allowed"]
-        ),
-        "",
-    )
+    """Return the output or gradient that is off by more than is allowed, or an empty text."""
+    for deviation in body.get("compiled") or ():
+        if deviation["relative_l2"] > deviation["allowed"]:
+            return str(deviation["what"])
+    return ""
