@@ -1,4 +1,4 @@
-"""A plan in the making: what each layer absorbs, which layer goes where, what became of each norm."""
+"""A plan in the making: what each layer absorbs, which layers are placed, what each norm became."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -156,7 +156,7 @@ class PlanBuilder:
         """All edits: first the linear layers', then the replacements, each with its followers."""
         followers = {path: (scalar,) for path, scalar in self.scalars.items()}
 
-        # A kept layer with a follower may absorb a norm. The follower then follows the edited layer.
+        # A kept layer with a follower may absorb a norm. Its edit then has the follower.
         replacements = []
         for path, edit in self.replacements.items():
             if edit.keep and path in self.linears:

@@ -145,7 +145,7 @@ def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) 
 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether the node's f has f(c x) = c f(x) for a positive scale c per channel, after the plan."""
+    """Whether f(c x) = c f(x) for the node's f and a positive c per channel, after the plan."""
     module = builder.traced.module(node)
     if module is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)

@@ -196,7 +196,10 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Raise NotFoldable where a parameter cannot leave the mean out; note its channels' dimension."""
+    """Raise NotFoldable where a parameter of the stream cannot leave the mean out.
+
+    The dimension of its channels is noted in `stream`.
+    """
     traced = builder.traced
     if not isinstance(traced.fetch(path), nn.Parameter):
         raise NotFoldable(f"{path} writes to it, which is no parameter")
