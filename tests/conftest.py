@@ -1,24 +1,27 @@
-"""One thread a process, as the tests run in several (`pytest -n 2`) and OpenMP's threads of one
-wait by spinning; lines of one width, whatever terminal pytest runs in; and no test is left out but
-for a reason that is known.
+"""What holds for every test.
+
+- Each process has one thread: the tests run in several processes (`pytest -n 2`), and the threads
+  of OpenMP in one process wait for each other by spinning.
+- Printed lines have one width, whatever terminal pytest runs in.
+- No test is skipped, unless the machine lacks what tests/support/needs.py declares.
 """
 
 import copy
 import functools
 import gc
 import os
-import re
 import sys
+import unittest
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import needs
 
-settings.register_profile(
-    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # busy is no error
+# A busy machine is no error.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -28,7 +31,7 @@ os.environ["COLUMNS"] = "100"
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ.pop(name, None)
 
-# What is imported is never garbage: a tenth of the time went into looking for some among torch's
+# What is imported is never garbage. A tenth of the time went into looking for garbage among torch's
 # modules.
 gc.disable()
 
@@ -41,22 +44,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SKIPS = {
-    r"not there: .*|no shared .* here": "../shared is not part of the repository",
-    r"chromium is not installed": "a browser is no Python package",
-    r"only Linux says|reads /proc": "/proc is Linux's",
-    r"OpenVINO takes no more threads than there are cores": "a machine with one core",
-    r"not import .(coremltools|einops|executorch|litert_torch|ncnn|pnnx)": "in another extra",
-    r"not import .(flwr|monai|open_clip|ultralytics)": "in another extra",
-    r"npm is not installed|npm cannot fetch onnxruntime-web": (
-        "a browser's runtime is no Python package"
-    ),
-    r"this torch has no devices in Python": "they came with torch 2.13",
-    r"no network namespaces here": "Linux's, and root's",
-    r"ultralytics.* is not installed": "AGPL, and in no extra",
-}
-
-
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have empty pictures: most of their time goes into drawing."""
@@ -65,26 +52,28 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def drawn_once() -> Iterator[None]:
-    """Every network that is converted without images sees the same dead leaves: those of a size are
-    drawn once.
+    """The dead leaves of one size are drawn once.
+
+    Every network that is converted without images sees the same ones.
     """
     from normswap.calibration import channel_values
 
     draw = functools.lru_cache(24)(channel_values.leaves)
+
+    def drawn(count: int, size: Any, seed: int) -> Any:
+        return draw(count, tuple(size), seed).clone()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            channel_values,
-            "leaves",
-            lambda count, size, seed: draw(count, tuple(size), seed).clone(),
-        )
+        patch.setattr(channel_values, "leaves", drawn)
         yield
 
 
 @functools.cache
 def read_once(registration: Any) -> None:
-    """torch.onnx reads its table of some five hundred operators anew for every export, which takes
-    longer than all the rest of a small network's. Here it is read once, and every export gets a
-    copy.
+    """Let torch.onnx read its table of operators once; every export gets a copy.
+
+    torch.onnx reads its table of some five hundred operators anew for every export, which takes
+    longer than all the rest of a small network's export.
     """
     read = functools.cache(registration.ONNXRegistry.from_torchlib)
 
@@ -96,7 +85,11 @@ def read_once(registration: Any) -> None:
     registration.ONNXRegistry.from_torchlib = staticmethod(copied)
 
 
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        needs.need(*mark.args, **mark.kwargs)
+
     registration = sys.modules.get("torch.onnx._internal.exporter._registration")
     if registration is not None:
         read_once(registration)
@@ -115,12 +108,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             counts[test] += 1
 
 
+def _fail_if_undeclared(
+    report: pytest.TestReport | pytest.CollectReport, call: pytest.CallInfo[Any]
+) -> None:
+    """Let a report say "failed" in place of "skipped", if `needs` did not skip the test."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    is_skip = isinstance(error, pytest.skip.Exception | unittest.SkipTest)
+    if is_skip and not isinstance(error, needs.Lacking):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but not by tests/support/needs.py: {error}"
+
+
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    _fail_if_undeclared(outcome.get_result(), call)  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    if report.skipped and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2]
-        if not any(re.search(known, reason) for known in SKIPS):
-            report.outcome = "failed"
-            report.longrepr = f"skipped for a reason that tests/conftest.py lacks: {reason}"
+    _fail_if_undeclared(report, report.call)

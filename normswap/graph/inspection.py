@@ -43,12 +43,15 @@ _SPLITS = (
 
 
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
-    """Read the anatomy of a network: residual blocks, norms with their roles, and the classifier.
+    """Read the anatomy of a network from one recorded forward, or several.
 
     Args:
         model: The network, which is not changed.
         inputs: What the network is called with (`calling.batches`). By default an example is made
             from what the network says of its input.
+
+    Returns:
+        The residual blocks, the norms with their roles, the classifier, and the graph.
 
     Raises:
         SourceError: `model` is no network.

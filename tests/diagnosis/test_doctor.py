@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from support import zoo_networks
+from support import needs, zoo_networks
 from support.command_line import MODEL, Capture, run_json
 from support.trained_networks import NETWORKS
 from torch import nn
@@ -30,8 +30,7 @@ ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
 def opened(name: str) -> nn.Module:
     if name not in NETWORKS:
         return zoo_networks.trained(name)
-    if not NETWORKS[name].exists():
-        pytest.skip(f"not there: {NETWORKS[name]}")
+    needs.need("shared files", NETWORKS[name].exists(), str(NETWORKS[name]))
     return open_model(str(NETWORKS[name]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import needs
 from torch import Tensor, nn
 
 import normswap
@@ -14,8 +15,8 @@ from normswap.errors import NormswapError, OptionError, RefusedError
 from normswap.exporting import coreml_file, exported_file, formats
 from normswap.exporting.exported_file import ExportedFile
 
-pytest.importorskip("coremltools")
-away = pytest.mark.skipif(sys.platform == "darwin", reason="macOS runs Core ML")
+needs.need("coremltools")
+away = pytest.mark.needs("no Core ML", sys.platform != "darwin")
 SIZE: dict[str, Any] = {"input_size": (3, 8, 8)}
 
 

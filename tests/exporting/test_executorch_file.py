@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from support import needs
 from support.hand_written_networks import Anchored
 from support.lived_in_networks import calm, distance, lived_in, living, run
 from support.runtime_process import run_alone
@@ -21,7 +22,7 @@ from normswap.exporting.exported_file import ExportedFile
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 
-pytest.importorskip("executorch")
+needs.need("executorch")
 IMAGES = torch.zeros(2, 3, 8, 8)
 
 

@@ -236,8 +236,6 @@ def test_ranges_go_from_the_least_number_to_the_largest(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However rare they are: to cut two numbers of a million off would cost less here."""
-    if ending == "xml":
-        pytest.importorskip("nncf")
     file = tmp_path / f"net.{ending}"
     x = pictures(2048)
     x[3, 0, 0, 0] = -20.0
@@ -342,7 +340,6 @@ def test_what_torchao_cannot_do_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_openvino(tmp_path: Path) -> None:
-    pytest.importorskip("nncf")
     done = made(tmp_path / "net.xml")
     assert done.figures.relative_l2 < 0.1
     assert sorted(path.name for path in tmp_path.iterdir()) == [

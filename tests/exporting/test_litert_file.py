@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from support import needs
 from support.hand_written_networks import Anchored, Spectrum
 from support.lived_in_networks import calm, distance, living, run
 from support.runtime_process import run_alone
@@ -22,7 +23,7 @@ from normswap.exporting.exported_file import ExportedFile
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 
-pytest.importorskip("litert_torch")
+needs.need("litert_torch")
 SMALL = {"channels": [8, 16, 32, 64], "stem_width": 4, "num_classes": 10}
 ARITHMETIC = ("ADD", "SUB", "MUL", "DIV")  # what a norm that stays becomes
 

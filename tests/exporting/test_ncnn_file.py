@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from support import needs
 from support.hand_written_networks import Anchored, Spectrum
 from support.lived_in_networks import calm, distance, living, run
 from support.runtime_process import run_alone
@@ -16,8 +17,8 @@ import normswap
 from normswap.errors import NormswapError, RefusedError, VerificationError
 from normswap.exporting import formats
 
-ncnn = pytest.importorskip("ncnn")
-pytest.importorskip("pnnx")
+ncnn = needs.package("ncnn")
+needs.need("pnnx")
 
 
 class UNet(nn.Module):

@@ -23,6 +23,7 @@ import onnxruntime
 import pytest
 from docs_pages import ROOT, blocks
 from PIL import Image
+from support import needs
 from support.browser import CHROMIUM, FLAGS
 from timm.data import create_transform
 
@@ -56,13 +57,12 @@ def package() -> Path:
     """The unpacked onnxruntime-web, or a skip that says why there is none."""
     home = CACHE / PACKAGE
     if not home.exists():
-        if shutil.which("npm") is None:
-            pytest.skip("npm is not installed, which fetches onnxruntime-web")
+        needs.need("onnxruntime-web", shutil.which("npm") is not None, "npm is not installed")
         CACHE.mkdir(parents=True, exist_ok=True)
         command = ["npm", "pack", PACKAGE, "--silent", "--pack-destination", str(CACHE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        if done.returncode:
-            pytest.skip(f"npm cannot fetch {PACKAGE}: {done.stderr.strip()[-200:]}")
+        failure = f"npm cannot fetch {PACKAGE}: {done.stderr.strip()[-200:]}"
+        needs.need("onnxruntime-web", done.returncode == 0, failure)
         packed = CACHE / done.stdout.split()[-1]
         with tarfile.open(packed) as files:
             files.extractall(home.with_suffix(".part"), filter="data")
@@ -80,8 +80,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """A folder with the page, the package and images of several sizes; and its address."""
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+    needs.need("chromium", CHROMIUM is not None)
     folder = tmp_path_factory.mktemp("site")
     (folder / "node_modules").mkdir()
     (folder / "node_modules" / "onnxruntime-web").symlink_to(package())

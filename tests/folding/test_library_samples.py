@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import needs
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.sampled_tables import sampled
 from support.tiny_modules import C, bn, conv, net
@@ -87,7 +88,7 @@ LIBRARIES = {"smp": "segmentation_models_pytorch"}
 
 def need(name: str) -> None:
     library = name.split(":")[0]
-    pytest.importorskip(LIBRARIES.get(library, library))
+    needs.package(LIBRARIES.get(library, library))
 
 
 @pytest.mark.filterwarnings("ignore")

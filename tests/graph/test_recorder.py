@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from support import needs
 from support.graph_cases import BACK, EXACT, KEPT, REFUSED, Case, build, outputs
 from support.lived_in_networks import batchnorms, distance, lived_in, run, step
 from support.tiny_modules import ONE, C, bn, conv, net
@@ -210,7 +211,7 @@ def test_what_a_record_does_not_show_is_said() -> None:
 
 
 def test_rearranging_by_name() -> None:
-    einops = pytest.importorskip("einops")
+    einops: Any = needs.package("einops")
 
     def body(m: Any, x: Tensor) -> Tensor:
         return m.bn(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from support import needs
 from support.room_order import FLOOR
 
 import normswap
@@ -253,12 +254,31 @@ def test_the_checkers_notice() -> None:
 
 
 pytest_plugins = ["pytester"]
+# A test file that skips, and whether that is declared.
+SKIPS = {
+    "by a function": ("def test_one():\n    needs.need('chromium', False)", "skipped"),
+    "by the marker": ("@mark.needs('Linux', False)\ndef test_one(): ...", "skipped"),
+    "by the marker, but it is there": ("@mark.needs('Linux', True)\ndef test_one(): ...", "passed"),
+    "the whole file": ("needs.package('no_such_package')", "skipped"),
+    "by pytest": ("def test_one():\n    pytest.skip('no time today')", "failed"),
+    "by pytest's marker": ("@mark.skipif(True, reason='no time')\ndef test_one(): ...", "errors"),
+    "by unittest": ("def test_one():\n    raise unittest.SkipTest('no time today')", "failed"),
+    "the whole file, by pytest": ("pytest.importorskip('no_such_package')", "errors"),
+    "of what is not declared": ("def test_one():\n    needs.need('time', False)", "failed"),
+}
 
 
-@pytest.mark.parametrize(
-    ("reason", "outcome"), [("chromium is not installed", "skipped"), ("no time today", "failed")]
-)
-def test_only_known_skips_pass(reason: str, outcome: str, pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("name", SKIPS)
+def test_only_declared_skips_pass(
+    name: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, outcome = SKIPS[name]
+    monkeypatch.setitem(needs.DECLARED, "no_such_package", "nobody has it")
     pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
-    pytester.makepyfile(f"import pytest\n\ndef test_one():\n    pytest.skip({reason!r})\n")
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(**{outcome: 1})
+    pytester.makeini("[pytest]\nmarkers =\n    needs: as in pyproject.toml\n")
+    program = "import unittest\nimport pytest\nfrom pytest import mark\nfrom support import needs\n"
+    pytester.makepyfile(f"{program}{body}\n")
+
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+
+    result.assert_outcomes(**{outcome: 1})

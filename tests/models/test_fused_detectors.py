@@ -4,7 +4,6 @@ fused again.
 
 import copy
 import csv
-import importlib.util
 import shlex
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from normswap.layers import affine
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # its own
-    pytest.mark.skipif(
-        importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"
-    ),
+    pytest.mark.needs("ultralytics"),
 ]
 SIDE = 128
 COUNT = 16

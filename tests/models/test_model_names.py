@@ -106,7 +106,8 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def hugging_face(place: Path, **config: Any) -> Path:
     """A small classifier of transformers, as save_pretrained writes it, with living statistics."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     with quiet():  # it imports torchao, where there is one, and that logs to stderr
         made = transformers.ResNetForImageClassification
@@ -258,7 +259,8 @@ def test_hugging_face(here: Path, run: Run) -> None:
 
 def test_hugging_face_in_memory(here: Path) -> None:
     """A network of transformers that the user made needs no skeleton either."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     own = transformers.ResNetForImageClassification.from_pretrained(
         hugging_face(here / "hf"), local_files_only=True
     ).eval()
@@ -303,7 +305,6 @@ def test_weights_in_several_files_are_all_fetched(
 
 
 def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
-    pytest.importorskip("segmentation_models_pytorch")
     words = ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1")
     arguments = [word for pair in words for word in ("--arch-arg", pair)]
     arguments += ["--input-size", "1,64,64"]

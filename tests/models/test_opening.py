@@ -239,7 +239,7 @@ print((memory("VmHWM") - before) / whole)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.needs("Linux", sys.platform.startswith("linux"))
 def test_a_conversion_holds_little_more_than_its_result() -> None:
     """In checkpoints beyond the source: one for the result, and what runs; float64 is there layer
     by layer only.

@@ -13,6 +13,7 @@ import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
+from support import needs
 from support.model_sources import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
@@ -198,8 +199,7 @@ def test_random_weights(
 
 @pytest.mark.parametrize("name", ["resnet18_narrow", "resnetv2_18_narrow"])
 def test_shared_checkpoints(name: str) -> None:
-    if not (CHECKPOINTS / name).is_dir():
-        pytest.skip("no shared checkpoints here")
+    needs.need("shared files", (CHECKPOINTS / name).is_dir())
     model = open_source(str(CHECKPOINTS / name))
     assert origin(model).pretrained_cfg["label_names"][0] == "airplane"
     assert identify(model) == (origin(model).arch if hasattr(model, "_model_args") else None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import needs
 from support.cifar_tars import unpacked
 from support.trained_networks import IMAGES, NETWORKS, SHARED, logits
 
@@ -35,7 +36,7 @@ FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
 )
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not IMAGES.is_file(), reason=f"the images are not there: {IMAGES}"),
+    pytest.mark.needs("shared files", IMAGES.is_file(), str(IMAGES)),
 ]
 
 
@@ -53,8 +54,7 @@ def test_floor(
     network: str, scheme: str, options: dict[str, Any], fitted: bool, floor: float
 ) -> None:
     """`floor`: percent of the source's top-1 on all 10,000 test images."""
-    if not NETWORKS[network].is_dir():
-        pytest.skip(f"the checkpoint is not there: {NETWORKS[network]}")
+    needs.need("shared files", NETWORKS[network].is_dir(), str(NETWORKS[network]))
     source = open_model(str(NETWORKS[network]))
     loader = (
         datasets.make_loader(source, str(TRAIN), batch_size=100, workers=1, samples=1000, seed=0)

@@ -6,7 +6,6 @@ directly.
 """
 
 import copy
-import importlib.util
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,9 +154,7 @@ def test_repvgg_in_deploy_form() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ultralytics' own
-@pytest.mark.skipif(
-    importlib.util.find_spec("ultralytics") is None, reason="ultralytics is not installed"
-)
+@pytest.mark.needs("ultralytics")
 @pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
 @pytest.mark.parametrize("like", [False, True])
 def test_a_detector_that_ultralytics_fused(name: str, like: bool) -> None:

@@ -86,7 +86,8 @@ layers = partial(vgg.make_layers, [8, "M", 16, 16, "M"])
 
 
 def unet(norm: bool) -> nn.Module:
-    smp = pytest.importorskip("segmentation_models_pytorch")
+    import segmentation_models_pytorch as smp
+
     wide: Any = {"encoder_depth": 3, "decoder_channels": (16, 8, 8), "encoder_weights": None}
     return smp.Unet("resnet18", decoder_use_norm=norm, **wide)
 

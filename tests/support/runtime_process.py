@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from normswap.exporting import formats
+from support import needs
 
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
 _BLOCKED = {
@@ -79,7 +79,7 @@ sys.exit(f"{{present}} were imported" if present else 0)
 def skip_without(form: str) -> None:
     """Skip the test where a package is not installed that the format needs."""
     for package in formats._FORMATS[form].needs:
-        pytest.importorskip(package)
+        needs.package(package)
 
 
 def run_alone(

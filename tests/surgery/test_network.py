@@ -106,7 +106,7 @@ def test_one_size_tells_where_all_go_one_way() -> None:
     assert torch.equal(network.calls[0].images, network.examples[0].images)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.needs("a GPU", torch.cuda.is_available())
 @pytest.mark.gpu
 def test_inputs_are_on_the_device_of_the_network() -> None:
     network = Network(net().cuda(), inputs=torch.randn(2, *SIZE))

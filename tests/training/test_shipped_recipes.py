@@ -105,7 +105,6 @@ SMALL = {
 @pytest.mark.parametrize("name", sampled(NAMES, every=3))
 @pytest.mark.one_in(2)
 def test_two_updates(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     from normswap.training.engine import finetune
 
     # Not smaller: at 16 px layer4 sees 1 x 1 maps, and torch's gradient of its first convolution
@@ -145,7 +144,6 @@ def has_batchnorm(model: object) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna")
     words = [
         "model.args.depth=10",
         "model.args.width=1",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from support.command_line import as_documented, environment
 
@@ -21,7 +22,6 @@ from normswap.training import recipe_files, sweep as sweeps
 from normswap.training.recipe import Recipe
 from normswap.training.sweep import Point, Sweep, Trial, parse_rates
 
-optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 RECIPE = recipe_files.check({"summary": "For the tests"}, "test")
