@@ -183,17 +183,23 @@ class WeightsNote(UserWarning):
     """A remark on weights that were read; the command line prints it for the user."""
 
 
+class LeftBehindNote(UserWarning):
+    """A remark on what a killed process left behind; the command line prints it for the user."""
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the warnings and log lines of libraries off the terminal.
 
-    The errors of this package say in one line what the user needs to know.
+    The errors of this package say in one line what the user needs to know. Its notes on what a
+    killed process left behind come through.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", LeftBehindNote)
             yield
     finally:
         logging.disable(before)

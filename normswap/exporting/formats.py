@@ -332,8 +332,8 @@ def check(file: Path, settings: FileSettings) -> Format:
         raise OptionError(
             f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}"
         )
-    folder_with = kinds.FOLDERS.get(file.suffix.lower())
-    atomic_write.check_writable(file, force=settings.force, folder_with=folder_with)
+    package_of = kinds.FOLDERS.get(file.suffix.lower(), ())
+    atomic_write.check_writable(file, force=settings.force, package_of=package_of)
     for extra in form.files(file)[1:]:
         others = [
             extra.with_suffix(row.ending)

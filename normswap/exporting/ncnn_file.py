@@ -30,7 +30,8 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
     signature = contents.network.signature
     half = contents.network.dtype == torch.float16
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+    # What a killed process leaves lies in the folder that the next export names.
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         place = Path(folder) / "network.ncnn.param"
         whole = contents.in_float32
         or_simpler(whole, lambda network: _convert(network, whole.example, place, half=half))

@@ -31,14 +31,15 @@ _ENDS = ("Constant", "Parameter", "Result")
 
 def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. The metadata are in the XML, as runtime information."""
-    _save(_model(contents.in_float32), contents, file)
+    _save(_model(contents.in_float32, file.parent), contents, file)
 
 
-def _model(contents: FileContents) -> ov.Model:
+def _model(contents: FileContents, beside: Path) -> ov.Model:
     import onnx
     import openvino as ov
 
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+    # What a killed process leaves lies in the folder that the next export names.
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)
         return ov.convert_model(file)
@@ -57,7 +58,7 @@ def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     """Write the network in int8."""
-    model = _model(contents)
+    model = _model(contents, file.parent)
     logger = logging.getLogger("nncf")
     level = logger.level
     try:

@@ -23,7 +23,7 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 EXPORTED = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2", ".param": "ncnn"}
 EXPORTED |= {".pte": "executorch", ".tflite": "litert", ".mlpackage": "coreml"}
 # Those of them that are directories, with a file that each has.
-FOLDERS = {".mlpackage": "Manifest.json"}
+FOLDERS = {".mlpackage": ("Manifest.json", "Data")}
 
 
 @dataclass(frozen=True)

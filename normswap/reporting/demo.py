@@ -1,10 +1,8 @@
 """The demo: a shipped trained network is converted, saved, loaded again and measured, offline."""
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import nn
 
@@ -13,7 +11,7 @@ from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import make_loader
 from normswap.plan import Body
 from normswap.shipped import IMAGES, NAME
-from normswap.storage import checkpoint
+from normswap.storage import checkpoint, left_behind
 from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
@@ -82,9 +80,9 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
 def _converted(source: nn.Module, progress: Callable[[str], None]) -> dict[str, nn.Module]:
     """Convert the network to each scheme, save it and load it again; return networks by scheme."""
     networks = {}
-    with tempfile.TemporaryDirectory(prefix="normswap-demo-") as folder:
+    with left_behind.temporary_folder("normswap-demo-") as folder:
         for scheme in SCHEMES:
             progress(f"converting to {scheme}, saving, loading again")
-            directory = checkpoint.save(convert(source, scheme), Path(folder) / scheme)
+            directory = checkpoint.save(convert(source, scheme), folder / scheme)
             networks[scheme] = checkpoint.load(directory)
     return networks

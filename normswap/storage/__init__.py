@@ -1,3 +1,4 @@
-"""The directory that is written: tensors, plan, proof and card; whole, or not at all. Imports:
-`surgery` and above.
+"""The directory that is written: tensors, plan, proof and card; whole, or not at all.
+
+Imports: `surgery` and above.
 """

@@ -1,77 +1,81 @@
-"""Files are there whole or not at all: written beside their place, then renamed."""
+"""Files are there whole or not at all: written in a folder beside their place, then renamed.
+
+What a killed process leaves of such a folder: `left_behind`.
+"""
 
 import csv
 import io
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from normswap.errors import OutputError, spelled
+from normswap.storage import left_behind
 
 
 @contextmanager
-def writing(file: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
-    """Give a place for a file or directory of the same name, beside `file`, which takes its place
-    at the end.
+def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a path at which to write a new file or directory, which is moved to `file` at the end.
 
-    Further files that belong to it are written there by the names `beside`. Where a process is
-    killed, the place has all of the old files, all of the new ones, or no `file`: never one beside
-    parts of another.
+    Where the process is killed, `file` and those beside it are all old, or all new, or `file` is
+    missing: it never stands beside parts of another. Where an error is raised, nothing is left
+    behind.
 
-    Raises OutputError: the disk is full, or the place cannot be written. Nothing is left behind.
+    Args:
+        file: The path of the file or directory. Its folder exists.
+        beside: Names of further files that belong to `file`. They are written beside the path that
+            is yielded.
+        obsolete: Names of files that belonged to the old `file`. They are removed.
+
+    Raises:
+        OutputError: The disk is full, or the place cannot be written.
     """
+    left_behind.put_back(file)
     try:
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}.") as folder:
-            aside = Path(folder) / file.name
+        with _folder_beside(file, [*beside, file.name]) as folder:
+            aside = folder / file.name
             yield aside
-            new_files = [aside.with_name(name) for name in (*beside, file.name)]
-            for written in (
-                path for new_file in new_files for path in (new_file, *new_file.rglob("*"))
-            ):
-                if written.exists():
-                    written.chmod((0o777 if written.is_dir() else 0o666) & ~_umask())
-            if beside or aside.is_dir():
-                _exchange(new_files, file.parent, Path(folder) / "old")
+
+            new_files = [folder / name for name in (*beside, file.name)]
+            _open_to_others(folder, new_files)
+            if beside or obsolete or aside.is_dir():
+                old = left_behind.old_folder(folder, [*beside, file.name])
+                _exchange(new_files, file.parent, old, obsolete)
             else:
                 os.replace(aside, file)
     except OSError as error:
         raise OutputError(f"cannot write {file}", error.strerror or str(error)) from None
 
 
+@contextmanager
+def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield a new folder beside `file`, claimed by this process, and remove it at the end."""
+    folder = Path(tempfile.mkdtemp(dir=file.parent, prefix=f".{file.stem}."))
+    claim = None
+    try:
+        claim = left_behind.Claim(folder, names)
+        yield folder
+    finally:
+        old = left_behind.old_folder(folder, names)
+        # Where an interrupt came between two renames, the next run puts the old file back.
+        if file.exists() or not old.is_dir() or not any(old.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+        if claim is not None:
+            claim.end()
+
+
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a place beside `file`, then put it in place; an OutputError where it cannot
-    be written.
+    """Let `write` fill a path beside `file`, then move it to `file`, and return `file`.
+
+    Raises OutputError: it cannot be written.
     """
     with writing(file) as aside:
         write(aside)
     return file
-
-
-def _exchange(new_files: Sequence[Path], folder: Path, old: Path) -> None:
-    """Move files to `folder`, the last one last; those of their names go to `old` before, the last
-    one first.
-
-    Raises OSError: it cannot be done; the old files are back.
-    """
-    old.mkdir()
-    removed: list[str] = []
-    placed: list[str] = []
-    try:
-        for new_file in reversed(new_files):
-            if (folder / new_file.name).exists():
-                os.replace(folder / new_file.name, old / new_file.name)
-                removed.append(new_file.name)
-        for new_file in new_files:
-            os.replace(new_file, folder / new_file.name)
-            placed.append(new_file.name)
-    except OSError:
-        for name in reversed(placed):
-            os.replace(folder / name, new_files[0].with_name(name))
-        for name in reversed(removed):
-            os.replace(old / name, folder / name)
-        raise
 
 
 def text(file: Path, content: str) -> Path:
@@ -80,41 +84,104 @@ def text(file: Path, content: str) -> Path:
 
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
-    """Write these columns of each row as CSV, whole or not at all, None as nothing; or raises
-    OutputError.
+    """Write the given columns of each row as CSV, whole or not at all; None is an empty cell.
+
+    Raises OutputError: it cannot be written.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
-    lines = ([row.get(column) for column in columns] for row in rows)
-    writer.writerows(
-        [f"{cell:.8g}" if isinstance(cell, float) else cell for cell in line] for line in lines
-    )
+    for row in rows:
+        writer.writerow([_csv_cell(row.get(column)) for column in columns])
     return text(file, out.getvalue())
 
 
-def check_writable(file: Path, *, force: bool = False, folder_with: str | None = None) -> None:
-    """Check, before any work, that `file` may be written, or a directory that has a file of the
-    name `folder_with`.
+def _csv_cell(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    return value
 
-    Raises OutputError: it exists (and `force` is not given), its folder does not, or it is another
-    folder.
+
+def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str] = ()) -> None:
+    """Check, before any work, that a file or a package may be written.
+
+    A package is a directory that is one file to its runtime.
+
+    Args:
+        file: The path to write.
+        force: Whether a file that exists is replaced.
+        package_of: The names of a package's entries, the first of which marks it. Empty for a file.
+
+    Raises:
+        OutputError: It exists, and `force` is not given; or its folder does not exist; or it is a
+            directory that is no such package, or that holds something else.
     """
-    if file.is_dir() and folder_with is None:
+    left_behind.put_back(file)
+    if file.is_dir() and not package_of:
         raise OutputError(f"{file} is a directory", remedy="Give the name of a file")
     if file.exists() and not force:
         raise OutputError(
             f"{file} exists", remedy=f"Give another name, or {spelled('force', True)} to replace it"
         )
-    if folder_with is not None and file.exists() and not (file / folder_with).is_file():
-        raise OutputError(
-            f"{file} has no {folder_with}", remedy="Remove it yourself, or give another name"
-        )
+    if package_of and file.exists():
+        _check_package(file, package_of)
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}", f"there is no directory {file.parent}")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _check_package(package: Path, names: Sequence[str]) -> None:
+    remedy = "Remove it yourself, or give another name"
+    if not (package / names[0]).is_file():
+        raise OutputError(f"{package} has no {names[0]}", remedy=remedy)
+
+    others = sorted({path.name for path in package.iterdir()}.difference(names))
+    if others:
+        why = "which is no part of such a package and would be lost"
+        raise OutputError(f"{package} holds {others[0]}, {why}", remedy=remedy)
+
+
+def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
+    """Give new files the rights that the user's umask, or the folder's own list, gives to a file.
+
+    A temporary folder is closed to others, and some writers close their files, too. What a new
+    directory gets shows the umask; to ask for it would mean to set it, for all threads.
+    """
+    probe = folder / ".mode"
+    probe.mkdir(0o777)
+    directory_mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.rmdir()
+
+    for new_file in new_files:
+        for path in (new_file, *new_file.rglob("*")):
+            if path.is_symlink() or not path.exists():
+                continue
+            path.chmod(directory_mode if path.is_dir() else directory_mode & 0o666)
+
+
+def _exchange(
+    new_files: Sequence[Path], folder: Path, old: Path, obsolete: Sequence[str] = ()
+) -> None:
+    """Move new files to `folder`, and before that the old files of their names to `old`.
+
+    The last of the new files comes last, and its old one goes first.
+
+    Raises OSError: it cannot be done. Then, and where the user interrupts, the old files are back.
+    """
+    old.mkdir()
+    names = [new_file.name for new_file in new_files]
+    removed: list[str] = []
+    placed: list[str] = []
+    try:
+        for name in (*reversed(names), *obsolete):
+            if os.path.lexists(folder / name):
+                os.replace(folder / name, old / name)
+                removed.append(name)
+        for new_file in new_files:
+            os.replace(new_file, folder / new_file.name)
+            placed.append(new_file.name)
+    except BaseException:
+        for name in reversed(placed):
+            os.replace(folder / name, new_files[0].with_name(name))
+        for name in reversed(removed):
+            os.replace(old / name, folder / name)
+        raise

@@ -88,6 +88,7 @@ def open_model(
     Raises SourceError: it cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
+    network_folder.check_not_moved_aside(folder)
     if folder.exists() and is_checkpoint(folder):
         zoo.check_unasked(str(folder), asked)
         model = load(folder, trust_factory=trust_factory)
@@ -117,8 +118,8 @@ def save(
     Args:
         arch: how to build the bare architecture, where the network does not know it itself; of a
             factory of your own: `Arch("package.module:factory", kwargs, "factory")`.
-        force: replace a directory that normswap, or timm, wrote before; of a link, the one that it
-            points to.
+        force: replace the files of a network that normswap, or timm, wrote before; of a link, in
+            the directory that it points to. Whatever lies beside them stays.
 
     Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN,
     infinite, or missing.
@@ -135,12 +136,23 @@ def save(
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
-    # Of a link, the directory that it points to is replaced.
-    with atomic_write.writing(place.resolve()) as aside:
+    # Of a link, the directory that it points to is written.
+    target = place.resolve()
+    if target.is_dir():
+        # Only the files of a network are replaced. Whatever else lies there stays.
+        names = [CONFIG, CARD, *([NORMS] if record.norms else [])]
+        obsolete = [] if record.norms else [NORMS]
+        with atomic_write.writing(target / WEIGHTS, names, obsolete) as aside:
+            _write(aside.parent, model, record, report)
+            # Another process may have written it since.
+            network_folder.check_writable(place, force=force)
+        return place
+
+    with atomic_write.writing(target) as aside:
         aside.mkdir()
         _write(aside, model, record, report)
-        # Another process may have written it since.
-        network_folder.check_writable(place, force=force)
+        # Another process may have made it since, and put anything into it.
+        network_folder.check_writable(place, force=False)
     return place
 
 

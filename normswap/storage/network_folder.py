@@ -1,10 +1,12 @@
-"""The files of a network's directory, and whether one may be written somewhere: without importing
-torch.
+"""The files of a network's directory, and whether one may be written somewhere.
+
+Nothing here imports torch.
 """
 
 from pathlib import Path
 
 from normswap.errors import OutputError, SourceError, spelled
+from normswap.storage import left_behind
 
 WEIGHTS, CONFIG, NORMS, CARD = FILES = (
     "model.safetensors",
@@ -15,22 +17,30 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = (
 
 
 def check_writable(place: Path, *, force: bool) -> None:
-    """See, before any work, that `place` may be written.
+    """Check, before any work, that a network may be written to the directory `place`.
 
-    Raises OutputError: it exists (without `force`), holds something that normswap did not write, or
-    lies in a network.
+    With `force` the files of the network that lies there are replaced, and nothing else: whatever
+    lies beside them stays.
+
+    Raises:
+        OutputError: It exists (without `force`), or is the directory of something else, or lies in
+            the directory of a network.
     """
     check_beside(place)
+    put_back(place)
     if not place.exists():
         return
     if not place.is_dir():
         raise OutputError(f"{place} is a file", remedy="Name a directory")
-    if not any(place.iterdir()):
+
+    entries = [path for path in place.iterdir() if not _is_unfinished(path)]
+    if not entries:
         return
     if not force:
         remedy = f"Give another directory, or {spelled('force', True)} to replace it"
         raise OutputError(f"{place} exists", remedy=remedy)
-    if not _is_network(place):
+    directories = [path for path in entries if path.name in FILES and path.is_dir()]
+    if not _is_network(place) or directories:
         raise OutputError(
             f"{place} is not a model directory",
             remedy="Remove it yourself, or give another directory",
@@ -38,7 +48,11 @@ def check_writable(place: Path, *, force: bool) -> None:
 
 
 def check_beside(place: Path) -> None:
-    """See that `place` lies in a directory, and not in that of a network; or raises OutputError."""
+    """Check that the parent of `place` is a directory, and not one of a network.
+
+    Raises:
+        OutputError: One of the parents is a file, or the directory of a network.
+    """
     for parent in place.absolute().parents:
         if parent.is_file():
             raise OutputError(
@@ -49,6 +63,29 @@ def check_beside(place: Path) -> None:
             raise OutputError(
                 f"{place} lies in {parent}", "that is the directory of a network", remedy
             )
+
+
+def put_back(place: Path, *, removes: bool = False) -> None:
+    """Put back what killed processes had moved aside to write a network's directory, or its files.
+
+    Args:
+        place: The directory.
+        removes: Whether the rest is removed, as in `left_behind.put_back`.
+    """
+    left_behind.put_back(place, removes=removes)
+    if place.is_dir():
+        left_behind.put_back(place / WEIGHTS, removes=removes)
+
+
+def check_not_moved_aside(place: Path) -> None:
+    """Check that neither a network's directory nor its weights wait to be put back.
+
+    Raises:
+        SourceError: They do. The error has the command.
+    """
+    left_behind.check_not_moved_aside(place)
+    if place.is_dir():
+        left_behind.check_not_moved_aside(place / WEIGHTS)
 
 
 def check_no_run(directory: Path) -> None:
@@ -66,3 +103,7 @@ def check_no_run(directory: Path) -> None:
 
 def _is_network(place: Path) -> bool:
     return (place / WEIGHTS).is_file() and (place / CONFIG).is_file()
+
+
+def _is_unfinished(path: Path) -> bool:
+    return left_behind.is_unfinished(path, path.parent / WEIGHTS)

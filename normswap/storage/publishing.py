@@ -67,9 +67,9 @@ def push(
     message: str = "",
     trust_factory: bool = False,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`, and return what was published.
+    """Publish a directory that `save` wrote as `owner/name`.
 
-    The repository is made if it is not there.
+    The repository is made if it is not there. Returns what was published.
 
     Args:
         directory: The network's directory. None of its files may be a link.
@@ -135,7 +135,8 @@ class _FilesOfSave:
         self.contents: dict[str, bytes] = {}
         self._identities: dict[str, tuple[int, ...] | None] = {}
         if not folder.is_dir():
-            raise SourceError(f"{folder} is no directory", remedy="Name what `save` wrote")
+            remedy = "Name a directory that normswap wrote"
+            raise SourceError(f"{folder} has no {WEIGHTS}", remedy=remedy)
 
         for name in FILES:
             self._identities[name] = self._identity(name)

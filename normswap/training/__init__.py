@@ -1,3 +1,4 @@
-"""Recover: recipes, and the engine that trains a converted network. Imports: `analysis` and what is
-below.
+"""Recover: recipes, and the engine that trains a converted network.
+
+Imports: `analysis` and what is below.
 """

@@ -1,6 +1,4 @@
-"""A run's objects: its network, opened and converted as the recipe says; the machine and processes;
-trackers.
-"""
+"""A run's objects: its network as the recipe says, the machine and its processes, the trackers."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from normswap.surgery import conversion, reverification, unfolding
 from normswap.surgery.network import Network
 from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
 from normswap.training.recipe import Distill, Recipe
-from normswap.training.run_folder import State
+from normswap.training.run_folder import TRACKERS, State
 from normswap.training.training_images import Share, TrainingImages, drawn_by, places, validation
 
 if TYPE_CHECKING:
@@ -48,23 +46,31 @@ _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The network as training begins, and before the recipe's conversion (`source`)."""
+    """The network that is trained.
+
+    Args:
+        network: The record of the network as training begins.
+        source: The module before the recipe's conversion.
+    """
 
     network: Network
     source: nn.Module
 
     @property
     def module(self) -> nn.Module:
+        """The network as training begins."""
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy with its architecture recorded, which saving would look for each time."""
+        """Return a copy that has its architecture on record, which saving would look for."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copy.deepcopy(self.module), record)
 
     def preprocessing(self, side: int | None) -> Body:
-        """Return the preprocessing of its images, `side` pixels high and wide if the recipe says
-        so.
+        """Return the record of how the network takes images.
+
+        Args:
+            side: Height and width in pixels. With None they are the network's own.
         """
         record = datasets.image_record(self.module)
         if side is not None:
@@ -72,15 +78,20 @@ class Subject:
         return record
 
     def teacher(self, distill: Distill) -> nn.Module:
-        """Return the teacher: a MODEL, this network's source, or, of an unconverted network, a
-        copy.
+        """Return the teacher.
 
-        Raises SourceError: the source cannot be opened, or has changed.
+        It is the MODEL that the recipe names, or this network's source, or a copy of a network that
+        was not converted.
+
+        Raises:
+            SourceError: The source cannot be opened, or has changed.
         """
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)
         if self.source is not self.module or not self.network.provenance.plan.steps:
             return copy.deepcopy(self.source)
+
+        # The network was converted before, and knows what it was made from.
         module = self.module
         try:
             origin = reverification.recorded(module, Path("the network"))
@@ -97,7 +108,15 @@ class Subject:
 
 
 def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
-    """Open the recipe's network if `model` is None; raises NormswapError: it cannot."""
+    """Return the network of a run before the recipe's conversion.
+
+    Args:
+        model: The network. With None the one that the recipe names is opened.
+        recipe: The recipe.
+
+    Raises:
+        NormswapError: It names none, or the network cannot be opened.
+    """
     settings = recipe.model
     if model is None:
         if settings is None:
@@ -113,31 +132,34 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
 
 
 def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
-    """Convert the network if the recipe says so, as a new one; `say` is called with notes for the
-    user.
+    """Return the network converted, if the recipe says so.
+
+    Args:
+        subject: The network before its conversion, which is not changed.
+        recipe: The recipe.
+        say: A function that is called with what the user should know.
     """
     network = subject.network
     model = subject.source
-    how = recipe.convert
-    if how is not None:
-        say(f"converting to {how.to}")
+    settings = recipe.convert
+    if settings is not None:
+        say(f"converting to {settings.to}")
         images = None
-        if how.calibrate:
-            place = places(recipe.data)[0]
-            seed = recipe.train.seed
+        if settings.calibrate:
             images = datasets.make_loader(
                 model,
-                place,
+                places(recipe.data)[0],
                 split="train",
-                samples=how.samples,
-                seed=seed,
+                samples=settings.samples,
+                seed=recipe.train.seed,
                 workers=0,
                 labelled=False,
             )
-        result = conversion.convert(network, how.to, calibrate=images, **how.options)
+        result = conversion.convert(network, settings.to, calibrate=images, **settings.options)
         for note in result.notes:
             say(note)
         network = result.network
+
     steps = network.provenance.plan.steps
     if steps and steps[-1].scheme == "folded":
         say(_FOLDED)
@@ -158,6 +180,7 @@ def read_slurm() -> None:
         or int(tasks) == 1
     ):
         return
+
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         remedy = (
             "Export the first node's name and a free port before srun, as recipes/finetune.sbatch"
@@ -177,6 +200,7 @@ def meet(backend: str) -> None:
     variables = os.environ
     if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
+
     shared = dist.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"start {variables['TORCHELASTIC_RESTART_COUNT']}", shared)
     rank = int(variables["RANK"])
@@ -194,23 +218,34 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
 @contextmanager
 def stop_on_request() -> Iterator[threading.Event]:
-    """Note a SIGTERM, as schedulers send it, instead of dying of it; only the main thread may."""
+    """Yield an event that a SIGTERM sets, as schedulers send it, instead of ending the process.
+
+    Only the main thread may take signals. In another one nothing sets the event.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+
+    former = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, former)
 
 
 def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
     """Set up Accelerate's view of the machine: processes, device, precision.
 
-    Raises RecipeError: it is no recipe; OptionError: no such device or precision, or accelerate is
-    not installed.
+    Args:
+        recipe: The recipe.
+        device: One of auto, cpu, cuda and mps.
+        out: The run's folder.
+        track: The trackers, as `trackers` takes them.
+
+    Raises:
+        RecipeError: What was given is no recipe.
+        OptionError: There is no such device or precision, or accelerate is not installed.
     """
     if not isinstance(recipe, Recipe):
         remedy = "normswap.load_recipe(NAME or FILE) gives one; `normswap recipes` lists the names"
@@ -219,11 +254,13 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    # The processes meet on the device that they will use.
     cpu = devices.find(device).type == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
     read_slurm()
     meet("gloo" if cpu else "nccl")
+
     # Accelerate keeps one state per process and refuses another precision later; runs may follow
     # each other here.
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
@@ -233,23 +270,29 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
         mixed_precision=recipe.train.precision,
         gradient_accumulation_steps=recipe.train.accumulate,
         log_with=trackers(track) or None,
-        project_dir=str(out / "trackers"),
+        project_dir=str(out / TRACKERS),
     )
 
 
 def trackers(asked: str) -> list[str]:
-    """Return Accelerate's names of the trackers to use: `auto` (TensorBoard, if it is there),
-    `none`, or a comma list.
+    """Return the trackers to use, by Accelerate's names.
 
-    Raises OptionError: Accelerate does not know it, or it is not installed.
+    Args:
+        asked: One of `auto` (TensorBoard, if it is installed) and `none`, or names between commas.
+
+    Raises:
+        OptionError: Accelerate does not know a tracker, or it is not installed.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    there = [str(name) for name in get_available_trackers()]
+    installed = [str(name) for name in get_available_trackers()]
     if asked == "auto":
-        return [name for name in ("tensorboard",) if name in there]
-    names = [] if asked == "none" else asked.split(",")
-    if unknown := [name for name in names if name not in there]:
+        return [name for name in ("tensorboard",) if name in installed]
+    if asked == "none":
+        return []
+
+    names = asked.split(",")
+    if unknown := [name for name in names if name not in installed]:
         remedy = (
             f"Accelerate knows {', '.join(LOGGER_TYPE_TO_CLASS)}; pip installs one. Or write auto,"
             " or none"
@@ -261,8 +304,15 @@ def trackers(asked: str) -> list[str]:
 class Task:
     """The objects of the training loop.
 
-    `subject` is the network as training begins; without `validates` no validation images are
-    opened.
+    Args:
+        subject: The network as training begins.
+        images: The training images.
+        recipe: The recipe.
+        engine: Accelerate's view of the machine.
+        validates: Whether validation images are opened.
+
+    Raises:
+        OptionError: The recipe does not fit the network or the processes.
     """
 
     def __init__(
@@ -281,11 +331,13 @@ class Task:
         micro = self.share.micro(recipe.data.batch_size)
         if (recipe.data.augment.mixup or recipe.data.augment.cutmix) and micro % 2:
             raise OptionError(f"mixup needs an even number of images per process, not {micro}")
+
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
         # An epoch has whole batches, and leaves out other images each time.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
+
         classifies = images.labelled or network_input.classifies(
             subject.module, record["input_size"]
         )
@@ -294,9 +346,10 @@ class Task:
             self.validation = validation(
                 record, recipe.data, self.share, train.seed, batch=max(micro, 64)
             )
-        self.classes: int | None = (
-            getattr(subject.module, "num_classes", None) if images.labelled else None
-        )
+        # Without labels none can be that of no class.
+        self.classes: int | None = None
+        if images.labelled:
+            self.classes = getattr(subject.module, "num_classes", None)
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = copy.deepcopy(subject.module).to(engine.device).to(memory_format=self.layout)
@@ -311,11 +364,13 @@ class Task:
         self.clip = recipe.optim.clip
         if self.clip is not None and self.clip.mode == "agc":
             find_head(self.raw, subject.network)
+
         teacher = None
         if recipe.distill is not None:
             teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)
             teacher = teacher.to(memory_format=self.layout)
         self.objective = Objective(recipe, self.raw, teacher, classifies=classifies)
+
         optim = optimizer(self.raw, recipe.optim, subject.network)
         self.scheduler = scheduler(optim, recipe.schedule, self.updates, self.per_epoch)
         if train.compile:
@@ -327,6 +382,7 @@ class Task:
             self.ema.set(self.raw)
 
     def parts(self) -> State:
+        """Return the tensors from which the run can be continued."""
         scaler = self.engine.scaler
         return {
             "model": self.raw.state_dict(),
@@ -346,8 +402,14 @@ class Task:
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every BatchNorm by torch's SyncBatchNorm; OptionError where that cannot compute the
-    same.
+    """Return the network with torch's SyncBatchNorm in place of every BatchNorm.
+
+    Args:
+        model: The network, which is changed.
+        device: The device on which it is trained.
+
+    Raises:
+        OptionError: SyncBatchNorm does not run there, or would compute something else.
     """
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")

@@ -42,10 +42,14 @@ class TrainingProgress:
     """How far a run is, in updates and epochs.
 
     Args:
-        images_per_s: over all processes, without validation.
-        lr: of the latest update.
-        loss: mean over the epoch so far.
-        top1: of the latest validation, in percent.
+        update: The number of updates done.
+        updates: The number of updates of the whole run.
+        epoch: The number of epochs done, as a fraction.
+        epochs: The number of epochs of the whole run.
+        images_per_s: The images per second over all processes, without validation.
+        lr: The learning rate of the latest update.
+        loss: The mean loss over the epoch so far.
+        top1: The accuracy at the latest validation, in percent.
     """
 
     update: int
@@ -67,14 +71,16 @@ class Result:
     """The result of a run.
 
     Args:
-        best: directory of the network with the best validation accuracy, averaged or not; without
-            validation images, with the lowest training loss.
-        last: directory of the network after the last update.
-        model: that network, in eval mode, on the CPU.
-        rows: of metrics.csv.
-        updates: how many were done.
-        finished: False if the run was asked to stop, and can be continued.
-        notes: what the user should know.
+        best: The directory of the network with the best validation accuracy, averaged or not;
+            without validation images, with the lowest training loss.
+        last: The directory of the network after the last update.
+        model: The network after the last update, in eval mode, on the CPU.
+        rows: The rows of metrics.csv.
+        best_epoch: The epoch of the network in `best`.
+        updates: The number of updates done.
+        finished: Whether the run has come to its end. If not, it was asked to stop, and can be
+            continued.
+        notes: What the user should know.
     """
 
     best: Path
@@ -98,26 +104,28 @@ def finetune(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Result:
-    """Train `model`, which is not changed, as the recipe says; in one process, or in each of those
-    torchrun started.
+    """Train `model`, which is not changed, as the recipe says.
 
-    The processes share a disk: the first one writes the run's folder, and all read the images.
+    It runs in one process, or in each of those that torchrun has started. They share a disk: the
+    first one writes the run's folder, and all read the images.
 
     Args:
-        model: a source or a converted network; None for the one that the recipe names.
-        out: the run's folder.
-        resume: "auto" continues the run in `out` if there is one. None: `out` must be new.
-        device: auto, cpu, cuda or mps.
-        track: auto (TensorBoard), none, or a comma list of the trackers that Accelerate knows.
-        progress: called now and then, in the first process.
-        say: called with what the user should know, in the first process.
+        model: A source or a converted network; None for the one that the recipe names.
+        recipe: The recipe, as `load_recipe` gives it.
+        out: The run's folder.
+        resume: "auto" continues the run in `out` if there is one. With None `out` must be new, or
+            that of a run which was killed before it had written a state.
+        device: One of auto, cpu, cuda and mps.
+        track: One of auto (TensorBoard) and none, or a comma list of Accelerate's trackers.
+        progress: A function that is called now and then, in the first process.
+        say: A function that is called with what the user should know, in the first process.
 
     Returns:
         Where the best and the last network are, and what was measured.
 
     Raises:
-        NormswapError: the recipe does not fit the network, the images or the machine;
-            TrainingError: the loss is not finite.
+        NormswapError: The recipe does not fit the network, the images or the machine.
+        TrainingError: The loss is not finite.
     """
     if resume not in (None, "auto"):
         raise OptionError(
@@ -131,24 +139,26 @@ def finetune(
         if say is not None and engine.is_main_process:
             say(text)
 
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     try:
         subject = begin(model, recipe)
         labelled = recipe.distill is None or recipe.distill.weight < 1
         record = subject.preprocessing(recipe.data.input_size)
         # What is wrong with the images is said before anything is converted for them.
         images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
+
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
         subject = converted(subject, recipe, say_and_keep)
         task = Task(subject, images, recipe, engine)
-        for note in (
-            assumption(subject.module),
-            *image_notes(recipe.data, images, task.validation),
-        ):
+        assumed = assumption(subject.module)
+        if assumed:
+            say_and_keep(assumed)
+        for note in image_notes(recipe.data, images, task.validation):
             if note:
                 say_and_keep(note)
+
         run = TrainingRun(
             task,
             folder,
@@ -161,17 +171,30 @@ def finetune(
             finished = run.train(stop)
         engine.end_training()
     finally:
-        torch.set_rng_state(before)
-    at = run.at
-    network = run.network(task.raw).eval()
-    rows = tuple(at.rows)
+        torch.set_rng_state(random_state)
+
     return Result(
-        folder.best, folder.last, network, rows, at.best_epoch, at.update, finished, tuple(notes)
+        best=folder.best,
+        last=folder.last,
+        model=run.network(task.raw).eval(),
+        rows=tuple(run.at.rows),
+        best_epoch=run.at.best_epoch,
+        updates=run.at.update,
+        finished=finished,
+        notes=tuple(notes),
     )
 
 
 class TrainingRun:
-    """The loop and its files; `blank` is the network as training begins, for its structure."""
+    """The loop and its files.
+
+    Args:
+        task: The objects of the loop.
+        folder: The run's folder.
+        blank: The network as training begins, for its structure.
+        progress: A function that is called now and then; None in all processes but the first.
+        say: A function that is called with what the user should know.
+    """
 
     def __init__(
         self, task: Task, folder: Folder, blank: nn.Module, progress: Progress | None, say: Say
@@ -184,6 +207,7 @@ class TrainingRun:
         self.engine = task.engine
         self.recipe = task.recipe
         self.at = TrainingState()
+
         device = task.engine.device
         # The sum of this process's losses since they were last read.
         self.sum = torch.zeros((), device=device, dtype=precise(device))
@@ -195,24 +219,29 @@ class TrainingRun:
         """Begin the run, or continue the one in the folder if there is one."""
         continues = resume and from_first(self.engine, self.folder.state.is_file)
         if continues:
+            if self.engine.is_main_process:
+                self.folder.put_back()
             self.at, parts = from_first(self.engine, self.folder.read_state)
             self.task.restore(parts)
             self.say(f"continuing at update {self.at.update} of {self.task.updates}")
         elif self.engine.is_main_process:
             self.folder.begin(self.recipe)
-        keys = recipe_files.flat(self.recipe).items()
-        self.engine.init_trackers(
-            "normswap",
-            {name: value if isinstance(value, float | str) else str(value) for name, value in keys},
-        )
+
+        tracked: dict[str, float | str] = {}
+        for name, value in recipe_files.flat(self.recipe).items():
+            tracked[name] = value if isinstance(value, float | str) else str(value)
+        self.engine.init_trackers("normswap", tracked)
         if not continues:
             self._end_epoch(began=False)
 
     def train(self, stop: threading.Event) -> bool:
-        """Do all updates that are left; returns False if somebody asked to stop before the end."""
+        """Do all updates that are left.
+
+        Returns whether they are done: False if somebody asked to stop before the end.
+        """
         task = self.task
         at = self.at
-        every = self.recipe.train.checkpoint
+        save_every = self.recipe.train.checkpoint
         batches = task.images.batches(
             task.share, at.update, task.updates, pin=self.engine.device.type == "cuda"
         )
@@ -221,22 +250,21 @@ class TrainingRun:
             self.update(batches)
             at.update += 1
             at.seconds += time.perf_counter() - start
+
             ends = at.update % task.per_epoch == 0 or at.update == task.updates
-            due = ends or (every is not None and at.update % every == 0)
+            due = ends or (save_every is not None and at.update % save_every == 0)
             if not due and at.update % self.every:
                 continue
+
+            # What is saved must be finite, in all processes.
             finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):
                 finite = all(
                     bool(parameter.isfinite().all()) for parameter in task.raw.parameters()
                 )
             if not finite:
-                last = (
-                    f"The last good checkpoint is {self.folder.last}, of update"
-                    f" {at.rows[-1]['update']:g}"
-                )
-                what = f"the loss is not finite at update {at.update} of {task.updates}"
-                raise TrainingError(what, remedy=f"{last}. Lower optim.lr")
+                raise self._not_finite()
+
             self._show()
             if ends:
                 self._end_epoch()
@@ -246,8 +274,18 @@ class TrainingRun:
                 break
         return at.update == task.updates
 
+    def _not_finite(self) -> TrainingError:
+        at = self.at
+        last = (
+            f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
+        )
+        return TrainingError(
+            f"the loss is not finite at update {at.update} of {self.task.updates}",
+            remedy=f"{last}. Lower optim.lr",
+        )
+
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Train on the next of `batches`."""
+        """Train on the next of the micro-batches, as many as the recipe accumulates."""
         task = self.task
         engine = self.engine
         update = self.at.update
@@ -256,6 +294,7 @@ class TrainingRun:
         task.scheduler.step_update(update)
         first = task.optimizer.param_groups[0]
         self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
+
         task.model.train()
         for _ in range(self.recipe.train.accumulate):
             images, labels = self._placed(*next(batches))
@@ -273,10 +312,12 @@ class TrainingRun:
             task.ema.update(task.raw, step=update + 1)
 
     def _placed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and labels on the device; SourceError for a label of no class."""
         classes = self.task.classes
         if classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             wrong = next(label for label in labels.tolist() if not 0 <= label < classes)
             raise SourceError(f"label {wrong} is no class of this network", f"it has {classes}")
+
         device = self.engine.device
         task = self.task
         images = images.to(device, task.dtype, non_blocking=True).contiguous(
@@ -285,8 +326,12 @@ class TrainingRun:
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
-        """Return whether the losses since the last call are finite, and whether any process was
-        asked to stop.
+        """Return whether the losses since the last call are finite in all processes.
+
+        Returns also whether any of them was asked to stop.
+
+        Args:
+            asked: Whether this process was.
         """
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
         loss, stop = self.engine.reduce(sums, "sum").tolist()
@@ -296,18 +341,52 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
+        """The number of updates in the epoch so far, after the first."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
+        """Measure the network, and write what an epoch leaves.
+
+        Args:
+            began: Whether updates were done. If not, this is the network before training.
+        """
         at = self.at
         task = self.task
-        network = self.task.raw
         plain = measure(task.raw, task.validation, self.engine)
-        averaged = (
-            measure(task.ema.module, task.validation, self.engine) if task.ema and began else None
-        )
+        averaged: Evaluation | None = None
+        if task.ema and began:
+            averaged = measure(task.ema.module, task.validation, self.engine)
+
+        # The averaged network is the epoch's where it is better.
+        network = task.raw
+        if averaged is not None and plain is not None and averaged.top1 > plain.top1:
+            assert task.ema is not None
+            network = task.ema.module
+
+        row = self._row(plain, averaged, began=began)
+        at.rows = [*at.rows, row]
+        at.loss = 0.0
+        at.seconds = 0.0
+        is_better = at.best is None or score(row) > at.best
+        if is_better:
+            at.best = score(row)
+            at.best_epoch = row["epoch"]
+
+        if self.engine.is_main_process:
+            if is_better:
+                self.folder.write_network(self.network(network), self.folder.best)
+            self.folder.write_network(self.network(task.raw), self.folder.last)
+            atomic_write.table(self.folder.metrics, COLUMNS, at.rows)
+            self.engine.log(
+                {name: value for name, value in row.items() if value is not None}, step=at.update
+            )
+        self._save()
+
+    def _row(self, plain: Evaluation | None, averaged: Evaluation | None, *, began: bool) -> Row:
+        """Return the row of metrics.csv; what was not measured is None."""
+        at = self.at
         row: Row = dict.fromkeys(COLUMNS)
-        epoch = at.update / task.per_epoch
+        epoch = at.update / self.task.per_epoch
         row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
         if began:
             rate = self._count * self.recipe.data.batch_size / at.seconds
@@ -318,46 +397,37 @@ class TrainingRun:
             row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
         if averaged is not None and plain is not None:
             row.update(ema_top1=averaged.top1)
-            if task.ema is not None and averaged.top1 > plain.top1:
-                network = task.ema.module
-        at.rows = [*at.rows, row]
-        at.loss = 0.0
-        at.seconds = 0.0
-        better = at.best is None or score(row) > at.best
-        if better:
-            at.best = score(row)
-            at.best_epoch = row["epoch"]
-        if self.engine.is_main_process:
-            if better:
-                self.folder.write_network(self.network(network), self.folder.best)
-            self.folder.write_network(self.network(task.raw), self.folder.last)
-            atomic_write.table(self.folder.place / "metrics.csv", COLUMNS, at.rows)
-            self.engine.log(
-                {name: value for name, value in row.items() if value is not None}, step=at.update
-            )
-        self._save()
+        return row
 
     def _save(self) -> None:
         if self.engine.is_main_process:
             self.folder.write_state(self.at, self.task.parts())
 
     def _show(self) -> None:
+        """Tell the trackers and the user how far the run is."""
         at = self.at
         task = self.task
-        loss = self.at.loss / self._count
+        loss = at.loss / self._count
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
-        if self.progress is not None:
-            top1 = next((row["top1"] for row in at.rows[-1:]), None)
-            speed = self.recipe.data.batch_size * self._count / at.seconds
-            epoch = at.update / task.per_epoch
-            epochs = task.updates / task.per_epoch
-            self.progress(
-                TrainingProgress(at.update, task.updates, epoch, epochs, speed, self.lr, loss, top1)
-            )
+        if self.progress is None:
+            return
+
+        moment = TrainingProgress(
+            update=at.update,
+            updates=task.updates,
+            epoch=at.update / task.per_epoch,
+            epochs=task.updates / task.per_epoch,
+            images_per_s=self.recipe.data.batch_size * self._count / at.seconds,
+            lr=self.lr,
+            loss=loss,
+            top1=at.rows[-1]["top1"] if at.rows else None,
+        )
+        self.progress(moment)
 
     def network(self, trained: nn.Module) -> nn.Module:
-        """Return a network of the structure that training began with, on the CPU, with the tensors
-        of `trained`.
+        """Return a network on the CPU with the tensors of `trained`.
+
+        It has the structure that training began with: without what was set up for training.
         """
         fresh = duplicate(self.blank, {})
         fresh.load_state_dict(trained.state_dict())
@@ -365,8 +435,14 @@ class TrainingRun:
 
 
 def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
-    """Measure the network, in every process on its share of the validation images; None where there
-    are none.
+    """Measure a network, in every process on its share of the validation images.
+
+    Returns what was measured on all of them, or None where there are none.
+
+    Args:
+        model: The network.
+        share: The validation images of this process.
+        engine: Accelerate's view of the processes.
     """
     if share is None:
         return None
@@ -374,6 +450,9 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
         # Without SyncBN every process has running statistics of its own.
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
+
+    # Means over all images are sums over the processes, each weighted by its number of images.
+    # Speeds add up.
     measured = evaluate(model, share)
     means = [
         measured.top1,
@@ -382,14 +461,21 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
         1.0,
         measured.images_per_s / measured.count,
     ]
-    parts = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
-    top1, top5, loss, count, speed = engine.reduce(parts, "sum").tolist()
-    return Evaluation(top1 / count, top5 / count, loss / count, round(count), speed)
+    sums = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
+    top1, top5, loss, count, speed = engine.reduce(sums, "sum").tolist()
+    return Evaluation(
+        top1=top1 / count,
+        top5=top5 / count,
+        loss=loss / count,
+        count=round(count),
+        images_per_s=speed,
+    )
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, so that the order of processes hardly matters; float32 on
-    MPS.
+    """Return the dtype of sums: float64, by which the order of processes hardly matters.
+
+    MPS has no float64; there it is float32.
     """
     if device.type == "mps":
         return torch.float32
@@ -397,8 +483,9 @@ def precise(device: torch.device) -> torch.dtype:
 
 
 def score(row: Row) -> float:
-    """Return the score of a network, higher is better: accuracy, or without validation minus the
-    training loss.
+    """Return the score of a network, of which higher is better.
+
+    It is the accuracy, or, without validation images, minus the training loss.
     """
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if row["train_loss"] is not None:

@@ -1,15 +1,18 @@
-"""A run's folder: what is in it, and how it is continued. Every file in it is whole at every
-moment.
+"""A run's folder: what is in it, and how it is continued.
 
-recipe.yaml    the recipe, every key with its value
-metrics.csv    one row per epoch; the first is the network before training
-best/, last/   networks, as `normswap convert` writes them
+Every file in it is whole at every moment.
+
 state/run.pt   everything that continuing needs: read by torch.load with weights_only, so nothing in
-it can run tensorboard/   and what other trackers write
+               it can run; state/ is made first of all, and run.pt is written when best/ and last/
+               are there
+recipe.yaml    the recipe, every key with its value
+trackers/      what TensorBoard and other trackers write
+best/, last/   networks, as `normswap convert` writes them
+metrics.csv    one row per epoch; the first is the network before training
 """
 
+import csv
 import io
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OptionError, OutputError, SourceError, first_line, spelled
+from normswap.errors import OptionError, OutputError, RecipeError, SourceError, first_line, spelled
 from normswap.models import calling
 from normswap.models.weight_files import hash_tensors
-from normswap.storage import atomic_write, checkpoint
+from normswap.storage import atomic_write, checkpoint, left_behind, network_folder
 from normswap.training import recipe_files
 from normswap.training.recipe import Recipe
 
@@ -40,6 +43,32 @@ COLUMNS = (
 )
 Row = dict[str, float | None]
 
+TRACKERS = "trackers"
+# The names in the folder, and whether each is a directory.
+_STATE = "state"
+_RECIPE = "recipe.yaml"
+_NAMES = {
+    _STATE: True,
+    _RECIPE: False,
+    TRACKERS: True,
+    # Older versions' trackers.
+    "tensorboard": True,
+    "best": True,
+    "last": True,
+    "metrics.csv": False,
+}
+# What holds something that was trained, if the folder's state was removed.
+_WITH_STATE = ("best", "last", "metrics.csv")
+# Keys of the recipe that may change when a run is continued.
+_FREE_KEYS = (
+    "summary",
+    "source",
+    "data.root",
+    "data.validation",
+    "data.workers",
+    "train.checkpoint",
+)
+
 
 class State(TypedDict):
     """The tensors of a run that is to be continued."""
@@ -55,10 +84,12 @@ class TrainingState:
     """The position of a run.
 
     Args:
-        update: updates done.
-        rows: of metrics.csv.
-        loss, seconds: sums over the epoch's updates so far.
-        best, best_epoch: score and epoch of the network in best/.
+        update: The number of updates done.
+        rows: The rows of metrics.csv.
+        loss: The sum of the losses over the epoch's updates so far.
+        seconds: The sum of the seconds over the epoch's updates so far.
+        best: The score of the network in best/.
+        best_epoch: The epoch of the network in best/.
     """
 
     update: int = 0
@@ -70,37 +101,118 @@ class TrainingState:
 
 
 class Folder:
-    """The folder of one run; `identity` may not change when it is continued (`identify`)."""
+    """The folder of one run.
+
+    Args:
+        place: The folder's path.
+        identity: What may not change when the run is continued (`identify`).
+    """
 
     def __init__(self, place: Path, identity: Mapping[str, object]) -> None:
         self.place = place
         self.identity = dict(identity)
         self.best = place / "best"
         self.last = place / "last"
-        self.state = place / "state" / "run.pt"
+        self.metrics = place / "metrics.csv"
+        self.recipe = place / _RECIPE
+        self.state = place / _STATE / "run.pt"
 
     def check_new(self) -> None:
-        """Raise OutputError where no run can begin because the folder holds something."""
+        """Raise OutputError where no run can begin because the folder holds something.
+
+        What a run that was killed before its first state has left is no hindrance: there is
+        nothing in it to lose. A file that no run writes is, and one that a later run has written.
+        """
         if self.state.is_file():
             remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
             raise OutputError(f"{self.place} holds a run", remedy=remedy)
-        names = {path.name for path in self.place.iterdir()} if self.place.is_dir() else set()
-        if self.place.is_file() or names - {"recipe.yaml", "state"}:
+        foreign = self._foreign_entry()
+        if foreign is not None:
             raise OutputError(
                 f"{self.place} exists, and no run can be continued there",
-                remedy="Give another folder",
+                f"it holds {foreign}",
+                "Give another folder",
             )
 
     def begin(self, recipe: Recipe) -> None:
         """Make the folder; raises OutputError: it cannot be made, or holds something else."""
         self.check_new()
+        self.put_back()
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(
                 f"cannot write to {self.place}", error.strerror or str(error)
             ) from None
-        atomic_write.text(self.place / "recipe.yaml", recipe_files.dump(recipe))
+        atomic_write.text(self.recipe, recipe_files.dump(recipe))
+
+    def _foreign_entry(self) -> str | None:
+        """Return what shows that the folder is not that of a run without a state, or None."""
+        if not self.place.exists() and not self.place.is_symlink():
+            return None
+        if not self.place.is_dir():
+            return "no directory, but a file"
+
+        names = {path.name for path in self.place.iterdir()}
+        for name in sorted(names):
+            path = self.place / name
+            kind_fits = name in _NAMES and path.is_dir() is _NAMES[name]
+            files = (self.place / other for other in _NAMES)
+            if path.is_symlink() or not (
+                kind_fits or any(left_behind.is_unfinished(path, file) for file in files)
+            ):
+                return name
+        return self._out_of_order(names) or self._foreign_state() or self._later_row()
+
+    def _out_of_order(self, names: set[str]) -> str | None:
+        """Return an entry that a run would only make after one that is missing, or None."""
+        later = sorted(name for name in names if name in _NAMES and name not in (_STATE, _RECIPE))
+        if later and _RECIPE not in names:
+            return f"{later[0]} and no {_RECIPE}"
+        if _RECIPE in names and _STATE not in names and not self._is_written_by_a_run():
+            return f"{_RECIPE}, which no run has written"
+        # Somebody may have removed state/, and kept the networks.
+        networks = [name for name in later if name in _WITH_STATE]
+        if networks and _STATE not in names:
+            return f"{networks[0]} and no {_STATE}"
+        return None
+
+    def _is_written_by_a_run(self) -> bool:
+        try:
+            recipe = recipe_files.load_recipe(self.recipe)
+        except RecipeError:
+            return False
+        return recipe_files.dump(recipe) == self.recipe.read_text(encoding="utf-8")
+
+    def _foreign_state(self) -> str | None:
+        folder = self.state.parent
+        if not folder.is_dir():
+            return None
+        for path in sorted(folder.iterdir()):
+            if not left_behind.is_unfinished(path, self.state):
+                return f"{folder.name}/{path.name}"
+        return None
+
+    def _later_row(self) -> str | None:
+        """Say if metrics.csv tells of updates: then there was a state, and networks are trained."""
+        if not self.metrics.is_file():
+            return None
+        try:
+            with self.metrics.open(newline="", encoding="utf-8") as opened:
+                table = csv.DictReader(opened)
+                updates = [float(row["update"]) for row in table]
+        except (OSError, ValueError, KeyError, TypeError):
+            updates = []
+        if updates != [0.0]:
+            return f"{self.metrics.name}, which tells of more than a beginning"
+        return None
+
+    def put_back(self) -> None:
+        """Put back what a killed process had moved aside, and remove what it has left behind."""
+        for network in (self.best, self.last):
+            network_folder.put_back(network, removes=True)
+        for file in (self.recipe, self.metrics, self.state):
+            left_behind.put_back(file, removes=True)
 
     def write_state(self, position: TrainingState, parts: State) -> None:
         """Replace the state atomically; raises OutputError, and the old state stays."""
@@ -114,15 +226,18 @@ class Folder:
     def read_state(self) -> tuple[TrainingState, State]:
         """Return the state, if this run may be continued from it.
 
-        Raises SourceError: it cannot be read; OptionError: it is that of another run; says what
-        differs.
+        Raises:
+            SourceError: It cannot be read.
+            OptionError: It is that of another run; the error says what differs.
         """
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
             identity = body.pop("identity")
             position = TrainingState(**body.pop("position"))
+        # torch.load raises whatever the bytes lead it to, and the file may hold anything.
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
+
         differ = recipe_files.differences(identity, self.identity)
         if differ:
             remedy = "Continue with the same recipe, network and images, or give another folder"
@@ -130,29 +245,26 @@ class Folder:
         return position, body
 
     def write_network(self, model: nn.Module, place: Path) -> None:
-        for stale in self.place.glob(f".{place.name}.*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        """Replace best/ or last/; raises OutputError, and the old network stays."""
         checkpoint.save(model, place, force=True)
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """Return what must not change when a run continues: the recipe, the network it starts from, the
-    images.
+    """Return what must not change when a run continues.
+
+    These are the keys of the recipe, and hashes of the network it starts from and of its images.
+
+    Args:
+        model: The network before the recipe converts it.
+        recipe: The recipe.
+        images: The digest of the training images.
     """
     keys = recipe_files.flat(recipe)
-    for free in (
-        "summary",
-        "source",
-        "data.root",
-        "data.validation",
-        "data.workers",
-        "train.checkpoint",
-    ):
-        keys.pop(free, None)
-    plan = provenance.of(model).plan.digest
+    for key in _FREE_KEYS:
+        keys.pop(key, None)
     hashes = {
         "the network's hash": hash_tensors(model.state_dict()),
-        "its plan's": plan,
+        "its plan's": provenance.of(model).plan.digest,
         "the images'": images,
     }
     return keys | {name: digest[:12] for name, digest in hashes.items()}

@@ -1,7 +1,8 @@
-"""What is on the disk is whole, whatever happens when; and what files say is done as timm does it."""
+"""What is on the disk is whole, whatever happens when; files say what is done as timm does it."""
 
 import itertools
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from timm.data import create_transform
 from torch import nn
 
 from normswap import convert
-from normswap.errors import OutputError, SourceError
+from normswap.errors import LeftBehindNote, OutputError, SourceError
 from normswap.exporting import sidecar
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint, network_folder
@@ -33,6 +34,12 @@ def write(version: str, aside: Path) -> None:
 def export(folder: Path, version: str) -> None:
     with atomic_write.writing(folder / "net.xml", NET[:-1]) as aside:
         write(version, aside)
+
+
+def usual_mode(file: Path) -> int:
+    """The mode of a file that anybody makes here."""
+    file.touch()
+    return file.stat().st_mode
 
 
 def versions(folder: Path) -> dict[str, str]:
@@ -72,11 +79,10 @@ def test_a_process_killed_at_any_rename_leaves_no_mixture(
     names = versions(tmp_path)
     if "net.xml" in names:
         assert names == dict.fromkeys(NET, "new" if not died else "old")
-    export(tmp_path, "next")
+    with pytest.warns(LeftBehindNote) if died else nullcontext():
+        export(tmp_path, "next")
     assert versions(tmp_path) == dict.fromkeys(NET, "next")
-    assert all(
-        (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~atomic_write._umask() for name in NET
-    )
+    assert {(tmp_path / name).stat().st_mode for name in NET} == {usual_mode(tmp_path / "usual")}
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -126,9 +132,12 @@ def test_a_directory_is_replaced_whole_wherever_a_process_is_killed(
     assert died is (at < 4)
     if (tmp_path / "net.pack").exists():
         assert whole_version(tmp_path) == ("old" if died else "new")
-    package(tmp_path, "next")
+    with pytest.warns(LeftBehindNote) if died else nullcontext():
+        package(tmp_path, "next")
     assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("next", "next")
-    assert (tmp_path / "net.pack").stat().st_mode & 0o777 == 0o777 & ~atomic_write._umask()
+    usual = tmp_path / "usual"
+    usual.mkdir()
+    assert (tmp_path / "net.pack").stat().st_mode == usual.stat().st_mode
 
 
 def test_a_file_that_a_writer_forgot_is_said(tmp_path: Path) -> None:
@@ -151,6 +160,73 @@ def test_force_replaces_no_folder_with_one_of_the_two_files(tmp_path: Path, name
         checkpoint.save(small(), place, force=True)
     assert sorted(path.name for path in place.iterdir()) == sorted([name, "thesis.tex"])
     assert (place / name).read_text() == "mine"
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The text, or the target, of everything below a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = f"-> {os.readlink(path)}"
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = path.read_text(errors="replace")
+    return found
+
+
+def test_force_replaces_the_files_of_a_network_and_nothing_that_lies_beside_them(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "mine"
+    checkpoint.save(convert(small(), "skipinit"), place)
+    assert (place / "norms.safetensors").is_file()
+    (place / ".git" / "refs").mkdir(parents=True)
+    (place / ".git" / "HEAD").write_text("ref: main")
+    (place / ".git" / "refs" / "main").write_text("ab12")
+    (place / "thesis.tex").write_text("years")
+    (place / "link").symlink_to("../elsewhere")
+    own = {name: text for name, text in tree(place).items() if name not in network_folder.FILES}
+
+    checkpoint.save(small(), place, force=True)
+
+    written = {"model.safetensors", "config.json", "README.md"}
+    assert {name: text for name, text in tree(place).items() if name not in written} == own
+    assert not checkpoint.load(place, skeleton=small()).training
+
+
+def test_force_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    checkpoint.save(small(), place)
+    (tmp_path / "notes.md").write_text("years")
+    (place / "README.md").unlink()
+    (place / "README.md").symlink_to("../notes.md")
+
+    checkpoint.save(small(), place, force=True)
+
+    assert not (place / "README.md").is_symlink()
+    assert (tmp_path / "notes.md").read_text() == "years"
+
+
+def test_force_replaces_no_package_that_holds_something_else(tmp_path: Path) -> None:
+    package = tmp_path / "net.mlpackage"
+    (package / "Data").mkdir(parents=True)
+    (package / "Manifest.json").write_text("{}")
+    names = ("Manifest.json", "Data")
+    atomic_write.check_writable(package, force=True, package_of=names)
+
+    (package / ".git").mkdir()
+    with pytest.raises(OutputError, match=r"net\.mlpackage holds \.git"):
+        atomic_write.check_writable(package, force=True, package_of=names)
+
+
+def test_no_thread_of_the_process_gets_another_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(mask: int) -> int:
+        raise AssertionError("the umask is the whole process's")
+
+    monkeypatch.setattr(os, "umask", forbidden)
+    atomic_write.text(tmp_path / "file", "text")
+    assert (tmp_path / "file").stat().st_mode == usual_mode(tmp_path / "usual")
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
@@ -209,7 +285,7 @@ def test_where_the_new_directory_cannot_come_the_old_one_comes_back(
     before = {path.name: path.read_bytes() for path in place.iterdir()}
 
     def fails(source: Any, target: Any) -> None:
-        if Path(target) == place and Path(source).parent.name != "old":
+        if Path(target) == place / "config.json" and Path(source).parent.name != "old":
             raise OSError(28, "No space left on device")
         rename(source, target)
 

@@ -1,0 +1,209 @@
+"""A process that is killed at a random moment leaves nothing half written and nothing unnamed.
+
+NORMSWAP_KILLS processes are killed (8 by default), drawn by NORMSWAP_KILL_SEED. The next run of the
+same command goes on, and says what lies about.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hub_server import hub_server
+
+from normswap import shipped
+from normswap.storage import checkpoint
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("NORMSWAP_KILLS", "8"))
+SEED = int(os.environ.get("NORMSWAP_KILL_SEED", "0"))
+COMMANDS: dict[str, list[str]] = {
+    "convert": ["convert", "demo", "--to", "skipinit", "-o", "net"],
+    "convert over a network": ["convert", "demo", "--to", "skipinit", "-o", "old", "--force"],
+    "export": ["export", "demo", "-o", "demo.onnx"],
+    "export over a file": ["export", "demo", "-o", "old.xml", "--force"],
+    "finetune": ["finetune", "--recipe", "r.yaml", "-o", "run", "--resume", "auto"],
+    "push": ["push", "pushed", "me/net"],
+}
+RECIPE = """summary: x
+source: x
+model: {name: demo}
+data: {root: d, batch_size: 8, workers: 1}
+optim: {name: sgd, lr: 0.001}
+train: {epochs: 2, checkpoint: 3}
+"""
+# What somebody keeps in the directory of a network, and must find again.
+OWN = {".git/HEAD": "ref: refs/heads/main", "notes.txt": "years"}
+
+
+class Place:
+    """A folder in which commands run, with a hub of its own."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        self.hub = folder.parent / "store"
+        self.environment = {
+            **os.environ,
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(folder.parent / "home"),
+            "HF_TOKEN": "hf_x",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.environment.pop("HF_HUB_OFFLINE", None)
+
+    def start(self, words: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "normswap", *words],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, words: list[str]) -> tuple[int, str]:
+        process = self.start(words)
+        out, err = process.communicate(timeout=300)
+        return process.returncode, out + err
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a converted network, files of somebody's, images and a recipe."""
+    folder = tmp_path_factory.mktemp("prepared") / "work"
+    folder.mkdir()
+    place = Place(folder, "http://127.0.0.1:9")
+    for name in ("old", "pushed"):
+        code, said = place.run(["convert", "demo", "--to", "folded", "-o", name])
+        assert code == 0, said
+    for name, content in OWN.items():
+        file = folder / "old" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content)
+    code, said = place.run(["export", "demo", "-o", "old.xml"])
+    assert code == 0, said
+    with tarfile.open(shipped.IMAGES) as archive:
+        archive.extractall(folder / "all", filter="data")
+    for part, count in (("train", 4), ("val", 2)):
+        for label in sorted((folder / "all").iterdir()):
+            target = folder / "d" / part / label.name
+            target.mkdir(parents=True)
+            for image in sorted(label.iterdir())[:count]:
+                shutil.copy(image, target)
+    shutil.rmtree(folder / "all")
+    (folder / "r.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seconds(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """How long each command takes where nobody kills it."""
+    taken = {}
+    for name, words in COMMANDS.items():
+        root = tmp_path_factory.mktemp("whole")
+        shutil.copytree(prepared, root / "work")
+        with hub_server({}, store=root / "store") as url:
+            start = time.monotonic()
+            code, said = Place(root / "work", url).run([*words, *license_of(name)])
+            taken[name] = time.monotonic() - start
+        assert code == 0, said
+    return taken
+
+
+def license_of(name: str) -> list[str]:
+    return ["--license", "mit"] if name == "push" else []
+
+
+def drawn() -> list[Any]:
+    """The kills: a number, a command, and a moment as a share of the command's time.
+
+    Most come in the last part of that time, when something is written.
+    """
+    draw = random.Random(SEED)
+    names = list(COMMANDS)
+    kills = []
+    for number in range(KILLS):
+        share = draw.uniform(0.6, 1.02) if draw.random() < 0.8 else draw.uniform(0, 1)
+        name = names[number % len(names)]
+        kills.append(pytest.param(number, name, share, id=f"{number}-{name}-{share:.0%}"))
+    return kills
+
+
+@pytest.mark.parametrize(("number", "name", "share"), drawn())
+def test_the_next_run_goes_on_after_a_kill(
+    number: int,
+    name: str,
+    share: float,
+    prepared: Path,
+    seconds: dict[str, float],
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(prepared, tmp_path / "work")
+    before = everything(tmp_path / "work")
+    words = [*COMMANDS[name], *license_of(name)]
+    with hub_server({}, store=tmp_path / "store") as url:
+        place = Place(tmp_path / "work", url)
+        process = place.start(words)
+        time.sleep(share * seconds[name])
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        was_killed = process.returncode == -signal.SIGKILL
+        left = sorted(everything(place.folder) - before)
+        check_nothing_is_half_written(place)
+
+        code, said = place.run(words)
+
+    print(
+        f"kill {number}: {name} at {share:.0%}: {'killed' if was_killed else 'done'}, left {left}"
+    )
+    is_done = name in ("convert", "export") and "exists" in said
+    assert code == (2 if is_done else 0), said
+    check_nothing_is_half_written(place)
+    for path in hidden(place.folder):
+        assert path.name in said, f"{path} is named nowhere: {said}"
+    assert {file: (place.folder / "old" / file).read_text() for file in OWN} == OWN
+    check_result(name, place)
+
+
+def check_nothing_is_half_written(place: Place) -> None:
+    """Each network that has its name opens, and each file of two parts has both."""
+    networks = [place.folder / name for name in ("net", "old", "pushed", "run/best", "run/last")]
+    for network in networks:
+        if (network / "model.safetensors").exists():
+            checkpoint.load(network)
+    for file, parts in {"demo.onnx": [], "old.xml": ["old.bin"]}.items():
+        if (place.folder / file).exists():
+            for part in (*parts, f"{file}.preprocess.json"):
+                assert (place.folder / part).is_file(), f"{file} stands without {part}"
+
+
+def check_result(name: str, place: Place) -> None:
+    """The command has done what it was asked for."""
+    if name == "push":
+        assert len(list((place.hub / "me" / "net").iterdir())) == 4
+    elif name == "finetune":
+        assert len((place.folder / "run" / "metrics.csv").read_text().splitlines()) == 4
+    elif "convert" in name:
+        header = checkpoint.read_header(place.folder / COMMANDS[name][5])
+        assert [step["scheme"] for step in header.plan["steps"]] == ["skipinit"]
+    else:
+        assert (place.folder / COMMANDS[name][3]).is_file()
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def hidden(folder: Path) -> list[Path]:
+    """What a writer may have left: hidden, and nobody's own."""
+    own = {Path("old") / name.partition("/")[0] for name in OWN}
+    found = [path for path in folder.rglob(".*") if path.relative_to(folder) not in own]
+    return [path for path in found if not any(part.startswith(".") for part in path.parent.parts)]

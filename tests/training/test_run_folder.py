@@ -1,0 +1,302 @@
+"""A run that was killed before its first state goes on; what others keep in a folder stays."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small_trainings import made, network, recipe, train, weights, write_images
+
+from normswap.errors import LeftBehindNote, OutputError
+from normswap.training import recipe_files
+from normswap.training.engine import TrainingProgress
+from normswap.training.recipe import Recipe
+from normswap.training.run_folder import COLUMNS, Folder
+
+SHORT = {"train": {"epochs": 1}}
+# A run makes its folder, and calls these, until it has written its first state.
+STEPS = (("mkdir", 2), ("mkdtemp", 5), ("replace", 5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A process is copied while it has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made.cache_clear()
+    yield
+    made.cache_clear()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data") / "images", 1)
+
+
+@pytest.fixture(scope="module")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(network(), recipe(images, **SHORT), out)
+    return out
+
+
+def killed_at(step: str, number: int, work: Callable[[], object]) -> bool:
+    """Whether a copy of this process dies at the n-th call of a function that makes a file."""
+    child = os.fork()
+    if not child:
+        owner: Any = tempfile if step == "mkdtemp" else os
+        function = getattr(owner, step)
+        calls: list[object] = []
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if len(calls) == number:
+                os._exit(9)
+            calls.append(arguments)
+            return function(*arguments, **options)
+
+        setattr(owner, step, counted)
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def moments() -> list[Any]:
+    """Every moment; a few of them by default."""
+    found = []
+    for step, count in STEPS:
+        for number in range(count):
+            often = (step, number) in {("replace", 1), ("replace", 4), ("mkdtemp", 2)}
+            marks = () if often else pytest.mark.slow
+            found.append(pytest.param(step, number, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("step", "number"), moments())
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_run_killed_before_its_first_state_goes_on(
+    step: str, number: int, resume: str | None, images: Path, whole: Path, tmp_path: Path
+) -> None:
+    plan = recipe(images, **SHORT)
+    out = tmp_path / "run"
+    assert killed_at(step, number, lambda: train(network(), plan, out))
+    assert not (out / "state" / "run.pt").exists()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = train(network(), plan, out, resume=resume)
+
+    assert result.finished
+    for name in ("best", "last"):
+        again = weights(out / name)
+        assert all(torch.equal(again[key], value) for key, value in weights(whole / name).items())
+    notes = [str(each.message) for each in caught if each.category is LeftBehindNote]
+    hidden = [path for path in out.rglob(".*") if not any(str(path) in note for note in notes)]
+    assert hidden == []
+
+
+def test_a_killed_run_is_continued_with_what_it_had_moved_aside(
+    images: Path, tmp_path: Path
+) -> None:
+    """It was killed between the two renames of best/, after its first state."""
+    out = tmp_path / "run"
+
+    def stop(moment: TrainingProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(network(), recipe(images, **SHORT), out, progress=stop)
+    old = out / "best" / ".model.abcdefgh" / "old"
+    old.mkdir(parents=True)
+    before = (out / "best" / "model.safetensors").read_bytes()
+    (out / "best" / "model.safetensors").rename(old / "model.safetensors")
+    (out / "best" / "config.json").rename(old / "config.json")
+    folder = Folder(out, {})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        folder.put_back()
+
+    assert ["was put back" in str(each.message) for each in caught] == [True, False]
+    assert (out / "best" / "model.safetensors").read_bytes() == before
+    assert not old.parent.exists()
+
+
+def begun(folder: Path) -> None:
+    (folder / "state").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe_files.dump(recipe("images")))
+
+
+def _nothing(folder: Path) -> None:
+    folder.mkdir()
+
+
+def _state(folder: Path) -> None:
+    (folder / "state").mkdir(parents=True)
+
+
+def _recipe(folder: Path) -> None:
+    begun(folder)
+
+
+def _half_a_state(folder: Path) -> None:
+    begun(folder)
+    (folder / "state" / ".run.abcdefgh").mkdir()
+    (folder / "state" / ".run.abcdefgh" / "run.pt").write_bytes(b"half")
+
+
+def _trackers(folder: Path) -> None:
+    begun(folder)
+    (folder / "trackers" / "normswap").mkdir(parents=True)
+
+
+def _half_a_network(folder: Path) -> None:
+    begun(folder)
+    (folder / ".best.abcdefgh" / "best").mkdir(parents=True)
+
+
+def _networks(folder: Path) -> None:
+    begun(folder)
+    for name in ("best", "last", ".last.abcdefgh", ".metrics.abcdefgh"):
+        (folder / name).mkdir()
+
+
+def _a_first_row(folder: Path) -> None:
+    _networks(folder)
+    cells = ["0", "0", *[""] * (len(COLUMNS) - 2)]
+    (folder / "metrics.csv").write_text(f"{','.join(COLUMNS)}\n{','.join(cells)}\n")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _nothing,
+        _state,
+        _recipe,
+        _half_a_state,
+        _trackers,
+        _half_a_network,
+        _networks,
+        _a_first_row,
+    ],
+)
+def test_what_a_run_makes_before_its_first_state_is_no_hindrance(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path / "run")
+    Folder(tmp_path / "run", {}).check_new()
+
+
+def _thesis(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years")
+
+
+def _thesis_beside(folder: Path) -> None:
+    begun(folder)
+    (folder / "thesis.tex").write_text("years")
+
+
+def _hidden(folder: Path) -> None:
+    begun(folder)
+    (folder / ".git").mkdir()
+
+
+def _own_best(folder: Path) -> None:
+    (folder / "best").mkdir(parents=True)
+    (folder / "best" / "model.safetensors").write_text("years")
+
+
+def _best_without_state(folder: Path) -> None:
+    _a_first_row(folder)
+    (folder / "state").rmdir()
+
+
+def _a_trained_row(folder: Path) -> None:
+    _a_first_row(folder)
+    with (folder / "metrics.csv").open("a") as opened:
+        opened.write(f"1,4{',' * (len(COLUMNS) - 2)}\n")
+
+
+def _own_metrics(folder: Path) -> None:
+    _networks(folder)
+    (folder / "metrics.csv").write_text("epoch,accuracy\n1,0.5\n")
+
+
+def _own_recipe(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("# years of thought\nsummary: mine\n")
+
+
+def _own_state(folder: Path) -> None:
+    _state(folder)
+    (folder / "state" / "of-mind.txt").write_text("years")
+
+
+def _own_hidden(folder: Path) -> None:
+    begun(folder)
+    (folder / ".best.abcdefgh").mkdir()
+    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years")
+
+
+def _link(folder: Path) -> None:
+    begun(folder)
+    (folder.parent / "elsewhere").mkdir()
+    (folder / "best").symlink_to("../elsewhere")
+
+
+def _file(folder: Path) -> None:
+    folder.write_text("years")
+
+
+def _best_is_a_file(folder: Path) -> None:
+    begun(folder)
+    (folder / "best").write_text("years")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _thesis,
+        _thesis_beside,
+        _hidden,
+        _own_best,
+        _best_without_state,
+        _a_trained_row,
+        _own_metrics,
+        _own_recipe,
+        _own_state,
+        _own_hidden,
+        _link,
+        _file,
+        _best_is_a_file,
+    ],
+)
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_what_no_run_makes_is_refused_and_stays(
+    make: Callable[[Path], None], resume: str | None, images: Path, tmp_path: Path
+) -> None:
+    make(tmp_path / "run")
+    before = everything(tmp_path)
+
+    with pytest.raises(OutputError, match="run exists, and no run can be continued there"):
+        train(network(), plan_of(images), tmp_path / "run", resume=resume)
+
+    assert everything(tmp_path) == before
+
+
+def plan_of(images: Path) -> Recipe:
+    return recipe(images, **SHORT)
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
