@@ -1,8 +1,8 @@
-"""The command line as a whole: it finds the command that was named, and turns errors into exit
-codes.
+"""The command line as a whole: the command that was named, and errors as exit codes.
 
 Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said in one line on
-stderr; 130 interrupted.
+stderr; 130 interrupted. A command that has written its files is done, whether or not stdout takes
+its words.
 """
 
 import copy
@@ -13,8 +13,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
+from types import TracebackType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,7 +25,14 @@ import typer.core
 
 import normswap
 from normswap.cli import commands
-from normswap.errors import NormswapError, OptionError, command_line, quiet
+from normswap.cli.terminal import (
+    abandon_stdout,
+    open_standard_streams,
+    remark,
+    say,
+    say_aside,
+)
+from normswap.errors import LeftBehindNote, NormswapError, OptionError, command_line, quiet
 
 # typer's errors derive from click's ClickException, which newer versions of typer no longer import
 # under that name.
@@ -35,8 +45,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(typer.core.TyperCommand):
-    """One command, whose help shows flags without a value: newer versions of typer write `<bool>`
-    behind them.
+    """One command, whose help shows flags without a value.
+
+    Newer versions of typer write `<bool>` behind them.
     """
 
     def get_params(self, ctx: Clicks) -> Clicks:
@@ -44,24 +55,22 @@ class Command(typer.core.TyperCommand):
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """All commands. One is imported when it is called; --help lists their summaries without an
-    import.
-    """
+    """All commands. One is imported when it is called; --help lists summaries without an import."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        summaries = commands.SUMMARIES.items()
-        self.commands = {
-            name: typer.core.TyperCommand(name, help=summary) for name, summary in summaries
-        }
+        self.commands = {}
+        for name, summary in commands.SUMMARIES.items():
+            self.commands[name] = typer.core.TyperCommand(name, help=summary)
 
     def resolve_command(self, ctx: Clicks, args: list[str]) -> Clicks:
         name, _, arguments = super().resolve_command(ctx, args)
         return name, load(str(name)), arguments
 
     def get_params(self, ctx: Clicks) -> Clicks:
-        """Say that flags that are not given are false; typer imports pydantic to find that out, in
-        0.1 s.
+        """Return the options, of which flags that are not given are false.
+
+        typer would import pydantic to find that out, which takes 0.1 s.
         """
         params = _without_values(super().get_params(ctx))
         for option in params:
@@ -77,12 +86,11 @@ def _without_values(params: Clicks) -> Clicks:
 
 
 def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Return a command's `run` as typer takes it: called with the options, it gets the dataclasses.
+    """Return a command's `run` as typer takes it: called with options, it passes on dataclasses.
 
     Options that several commands share are a dataclass, written once. Typer knows only options one
-    by one, so it is shown a signature in which each dataclass is replaced by its fields. The
-    dataclass's `GROUP` is the heading of the panel in --help below which the options stand that it
-    adds.
+    by one, so it is shown a signature in which each dataclass is replaced by its fields. A
+    dataclass's `GROUP` is the heading in --help of the options that it adds.
     """
     records: dict[str, type[Any]] = {}
     options: list[inspect.Parameter] = []
@@ -91,9 +99,8 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
         if isinstance(kind, type) and is_dataclass(kind):
             records[argument.name] = kind
             hints = get_type_hints(kind, include_extras=True)
-            options += [
-                _option(kind, field, hints[field.name]) for field in fields(kind) if field.init
-            ]
+            for field in _given(kind):
+                options.append(_option(kind, field, hints[field.name]))
         else:
             options.append(
                 argument.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_escaped(kind))
@@ -102,9 +109,8 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
         for name, record in records.items():
-            options[name] = record(
-                **{field.name: options.pop(field.name) for field in fields(record) if field.init}
-            )
+            values = {field.name: options.pop(field.name) for field in _given(record)}
+            options[name] = record(**values)
         return run(**options)
 
     flattened.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -112,21 +118,34 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     return flattened
 
 
+def _given(record: type[Any]) -> list[Field[Any]]:
+    """Return the fields of a dataclass that its constructor takes."""
+    return [field for field in fields(record) if field.init]
+
+
 def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Parameter:
-    adds = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
+    """Return a field of a dataclass as an option; its panel is that of the class that adds it."""
+    owner = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
     default = inspect.Parameter.empty if field.default is MISSING else field.default
-    hint = _escaped(hint, getattr(adds, "GROUP", None))
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=_escaped(hint, getattr(owner, "GROUP", None)),
     )
 
 
 def _escaped(hint: object, panel: str | None = None) -> object:
-    """Return the option's type with its help's brackets escaped, which rich would take for markup,
-    and its panel.
+    """Return the type of an option, with its help in a form that rich shows as it is.
+
+    Args:
+        hint: The type, with typer's record of the option.
+        panel: The heading in --help under which the option stands; None leaves the record's own.
     """
     if get_origin(hint) is not Annotated:
         return hint
+
+    # rich would take brackets for markup.
     kind, info = get_args(hint)
     info = copy.copy(info)
     info.help = info.help and info.help.replace("[", r"\[")
@@ -136,8 +155,9 @@ def _escaped(hint: object, panel: str | None = None) -> object:
 
 @functools.cache
 def load(name: str) -> Clicks:
-    """Import a command and return it as typer runs it, with examples and the keys of --json below
-    its --help.
+    """Import a command and return it as typer runs it.
+
+    Below its --help stand examples and the keys of --json.
     """
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
     lines = [
@@ -147,6 +167,7 @@ def load(name: str) -> Clicks:
     epilog = "\n\n".join(lines).replace("[", r"\[")
     # A terminal breaks the lines of a paragraph where it likes.
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
+
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
     single.command(name, cls=Command, epilog=epilog, help=paragraphs)(spread(module.run))
     return typer.main.get_command(single)
@@ -165,21 +186,30 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors that are the input's fault become one line on
-    stderr.
+    """Run one command, and return its exit code.
+
+    Errors that are the input's fault become one line on stderr.
+
+    Args:
+        argv: The words of the command. The default are those of the process, which then is ours:
+            its streams are opened where they were closed, and the traceback of a bug is made
+            printable.
     """
     # OpenMP's waiting threads spin, which costs several times the work where other processes need
     # the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if argv is None:
+        open_standard_streams()
+        sys.excepthook = _print_traceback
         argv = sys.argv[1:]
     arguments = list(argv)
     fail = _fail
     if "--debug" in arguments:
         arguments.remove("--debug")
         fail = _fail_with_traceback
+
     try:
-        with quiet(), command_line():
+        with quiet(), command_line(), _notes_on_stderr():
             if "" in arguments:
                 raise OptionError(
                     "an argument is empty", remedy="A shell variable that is not set gives one"
@@ -191,27 +221,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NormswapError as error:
         return fail(str(error))
     except OSError as error:
-        _abandon_stdout()
-        return fail(
-            ": ".join(map(str, filter(None, (error.filename, error.strerror)))) or str(error)
-        )
+        abandon_stdout()
+        parts = [str(part) for part in (error.filename, error.strerror) if part]
+        return fail(": ".join(parts) or str(error))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     return int(result or 0)
 
 
-def _abandon_stdout() -> None:
-    """If stdout takes nothing any more (disk full, pipe closed), do not let the interpreter fail on
-    it again.
-    """
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+@contextmanager
+def _notes_on_stderr() -> Iterator[None]:
+    """Print each note on what a killed run left behind, once."""
+    printed: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        note = str(message)
+        if issubclass(category, LeftBehindNote) and note not in printed:
+            printed.add(note)
+            remark([note])
+
+    # `quiet` puts the usual function back.
+    warnings.showwarning = show
+    yield
 
 
 def _fail(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    say_aside(f"error: {' '.join(message.split())}")
     return 2
 
 
@@ -221,13 +256,20 @@ def _fail_with_traceback(message: str) -> int:
         # Errors of one line hide what they were raised for.
         error.__suppress_context__ = False
         error = error.__context__
-    traceback.print_exc()
+    say_aside(traceback.format_exc().rstrip("\n"), lines=True)
     return _fail(message)
+
+
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback of a bug as Python does, with what the error quotes made printable."""
+    say_aside("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), lines=True)
 
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        print(f"normswap {normswap.__version__}")
+        say(f"normswap {normswap.__version__}")
         raise typer.Exit
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-import sys
 import warnings
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from typer import Argument, Option
 
 from normswap.cli.progress import working
+from normswap.cli.terminal import remark
 from normswap.errors import OptionError, WeightsNote, flag
 from normswap.models import kinds
 from normswap.models.stated_images import Preprocessing
@@ -396,12 +395,6 @@ def exported_file(name: str) -> ExportedFile | None:
     from normswap.exporting.exported_file import ExportedFile
 
     return ExportedFile.find(name)
-
-
-def remark(notes: Iterable[str]) -> None:
-    """Print notes on stderr, which --json leaves free."""
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
 
 
 def _arch_arg(text: str) -> tuple[str, Value | list[Value]]:

@@ -5,10 +5,12 @@ rich is imported inside functions (see `tables`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from normswap.cli.terminal import say_aside, styled
+from normswap.foreign_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +28,8 @@ def _console() -> Console:
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner beside `text`; the function that is yielded changes the text."""
-    with _console().status(text) as status:
-        yield status.update
+    with _console().status(styled(text)) as status:
+        yield lambda changed: status.update(styled(changed))
 
 
 @contextmanager
@@ -47,14 +49,14 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
 
     console = _console()
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
-        task = shown.add_task(text, total=None)
+        task = shown.add_task(printable(text), total=None)
 
         def progress(done: int, total: int) -> None:
             shown.update(task, completed=done, total=total or None)
@@ -77,7 +79,8 @@ def training_bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = _console()
-    columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn())
+    description = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(24), description, TimeRemainingColumn())
     hidden = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task("starting", total=None)
@@ -93,11 +96,11 @@ def training_bar(
 
             ends_epoch = moment.epoch == int(moment.epoch)
             if hidden and not quiet and ends_epoch:
-                print(line, file=sys.stderr)
+                say_aside(line)
 
         def say(sentence: str) -> None:
             if not quiet:
-                console.print(sentence, soft_wrap=not console.is_terminal)
+                console.print(styled(sentence), soft_wrap=not console.is_terminal)
 
         yield progress, say
 

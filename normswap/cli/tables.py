@@ -6,7 +6,6 @@ functions: it takes a third of the time that `normswap --help` has.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from normswap.cli.terminal import abandon_stdout, remark, say, say_json, styled
 from normswap.plan import Body
 from normswap.schemes import changed, get
 
@@ -26,6 +26,8 @@ _WIDTH = 100
 # Of a list of values, a table shows this many.
 _FEW = 4
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
+# Keys of a record that name what a command has written.
+_WRITTEN = ("output", "url", "file", "files")
 TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
 Printed = TypeVar("Printed", Body, Sequence[Body])
 
@@ -42,12 +44,33 @@ def show(
         following: The words of the command that most people want next; none print no such line.
     """
     if as_json:
-        print(json.dumps(plain(body), indent=2, allow_nan=False))
+        _print_all(body, lambda: say_json(plain(body)))
         return
 
-    print_body(body)
-    if following:
-        next_step(*following)
+    def for_a_person() -> None:
+        print_body(body)
+        if following:
+            next_step(*following)
+
+    _print_all(body, for_a_person)
+
+
+def _print_all(body: object, print_body: Callable[[], None]) -> None:
+    """Call `print_body`; where stdout takes nothing, a command that has written files succeeds.
+
+    Args:
+        body: The records of the command, some of which name what it has written.
+        print_body: Prints them.
+    """
+    try:
+        print_body()
+        sys.stdout.flush()
+    except OSError as error:
+        has_written = isinstance(body, Mapping) and any(body.get(key) for key in _WRITTEN)
+        if not has_written:
+            raise
+        abandon_stdout()
+        remark([f"all is written, but stdout takes no text: {error.strerror or error}"])
 
 
 def plain(value: object) -> object:
@@ -99,12 +122,11 @@ def table(
     """
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     cells = [[cell(value) for value in row] for row in rows]
     # As a part of the table the title would be wrapped to the table's width.
     if title:
-        _print(Text(title, style="bold"))
+        _print(styled(title, "bold"))
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     filled = [i for i in range(len(columns)) if any(row[i] for row in cells)]
@@ -117,7 +139,7 @@ def table(
             overflow="fold",
         )
     for row in cells:
-        shown.add_row(*(Text(row[i]) for i in filled))
+        shown.add_row(*(styled(row[i]) for i in filled))
     _print(shown)
 
 
@@ -127,7 +149,6 @@ def facts(*pairs: tuple[str, object]) -> None:
     A pipe gets the longest word whole, so that a path is never cut.
     """
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table(box=None, show_header=False, pad_edge=False)
     grid.add_column(style="bold", no_wrap=True)
@@ -138,7 +159,7 @@ def facts(*pairs: tuple[str, object]) -> None:
     for name, value in pairs:
         if value in (None, ""):
             continue
-        grid.add_row(Text(name), Text(cell(value)))
+        grid.add_row(styled(name), styled(cell(value)))
         longest_name = max(longest_name, len(name))
         longest_word = max([longest_word, *map(len, cell(value).split())])
     _print(grid, longest_name + 2 + longest_word)
@@ -146,7 +167,7 @@ def facts(*pairs: tuple[str, object]) -> None:
 
 def next_step(*words: object) -> None:
     """Print the command that most people want next; the reader replaces words in capitals."""
-    print(f"next: normswap {shlex.join(map(str, words))}")
+    say(f"next: normswap {shlex.join(map(str, words))}")
 
 
 def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
@@ -174,9 +195,9 @@ def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
         printed.append(f"{', '.join(paths)}{colon}{text}")
 
     for line in printed[:most]:
-        print(f"{label}: {line}")
+        say(f"{label}: {line}")
     if len(printed) > most:
-        print(f"{label}: ... and {len(printed) - most} more")
+        say(f"{label}: ... and {len(printed) - most} more")
 
 
 def print_network(body: Body) -> None:
@@ -266,11 +287,11 @@ def print_conversion(body: Body) -> None:
         print_step(body["source"], step, dry=body["output"] is None)
 
     if body["plan"]:
-        print(f"plan saved to {body['plan']}")
+        say(f"plan saved to {body['plan']}")
     if body["output"]:
-        print(f"written to {body['output']}")
+        say(f"written to {body['output']}")
     else:
-        print("dry run: no network was written")
+        say("dry run: no network was written")
 
 
 def print_step(source: str, step: Body, *, dry: bool) -> None:

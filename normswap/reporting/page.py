@@ -13,6 +13,7 @@ from itertools import groupby
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from normswap.foreign_text import printable
 from normswap.reporting import figures
 from normswap.reporting.report import Facts
 from normswap.surgery.report import Report
@@ -38,7 +39,11 @@ def render(facts: Facts) -> str:
     """Return the whole page as HTML."""
     loader = PackageLoader("normswap.reporting", ".")
     pages = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        finalize=_shown,
     )
     pages.filters |= {"marked": _marked, "small": small, "share": share}
     style = resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8")
@@ -73,8 +78,16 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.4g} %"
 
 
+def _shown(value: object) -> object:
+    """Return what an expression of the page gives, with the texts of others made printable."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return printable(value)
+
+
 def _marked(text: str) -> Markup:
     """Return a text as HTML, with links to papers and with code between backquotes."""
+    text = printable(text)
     linked = _PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(text)))
     return Markup(_CODE.sub(r"<code>\1</code>", linked))
 

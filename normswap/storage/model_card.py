@@ -1,52 +1,69 @@
 """The model card that stands beside converted weights."""
 
+import re
 from pathlib import Path, PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from normswap import schemes
+from normswap.foreign_text import printable
 from normswap.models import kinds
 from normswap.plan import Step
 from normswap.provenance import Provenance
 from normswap.surgery.report import Report
 
 _CARD = Path(__file__).with_suffix(".md")
+# What Markdown, or the HTML in it, would not show as it is. An underscore within a word is one.
+_MARKS = re.compile(r"[\\`*\[\]<|&~$]|\b_|_\b")
 
 
 def render(
     record: Provenance, report: Report | None, *, code: str = "", license: str | None = None
 ) -> str:
-    """Write in Markdown what this is, what was done and measured, and the code that loads it, by
-    default from here.
+    """Return the card in Markdown: what this network is, what was done and measured, how it loads.
+
+    Names and figures may come from the record in somebody's file. They stand as they are, in one
+    line, whatever they hold.
+
+    Args:
+        record: Where the network is from, and its plan.
+        report: What was measured; None where the weights have changed since.
+        code: Code that loads the network. The default opens the directory of the card.
+        license: The license of the weights, by the hub's name.
     """
-    steps = [_said(step) for step in record.plan.steps]
+    steps = [_described(step) for step in record.plan.steps]
     arch = getattr(record.arch, "name", "network")
-    task = (
-        "image-classification"
-        if record.pretrained_cfg.get("num_classes")
-        else "image-feature-extraction"
-    )
     title = f"{arch} converted to {steps[-1]}" if steps else arch
+    task = "image-feature-extraction"
+    if record.pretrained_cfg.get("num_classes"):
+        task = "image-classification"
     code = code or loading_code(".", record)
+
+    builders = [record.arch.builder] if record.arch else []
+    base = base_model(record)
     data = ModelCardData(
-        license=license,
-        base_model=base_model(record),
+        license=license and printable(license),
+        base_model=base and printable(base),
         library_name="normswap" if "normswap" in code else "timm",
-        tags=[task, *([record.arch.builder] if record.arch else []), "normswap"],
-        model_name=title,
+        tags=[task, *map(printable, builders), "normswap"],
+        model_name=printable(title),
         eval_results=_results(task, report) if report else None,
     )
+
+    # A path is of no use to anybody else.
+    source = record.source if base else PurePath(record.source).name
+    sha256 = f" (tensors' SHA-256 {_code_span(record.sha256)})" if record.sha256 else ""
+    measured = "Not verified since the last change to its weights.\n"
+    if report:
+        measured = _measured(report)
     reversible = record.norms and (not report or report.exact)
     return _CARD.read_text(encoding="utf-8").format(
         data=data.to_yaml(),
-        title=title,
-        # A path is of no use to anybody else.
-        source=record.source if base_model(record) else PurePath(record.source).name,
-        hash=f" (tensors' SHA-256 `{record.sha256}`)" if record.sha256 else "",
-        conversion=" -> ".join(["source", *steps]),
-        measured=(
-            _measured(report) if report else "Not verified since the last change to its weights.\n"
-        ),
+        title=_plain(title),
+        source=_code_span(source),
+        hash=sha256,
+        conversion=_plain(" -> ".join(["source", *steps])),
+        measured=measured,
         code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
     )
@@ -54,8 +71,9 @@ def render(
 
 def loading_code(place: str, record: Provenance) -> str:
     """Return code that opens the network at that place by normswap."""
-    is_foreign = record.arch is not None and kinds.by_builder(record.arch.builder).foreign
-    trust = ", trust_factory=True" * is_foreign
+    trust = ""
+    if record.arch is not None and kinds.by_builder(record.arch.builder).foreign:
+        trust = ", trust_factory=True"
     return f'import normswap\n\nmodel = normswap.open("{place}"{trust})  # in eval mode'
 
 
@@ -72,9 +90,25 @@ def base_model(record: Provenance) -> str | None:
     return f"timm/{place}" if is_timms else None
 
 
+def _plain(text: str) -> str:
+    """Return the text for a line of Markdown, which shows it as it is."""
+    return _MARKS.sub(r"\\\g<0>", printable(text))
+
+
+def _code_span(text: str) -> str:
+    """Return the text as a span of code, between more backticks than it has in a row."""
+    text = printable(text)
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    # Markdown takes one blank off at each end.
+    padding = " " if longest else ""
+    return f"{fence}{padding}{text}{padding}{fence}"
+
+
 def _results(task: str, report: Report) -> list[EvalResult]:
     kept = report.kept
-    results = [EvalResult(task, "noise", report.inputs, "relative_l2", report.worst.relative_l2)]
+    inputs = printable(report.inputs)
+    results = [EvalResult(task, "noise", inputs, "relative_l2", report.worst.relative_l2)]
     if kept is not None and kept.agreement is not None:
         results.append(
             EvalResult(task, "images", f"{kept.count} held-out images", "agreement", kept.agreement)
@@ -82,7 +116,7 @@ def _results(task: str, report: Report) -> list[EvalResult]:
     return results
 
 
-def _said(step: Step) -> str:
+def _described(step: Step) -> str:
     options = ", ".join(
         f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items()
     )
@@ -92,26 +126,28 @@ def _said(step: Step) -> str:
 
 
 def _measured(report: Report) -> str:
-    claim = (
-        "keeps the function of its source" if report.exact else "changes the function of its source"
-    )
+    claim = "changes the function of its source"
+    if report.exact:
+        claim = "keeps the function of its source"
     lines = [
-        f"Measured against the source on {report.inputs} (this conversion {claim}):\n",
+        f"Measured against the source on {_plain(report.inputs)} (this conversion {claim}):\n",
         "| precision | input | relative L2 | largest |" + " same argmax |" * report.exact,
         "|---|---|---|---|" + "---|" * report.exact,
     ]
     for error in report.logits:
         size = "x".join(map(str, error.size))
-        same = "" if error.agreement is None else f"{error.agreement:.1%}"
-        row = f"| {error.precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
+        agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
+        precision = _plain(error.precision)
+        row = f"| {precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
         # On noise an approximate result's argmax says nothing.
-        lines.append(row + f" {same} |" * report.exact)
+        lines.append(row + f" {agreement} |" * report.exact)
+
     if report.kept:
+        kept = _plain(str(report.kept))
         lines.append(
-            f"\nMeasured on images that nothing was fitted to: {report.kept}. Other images may keep"
-            " less."
+            f"\nMeasured on images that nothing was fitted to: {kept}. Other images may keep less."
         )
     elif not report.exact:
-        why = f": {report.unmeasured}" if report.unmeasured else ""
+        why = f": {_plain(report.unmeasured)}" if report.unmeasured else ""
         lines.append(f"\nHow much of the accuracy this keeps was not measured{why}.")
     return "\n".join([*lines, ""])

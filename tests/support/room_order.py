@@ -1,7 +1,7 @@
 """The rooms of the package, from the ground up."""
 
 ORDER = (
-    ("errors", "copying", "version", "shipped"),
+    ("errors", "copying", "version", "shipped", "foreign_text"),
     ("plan", "plugins"),
     ("provenance",),
     ("layers",),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normswap.cli.options import Device, ImageOpening, Json, Model, remark
+from normswap.cli.options import Device, ImageOpening, Json, Model
 from normswap.cli.progress import bar, working
 from normswap.cli.tables import facts, listing, show, table
+from normswap.cli.terminal import remark, say
 from normswap.errors import OptionError
 from normswap.plan import Body
 
@@ -211,7 +212,7 @@ def _print_targets(targets: list[Body], elsewhere: Body) -> None:
 
     is_known = any(ended for _, _, ended, _ in rows)
     if is_known:
-        print(
+        say(
             f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md);"
             f" {_NOT_MEASURED}"
         )

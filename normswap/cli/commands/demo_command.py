@@ -3,6 +3,7 @@
 from normswap.cli.options import Json
 from normswap.cli.progress import working
 from normswap.cli.tables import print_network, show, small, table
+from normswap.cli.terminal import say
 from normswap.plan import Body
 
 KEYS = "passed, seconds, images (how many), anatomy (as `inspect` gives it), rows (one per network)"
@@ -43,4 +44,4 @@ def _print(body: Body) -> None:
     verdict = "every figure agrees"
     if not body["passed"]:
         verdict = "FAILED: the converted networks disagree with the source"
-    print(f"{verdict}; {body['seconds']:.0f} s")
+    say(f"{verdict}; {body['seconds']:.0f} s")

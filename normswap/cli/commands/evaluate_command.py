@@ -17,6 +17,7 @@ from normswap.cli.options import (
 )
 from normswap.cli.progress import bar
 from normswap.cli.tables import facts, show
+from normswap.cli.terminal import say
 from normswap.models import kinds
 from normswap.plan import Body
 
@@ -105,4 +106,4 @@ def _print(body: Body) -> None:
     facts(*rows)
 
     if against and not against["enough"]:
-        print(tables.TOO_LITTLE)
+        say(tables.TOO_LITTLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +20,7 @@ from normswap.cli.options import (
 )
 from normswap.cli.progress import training_bar
 from normswap.cli.tables import show
+from normswap.cli.terminal import say, say_aside
 from normswap.errors import OptionError
 from normswap.plan import Body
 
@@ -107,10 +107,9 @@ def run(
             result = finetune(source, plan, folder, **vars(training), progress=progress, say=say)
     except KeyboardInterrupt:
         if is_first and (folder / "state" / "run.pt").is_file():
-            print(
+            say_aside(
                 "stopped; to go on from the last state: normswap finetune --resume auto -o"
-                f" {folder}",
-                file=sys.stderr,
+                f" {folder}"
             )
         raise
 
@@ -157,14 +156,14 @@ def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening
 def _print(body: Body) -> None:
     rows = body["rows"]
     if not body["finished"]:
-        print(f"stopped at update {body['updates']}, nothing is lost")
+        say(f"stopped at update {body['updates']}, nothing is lost")
 
     if rows and rows[-1]["top1"] is not None:
         accuracies = [row["top1"] for row in rows] + [row["ema_top1"] for row in rows]
         best = max(value for value in accuracies if value is not None)
         last = rows[-1]
-        print(
+        say(
             f"top-1: {rows[0]['top1']:.2f} before training, {last['top1']:.2f} after epoch"
             f" {last['epoch']:g}, best {best:.2f} (epoch {body['best_epoch']:g})"
         )
-    print(f"written to {body['output']}: best, last, metrics.csv")
+    say(f"written to {body['output']}: best, last, metrics.csv")

@@ -8,6 +8,7 @@ from typer import Argument, Option
 from normswap.cli.options import Json, Trust
 from normswap.cli.progress import working
 from normswap.cli.tables import facts, show
+from normswap.cli.terminal import say
 from normswap.plan import Body
 from normswap.storage import network_folder
 
@@ -58,9 +59,9 @@ def run(
 def _print(body: Body) -> None:
     facts(("pushed", ", ".join(body["files"])), ("to", body["url"]))
     if body["alone"]:
-        print(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
+        say(f'timm loads it alone: timm.create_model("hf-hub:{body["repo"]}", pretrained=True)')
     else:
-        print(
+        say(
             f"normswap loads it, as the MODEL hf-hub:{body['repo']}; timm alone does not build such"
             " a network"
         )

@@ -20,6 +20,7 @@ from normswap.cli.options import (
 )
 from normswap.cli.progress import bar
 from normswap.cli.tables import facts, show
+from normswap.cli.terminal import say
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
@@ -130,4 +131,4 @@ def run(
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     tables.print_proof(body["report"])
-    print(f"written to {body['output']}")
+    say(f"written to {body['output']}")

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from normswap.cli.options import Json
 from normswap.cli.tables import one_line, show, table
+from normswap.cli.terminal import say_lines
 from normswap.plan import Body
 
 KEYS = (
@@ -66,7 +67,7 @@ def _row(name: str) -> Body:
 
 
 def _print_text(body: Body) -> None:
-    print(body["text"], end="")
+    say_lines(body["text"])
 
 
 def _print(title: str, columns: Sequence[str], rows: Sequence[Body]) -> None:

@@ -10,6 +10,7 @@ import typer
 from normswap.cli.options import Force, Images, Json, Trust, output_option, trust_flag
 from normswap.cli.progress import working
 from normswap.cli.tables import show
+from normswap.cli.terminal import say
 from normswap.errors import OutputError, require_packages
 from normswap.plan import Body
 from normswap.storage import atomic_write, network_folder
@@ -63,4 +64,4 @@ def run(
 
 
 def _print(body: Body) -> None:
-    print(f"written to {body['output']}: any browser shows it")
+    say(f"written to {body['output']}: any browser shows it")

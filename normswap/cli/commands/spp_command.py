@@ -12,6 +12,7 @@ from normswap.analysis import plots
 from normswap.cli.options import Force, Images, Json, Opening, last_part, output_option
 from normswap.cli.progress import working
 from normswap.cli.tables import show, table
+from normswap.cli.terminal import say
 from normswap.plan import Body
 from normswap.storage import atomic_write
 
@@ -122,4 +123,4 @@ def _print(body: Body) -> None:
             rows.append([point[quantity] for quantity in _QUANTITIES])
         table(f"{name}, on {body['inputs'][name]}", _COLUMNS, rows, right=_COLUMNS[1:])
     for file in body["files"]:
-        print(f"written to {file}")
+        say(f"written to {file}")

@@ -15,6 +15,7 @@ from typer import Argument, Option
 from normswap.cli.options import Device, ImageOpening, Json, output_option
 from normswap.cli.progress import training_bar
 from normswap.cli.tables import next_step, show, table
+from normswap.cli.terminal import say
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import atomic_write
@@ -165,7 +166,7 @@ def _print(words: Sequence[str], body: Body) -> None:
 
     lines = [Line(**line) for line in body["lines"]]
     counted = f"{body['counted']} of {body['seeds']}"
-    print(f"Top-1 after the last epoch: mean and std of the best {counted} runs")
+    say(f"Top-1 after the last epoch: mean and std of the best {counted} runs")
 
     rows = []
     for line in lines:
@@ -175,9 +176,9 @@ def _print(words: Sequence[str], body: Body) -> None:
     table("", columns, rows, right=columns[:5])
 
     for note in body["notes"]:
-        print(note)
+        say(note)
     for file in body["files"]:
-        print(f"written to {file}")
+        say(f"written to {file}")
     for line in lines:
         if line.best:
             next_step("finetune", *words, "--recipe", body["recipe"], f"optim.lr={line.lr:g}")

@@ -21,6 +21,7 @@ from normswap.cli.options import (
 )
 from normswap.cli.progress import bar, working
 from normswap.cli.tables import facts, print_proof, show, small, verdict
+from normswap.cli.terminal import say
 from normswap.errors import OptionError, SourceError
 from normswap.plan import Body
 
@@ -238,7 +239,7 @@ def _print(body: Body) -> None:
     for error in body.get("compiled") or ():
         distance = f"{error['what']}: relative L2 {small(error['relative_l2'])}"
         facts(("compiled", f"{distance}, allowed {small(error['allowed'])}"))
-    print(_conclusion(body))
+    say(_conclusion(body))
 
 
 def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
@@ -249,7 +250,7 @@ def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
         result = "measured on images, below"
     facts(*compared, ("result", result))
     if body["source_unchanged"] is False:
-        print(
+        say(
             "warning: the source is not what it was: its tensors have another hash than when"
             " this was made"
         )
