@@ -5,8 +5,10 @@ That is a config.json of timm, a preprocessor_config.json of transformers, and n
 preprocessing.
 """
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from normswap.errors import SourceError, explained, first_line, quiet, spelled
+from normswap.foreign_text import printable
 from normswap.plan import Body
 
 # timm's record of the preprocessing, or a config.json.
@@ -37,6 +40,9 @@ _PREPROCESSING = (
     "crop_mode",
 )
 _STEM_AND_HEAD = ("first_conv", "classifier")
+# What the hub states of a file: a SHA-1 or a SHA-256.
+_HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256_DIGITS = 64
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _OF_A_FILE = (
     "_name_or_path",
@@ -87,26 +93,81 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
+    """Return the path of a file of a repository, downloaded or cached; None where it has no such.
+
+    Raises SourceError: it cannot be had, or came damaged; then it does not stay in the cache.
+    """
+    # The name may be from a repository's own list; the client shows it while it downloads.
+    if printable(filename) != filename:
+        raise SourceError(f"hub repository {repo} names a file {filename}, which is no name")
     # The client retries an unreachable hub for minutes. A HEAD request without retries says it at
     # once.
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
-        client.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        metadata = client.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    # The client raises its own errors, its HTTP library's and the system's, by version.
     except Exception as error:
         if isinstance(error, errors.HFValidationError):
             raise SourceError(f"'{repo}' is not a hub repository", first_line(error)) from None
         cached = client.try_to_load_from_cache(repo, filename, revision=revision)
         if isinstance(cached, str):
+            # The cache names a file by what the hub states of it.
+            _check_undamaged(Path(cached), Path(cached).resolve().name, repo)
             return Path(cached)
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(
             error, errors.LocalEntryNotFoundError
         ):
             return None
         raise _explained(error, repo) from None
+
     with explained(
         SourceError, f"the transfer of {filename} from {url} broke", "Nothing was kept; try again."
     ):
-        return Path(client.hf_hub_download(repo, filename, revision=revision))
+        file = Path(client.hf_hub_download(repo, filename, revision=revision))
+    _check_undamaged(file, metadata.etag or "", repo)
+    return file
+
+
+def _check_undamaged(file: Path, etag: str, repo: str) -> None:
+    """Check a file of the cache against the hash that the hub states, if it states one.
+
+    Args:
+        file: The file, in most caches a link to the file that holds the bytes.
+        etag: The SHA-256 of a large file, the SHA-1 of a small one as git computes it. Mirrors may
+            state the plain SHA-1, or something else, which says nothing.
+        repo: The repository, for the error.
+
+    Raises:
+        SourceError: It is another file, which is removed from the cache.
+    """
+    if not _HASH.fullmatch(etag):
+        return
+    if len(etag) == _SHA256_DIGITS:
+        hashes = {sha256(file)}
+    else:
+        content = file.read_bytes()
+        header = f"blob {len(content)}\0".encode()
+        hashes = {hashlib.sha1(header + content).hexdigest(), hashlib.sha1(content).hexdigest()}
+    if etag in hashes:
+        return
+
+    content_file = file.resolve()
+    file.unlink()
+    content_file.unlink(missing_ok=True)
+    raise SourceError(
+        f"{file.name} of hub repository {repo} is damaged",
+        f"it has another hash than {endpoint()} states",
+        "It was removed from the cache; try again.",
+    )
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while part := opened.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _explained(error: Exception, repo: str) -> SourceError:

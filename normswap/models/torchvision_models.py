@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import io
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torchvision.transforms import _presets as presets
 
 from normswap.errors import SourceError, first_line, near, spelled
 from normswap.layers.seeding import seeded
+from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
 from normswap.models.hub import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
@@ -111,6 +113,16 @@ def _download(member: models.WeightsEnum, source: str) -> State:
             )
     except Exception as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
+        # torch compares the hash in the name while it downloads, and never again.
+        stated = file.stem.rpartition("-")[2]
+        is_hash = re.fullmatch("[0-9a-f]{8,64}", stated)
+        if is_hash and file.is_file() and not hub.sha256(file).startswith(stated):
+            file.unlink()
+            raise SourceError(
+                f"{file} is damaged",
+                "it has another hash than its name states",
+                "It was removed from the cache; try again.",
+            ) from None
         random = spelled("weights", "random")
         own = spelled("weights", metavar="FILE")
         remedy = (

@@ -15,6 +15,7 @@ from torch import nn
 from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import SourceError
+from normswap.models import hub
 from normswap.models.zoo import open_source
 from normswap.storage import checkpoint
 
@@ -79,7 +80,11 @@ def test_hub(
         ("ok", "hf-hub:a b", "'a b' is not a hub repository"),
         ("500", "resnet18", "answers 500"),
         ("stall", "hf-hub:some/small", "the transfer of model.safetensors"),
-        ("garbage", "hf-hub:some/small", "not a readable weights file"),
+        (
+            "garbage",
+            "hf-hub:some/small",
+            "model.safetensors of hub repository some/small is damaged",
+        ),
     ],
 )
 @pytest.mark.one_in(3)
@@ -99,6 +104,56 @@ def test_hub_fails(
 
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_download_does_not_stay_in_the_cache(
+    repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    with hub_server(repos, "garbage") as url:
+        use_hub(monkeypatch, url, tmp_path)
+        with pytest.raises(SourceError, match="damaged"):
+            open_source("hf-hub:some/small")
+
+    with hub_server(repos) as url:
+        use_hub(monkeypatch, url, tmp_path)
+        model = open_source("hf-hub:some/small")
+    assert origin(model).sha256 == origin(open_source(str(repos["some/small"]))).sha256
+
+
+@pytest.mark.parametrize("online", [True, False])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_cached_file_that_was_damaged_is_removed(
+    repos: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick: None,
+    online: bool,
+    name: str,
+) -> None:
+    with hub_server(repos) as url:
+        use_hub(monkeypatch, url, tmp_path)
+        open_source("hf-hub:some/small")
+        (cached,) = tmp_path.rglob(f"snapshots/*/{name}")
+        cached.resolve().write_bytes(bytes(cached.stat().st_size))
+        if online:
+            with pytest.raises(SourceError, match=f"{name} of .* is damaged"):
+                open_source("hf-hub:some/small")
+            open_source("hf-hub:some/small")
+    if not online:
+        with pytest.raises(SourceError, match=f"{name} of .* is damaged"):
+            open_source("hf-hub:some/small")
+        assert not cached.is_symlink()
+
+
+def test_a_name_in_a_repository_that_a_terminal_would_obey_is_refused(
+    repos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    with hub_server(repos, seen=seen) as url:
+        use_hub(monkeypatch, url, tmp_path)
+        with pytest.raises(SourceError, match="is no name"):
+            hub.fetch("some/small", ["\x1b]0;title\x07.safetensors"])
+    assert seen == []
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,18 @@ def test_no_weights_without_a_connection(
     )
 
 
+def test_a_damaged_download_of_torch_does_not_stay(
+    here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
+    file = here / "torch" / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"half of it")
+    said = fails("inspect", "torchvision:resnet18")
+    assert "resnet18-f37072fd.pth is damaged" in said
+    assert not file.exists()
+
+
 def test_a_package_that_is_not_installed(
     here: Path, fails: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
