@@ -40,10 +40,16 @@ _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def optimizer(
     model: nn.Module, optim: Optim, network: Network | None = None
 ) -> torch.optim.Optimizer:
-    """timm's optimizer of that name, over groups by the role of every parameter.
+    """Return timm's optimizer, over groups by the role of every parameter.
 
-    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError: timm
-    does not know the name, or that optimizer does not take such groups.
+    Args:
+        model: The network to train.
+        optim: The recipe's part on the optimizer.
+        network: The record of the network that `model` is a copy of, if any.
+
+    Raises:
+        OptionError: timm does not know the optimizer's name, or that optimizer does not take such
+            groups.
     """
     policy: Policy = optim.decay
     if policy == "auto":
@@ -54,11 +60,13 @@ def optimizer(
         "scalar_lr_scale": optim.scalar_lr,
     }
     groups = param_groups(model, optim.weight_decay, policy, network=network, **rates)
+
     try:
         with quiet():
             return create_optimizer_v2(
                 groups, optim.name, lr=optim.lr, momentum=optim.momentum, **optim.args
             )
+    # Each optimizer of timm's raises errors of its own where it does not take the arguments.
     except Exception as error:
         with_args = f" with optim.args {optim.args}" if optim.args else ""
         raise OptionError(
@@ -69,10 +77,16 @@ def optimizer(
 def scheduler(
     optimizer: torch.optim.Optimizer, schedule: Schedule, updates: int, per_epoch: int
 ) -> Scheduler:
-    """Return timm's scheduler over `updates`; by `step_update` the rate is a function of the update
-    alone.
+    """Return timm's scheduler of the learning rate.
 
-    So there is nothing to save. The `lr_scale` of the optimizer's groups counts.
+    By `step_update` the rate is a function of the update alone, so there is nothing to save. The
+    `lr_scale` of the optimizer's groups counts.
+
+    Args:
+        optimizer: The optimizer whose rates are set.
+        schedule: The recipe's part on the schedule.
+        updates: The number of updates of the whole run.
+        per_epoch: The number of updates in an epoch.
     """
     warmup = round(schedule.warmup * per_epoch)
     start = optimizer.param_groups[0]["lr"] / (warmup + 1)
@@ -90,10 +104,12 @@ def scheduler(
                 warmup_prefix=True,
                 **common,
             )
+
     epochs = list(schedule.milestones) if schedule.name == "multistep" else []
     if schedule.name == "step":
         every = schedule.milestones[0]
-        epochs = [every * i for i in range(1, int(updates / per_epoch / every) + 1)]
+        count = int(updates / per_epoch / every)
+        epochs = [every * number for number in range(1, count + 1)]
     # timm's milestone m acts at update m - 1.
     steps = [round(epoch * per_epoch) + 1 for epoch in epochs]
     return MultiStepLRScheduler(
@@ -111,20 +127,23 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
 
 @torch.no_grad()
 def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
-    """Clip the gradients of each output's weights, in place, to a share of those weights' norm.
+    """Clip the gradients of each output's weights, in place, to a share of the weights' norm.
+
+    It gives what timm's `adaptive_clip_grad` gives, with a fifth of the kernels, but leaves the
+    classifier alone, and finds a transposed convolution's outputs in dimension 1 of its weight.
     Returns nothing.
 
-    Brock et al. 2021, arXiv:2102.06171. It gives what timm's `adaptive_clip_grad` gives, with a
-    fifth of the kernels, but leaves the classifier alone, and finds a transposed convolution's
-    outputs in dimension 1 of its weight.
-
     Args:
-        model: after `backward`, and after the gradients were unscaled.
-        share: of the norm of an output's weights; norms below 1e-3 count as 1e-3.
-        head: the classifier; by default the layer that gives the logits, looked for at the first
-            call.
+        model: The network after `backward`, and after its gradients were unscaled.
+        share: The largest norm of a gradient, as a share of the norm of the same output's weights.
+            Norms of weights below 1e-3 count as 1e-3.
+        head: The classifier. The default is the layer that gives the logits, which is looked for at
+            the first call.
 
-    Raises OptionError: no layer is known to give the logits.
+    Raises:
+        OptionError: No layer is known to give the logits.
+
+    Source: Brock et al. 2021, arXiv:2102.06171.
     """
     if head is None:
         head = find_head(model)
@@ -132,6 +151,8 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
     transposed = {
         id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)
     }
+
+    # Every tensor has its outputs in dimension 0 here.
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     for parameter in model.parameters():
@@ -139,50 +160,56 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
             by_output = id(parameter) in transposed
             weights.append(parameter.transpose(0, 1) if by_output else parameter)
             gradients.append(parameter.grad.transpose(0, 1) if by_output else parameter.grad)
-    if gradients:
-        allowed = torch._foreach_mul(
-            torch._foreach_clamp_min(_norms_by_output(weights), 1e-3), share
-        )
-        norms = torch._foreach_clamp_min(_norms_by_output(gradients), 1e-6)
-        torch._foreach_mul_(
-            gradients, torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0)
-        )
+    if not gradients:
+        return
+
+    weight_norms = torch._foreach_clamp_min(_norms_by_output(weights), 1e-3)
+    allowed = torch._foreach_mul(weight_norms, share)
+    norms = torch._foreach_clamp_min(_norms_by_output(gradients), 1e-6)
+    factors = torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0)
+    torch._foreach_mul_(gradients, factors)
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of each tensor over all dimensions but the first; of a vector the whole."""
     vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
-    of_vectors = iter(torch._foreach_norm(vectors) if vectors else ())
-    return [
-        (
-            next(of_vectors)
-            if tensor.ndim <= 1
-            else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
-        )
-        for tensor in tensors
-    ]
+    vector_norms = iter(torch._foreach_norm(vectors) if vectors else ())
+
+    norms: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.ndim <= 1:
+            norms.append(next(vector_norms))
+        else:
+            others = tuple(range(1, tensor.ndim))
+            norms.append(torch.linalg.vector_norm(tensor, dim=others, keepdim=True))
+    return norms
 
 
 def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
-    """Return the layer that gives the logits: timm's, else the last linear layer of the recorded
-    forward.
+    """Return the layer that gives the logits.
 
-    `network`: the record of the network that `model` is a copy of, if any. Raises OptionError:
-    there is no such layer.
+    It is the one that timm's network names, else the last linear layer of the recorded forward.
+
+    Args:
+        model: The network.
+        network: The record of the network that `model` is a copy of, if any.
+
+    Raises:
+        OptionError: There is no such layer.
     """
-    ask = getattr(model, "get_classifier", None)
-    layer = ask() if callable(ask) else None
+    get_classifier = getattr(model, "get_classifier", None)
+    layer = get_classifier() if callable(get_classifier) else None
     if isinstance(layer, nn.Module) and next(layer.parameters(), None) is not None:
         return layer
+
     if model not in _HEADS:
         path: str | None = None
         with suppress(TraceError):
             path = (network or Network(model)).anatomy.classifier
         if path is None:
-            what = (
-                "the classifier of this network is not known, and adaptive clipping leaves it alone"
-            )
             raise OptionError(
-                what,
+                "the classifier of this network is not known, and adaptive clipping leaves it"
+                " alone",
                 remedy="In Python: adaptive_clip_(model, head=LAYER), or nn.Identity() to clip all",
             )
         _HEADS[model] = path
@@ -190,37 +217,39 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
 
 
 def teacher_loss(output: object, taught: object, temperature: float | None = 2.0) -> Tensor:
-    """Return how far a network's output is from its teacher's; no gradient flows into the teacher.
+    """Return how far a network's output is from its teacher's.
 
-    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch (Hinton
-    et al. 2015, arXiv:1503.02531, section 2). Of anything else, be it maps, features or several
-    outputs, it is the squared relative L2 error, the mean over the floating-point outputs that both
-    give.
+    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch. Of
+    anything else, be it maps, features or several outputs, it is the squared relative L2 error, the
+    mean over the floating-point outputs that both give. No gradient flows into the teacher.
 
     Args:
-        output: of the student.
-        taught: that of the teacher on the same images.
-        temperature: T, which softens both; None: an output (N, features) is no scores.
+        output: The output of the network that learns.
+        taught: The output of the teacher on the same images.
+        temperature: T, which softens both. With None an output (N, features) is not taken for
+            scores.
 
-    Raises OptionError: they have no output of one name and shape.
+    Raises:
+        OptionError: They have no output of one name and shape.
+
+    Source: Hinton et al. 2015, arXiv:1503.02531, section 2.
     """
     if temperature is not None:
+        # What is no scores is compared below.
         with suppress(OptionError):
-            logits = scores(output), scores(taught).detach()
-            learned, target = (F.log_softmax(each.float() / temperature, 1) for each in logits)
-            return temperature**2 * F.kl_div(
-                learned, target, reduction="batchmean", log_target=True
-            )
+            learned = F.log_softmax(scores(output).float() / temperature, 1)
+            target = F.log_softmax(scores(taught).detach().float() / temperature, 1)
+            divergence = F.kl_div(learned, target, reduction="batchmean", log_target=True)
+            return temperature**2 * divergence
+
     values = dict(named_tensors(output))
     targets = dict(named_tensors(taught))
     errors = []
     for name, tensor in targets.items():
         if name in values and tensor.is_floating_point() and tensor.shape == values[name].shape:
             target = tensor.detach().float()
-            errors.append(
-                (values[name].float() - target).square().sum()
-                / target.square().sum().clamp_min(1e-12)
-            )
+            squared_error = (values[name].float() - target).square().sum()
+            errors.append(squared_error / target.square().sum().clamp_min(1e-12))
     if not errors:
         why = (
             f"it gives {', '.join(values) or 'no tensor'}, the teacher"
@@ -233,8 +262,17 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
 
 
 class Objective:
-    """The loss of one micro-batch, by a recipe's `distill`, `train.smoothing` and
-    `data.augment.{mixup,cutmix}`.
+    """The loss of one micro-batch.
+
+    Args:
+        recipe: The recipe, of which `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`
+            are read.
+        model: The network that learns.
+        teacher: The teacher, where the recipe has one.
+        classifies: Whether the output of the network may be scores of classes.
+
+    Raises:
+        OptionError: Mixup is asked for, and the network does not know its number of classes.
     """
 
     def __init__(
@@ -243,6 +281,7 @@ class Objective:
         self.distill = recipe.distill
         self.teacher = teacher
         self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
+        # The weight of the labels in the loss.
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing = recipe.train.smoothing
         augment = recipe.data.augment
@@ -258,11 +297,19 @@ class Objective:
     def __call__(
         self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]
     ) -> Tensor:
-        """Return the mean loss over images (N, C, H, W) with labels (N,); mixup is drawn by `seed`."""
+        """Return the mean loss over images.
+
+        Args:
+            model: The network, in the form in which it is trained.
+            images: The images (N, C, H, W).
+            labels: Their labels (N,), which are not read where the teacher alone teaches.
+            seed: What mixup is drawn by.
+        """
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is not None:
             with drawn_by(*seed):
                 images, target = self.mixup(images, target)
+
         output = model(images)
         loss = torch.zeros((), device=images.device)
         if self.labels:
@@ -276,8 +323,14 @@ class Objective:
 
 
 class Teacher(nn.Module):
-    """A network whose outputs are the targets, on images preprocessed for a student with as many
-    classes.
+    """A network whose outputs are the targets, on images that were preprocessed for a student.
+
+    Args:
+        network: The network that teaches.
+        student: The network that learns, for its preprocessing.
+
+    Raises:
+        SourceError: They have another number of classes.
     """
 
     ratio: Tensor
@@ -290,12 +343,13 @@ class Teacher(nn.Module):
         taught = getattr(network, "num_classes", None)
         if None not in (learned, taught) and learned != taught:
             raise SourceError(f"the teacher has num_classes {taught}, the network {learned}")
+
+        # The pixel is x std + mean of the student. The teacher takes (pixel - mean) / std.
         ours = zoo.data_config(student)
         theirs = zoo.data_config(network)
-        ratio = torch.tensor(ours["std"]) / torch.tensor(theirs["std"])
-        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / torch.tensor(
-            theirs["std"]
-        )
+        std = torch.tensor(theirs["std"])
+        ratio = torch.tensor(ours["std"]) / std
+        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / std
         self.same = ours["mean"] == theirs["mean"] and ours["std"] == theirs["std"]
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))

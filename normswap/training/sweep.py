@@ -39,8 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: done, diverged, failed (the note says why) or running; top-1 in percent after the
-    last epoch.
+    """One run of a sweep.
+
+    Args:
+        lr: The learning rate.
+        seed: The seed.
+        state: One of done, diverged, failed and running.
+        top1: The accuracy after the last epoch, in percent.
+        note: Why the run has failed or diverged.
+        folder: The run's folder.
+        seconds: How long the run took.
     """
 
     lr: float
@@ -54,13 +62,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Line:
-    """One learning rate: how many runs have ended, and how many of them were lost.
+    """The runs of one learning rate, summed up.
 
     Args:
-        mean, std: of the best k top-1 in percent (std of the sample, None for one run); of fewer,
-            if fewer succeeded.
-        counted: the number of those runs.
-        full: whether all n have ended and k succeeded, so that this can be the best.
+        lr: The learning rate.
+        runs: The number of runs that have ended.
+        mean: The mean of the best k top-1, in percent; of fewer, if fewer runs have succeeded.
+        std: The standard deviation of the same runs as a sample; None for one run.
+        counted: The number of runs that mean and std are of.
+        lost: The number of runs that have ended without an accuracy.
+        full: Whether all n runs have ended and k have succeeded, so that this can be the best.
+        best: Whether this is the best learning rate.
     """
 
     lr: float
@@ -83,8 +95,14 @@ class Line:
 
 
 def count_best(seeds: int, best: int | None = None) -> int:
-    """Return how many of the runs of an lr count: `best`, or all but two when there are more than
-    four.
+    """Return how many runs of a learning rate count.
+
+    Args:
+        seeds: The number of its runs.
+        best: The number that is asked for. With None it is all, or all but two of more than four.
+
+    Raises:
+        OptionError: There are not so many runs.
     """
     if best is None:
         return seeds - 2 if seeds > 4 else seeds
@@ -96,56 +114,73 @@ def count_best(seeds: int, best: int | None = None) -> int:
 
 
 def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
-    """Summarize each lr, ascending; the highest mean is the best, unless two are equal."""
-    rates = sorted({trial.lr for trial in trials})
-    summed = [_line([trial for trial in trials if trial.lr == lr], seeds, best) for lr in rates]
-    return [replace(line, best=_highest(summed) == [line]) for line in summed]
+    """Sum up each learning rate, in ascending order.
+
+    The highest mean is the best, unless two are equal.
+
+    Args:
+        trials: The runs.
+        seeds: The number n of runs that each learning rate should have.
+        best: The number k of runs that count.
+    """
+    summed: list[Line] = []
+    for lr in sorted({trial.lr for trial in trials}):
+        summed.append(_line([trial for trial in trials if trial.lr == lr], seeds, best))
+    highest = _highest(summed)
+    return [replace(line, best=highest == [line]) for line in summed]
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
+    """Return the full lines of the highest mean."""
     means = [line.mean for line in rates if line.full and line.mean is not None]
     return [line for line in rates if line.full and line.mean == max(means)]
 
 
 def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
+    """Sum up the runs of one learning rate."""
     ended = [trial for trial in trials if trial.state != "running"]
-    scores = sorted((trial.top1 for trial in ended if trial.top1 is not None), reverse=True)[:best]
+    accuracies = [trial.top1 for trial in ended if trial.top1 is not None]
+    scores = sorted(accuracies, reverse=True)[:best]
     return Line(
         lr=trials[0].lr,
         runs=len(ended),
         mean=statistics.fmean(scores) if scores else None,
         std=statistics.stdev(scores) if len(scores) > 1 else None,
         counted=len(scores),
-        lost=sum(trial.top1 is None for trial in ended),
+        lost=len(ended) - len(accuracies),
         full=len(ended) >= seeds and len(scores) == best,
     )
 
 
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
-    """List notes for the reader: unfinished and failed runs, equal and good rates, a best rate at
-    the grid's edge.
+    """List what the reader should know of a sweep.
+
+    These are runs that have not ended or have failed, learning rates that are equal or nearly as
+    good as the best, and a best one at the edge of the grid.
+
+    Args:
+        trials: The runs.
+        rates: What `lines` says of them.
+        finished: Whether this worker has found all runs done.
     """
-    texts = []
+    texts: list[str] = []
     if not finished or any(trial.state == "running" for trial in trials):
         texts.append(
             "not all runs have ended; the same command continues those that were stopped or killed"
         )
-    texts += [
-        f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}"
-        for trial in trials
-        if trial.note
-    ][:3]
-    if len(winners := _highest(rates)) > 1:
+    failures = [trial for trial in trials if trial.note]
+    for trial in failures[:3]:
+        texts.append(f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}")
+
+    winners = _highest(rates)
+    if len(winners) > 1:
         level = ", ".join(f"{line.lr:g}" for line in winners)
         texts.append(
             f"lr {level} are level: none is the best; more seeds or images tell them apart"
         )
     for best in (line for line in rates if line.best):
-        good = [
-            line.lr
-            for line in rates
-            if line.full and (line.mean or 0.0) >= (best.mean or 0.0) - (best.std or 0.0)
-        ]
+        least = (best.mean or 0.0) - (best.std or 0.0)
+        good = [line.lr for line in rates if line.full and (line.mean or 0.0) >= least]
         if len(good) > 1:
             texts.append(
                 f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the"
@@ -157,8 +192,9 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
 
 
 Objective = Callable[[Recipe, Path], float | None]
-"""Trains by the recipe into the folder: top-1 in percent at the end, or None if it was asked to
-stop before.
+"""A function that trains by a recipe into a folder.
+
+It returns top-1 in percent at the end, or None if it was asked to stop before.
 """
 Point = tuple[float, int]
 Progress = Callable[[str], None]
@@ -170,6 +206,8 @@ GRACE = 60
 _ATTEMPTS = 5
 # Keys of the recipe that may differ between workers.
 _FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")
+# What Optuna calls the states of a trial that was not lost.
+_STATES = {"COMPLETE": "done", "RUNNING": "running"}
 _POWER = re.compile(r"([0-9.]+)\^([-+]?[0-9]{1,3})$")
 
 
@@ -178,10 +216,14 @@ class _StoppedError(Exception):
 
 
 def parse_rates(text: str) -> list[float]:
-    """Return the learning rates of `0.1`, `0.01,0.02,2^-5` or `2^-4..2^1` (every whole power),
-    ascending, each once.
+    """Return the learning rates that a text names, ascending, each once.
 
-    Raises OptionError: a part names none, or one that is not positive.
+    Args:
+        text: Numbers and powers between commas, such as `0.01,0.02,2^-5`. `2^-4..2^1` names every
+            whole power between the two.
+
+    Raises:
+        OptionError: A part names no learning rate, or one that is not positive.
     """
     rates: set[float] = set()
     for word in text.split(","):
@@ -195,6 +237,7 @@ def parse_rates(text: str) -> list[float]:
                 named = [float(word)]
         except (ValueError, OverflowError, ZeroDivisionError):
             named = []
+
         if not named or not all(0 < rate < math.inf for rate in named):
             remedy = (
                 "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
@@ -208,13 +251,15 @@ class Sweep:
     """One worker's view of a sweep.
 
     Args:
-        recipe: that of every run, but for lr and seed; `subject`: what else must be the same, such
-            as the network.
-        points: every (lr, seed) to run; `place`: the folder of this machine's runs.
-        url: of a database; by default an SQLite file in `place`.
+        recipe: The recipe of every run; its learning rate and seed are replaced.
+        subject: What else must be the same in all workers, such as the network's hash, by name.
+        points: Every pair (lr, seed) to run.
+        place: The folder of this machine's runs.
+        url: The address of a database. The default is an SQLite file in `place`.
 
-    Raises NormswapError: Optuna is not installed, the storage cannot be opened, or holds another
-    sweep of that name.
+    Raises:
+        NormswapError: Optuna is not installed, or the storage cannot be opened, or holds another
+            sweep of that name.
     """
 
     def __init__(
@@ -233,11 +278,14 @@ class Sweep:
 
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         self.optuna: ModuleType = optuna
+
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
         self.study = self._open(url or f"sqlite:///{place / 'sweep.db'}")
+
+        # Two workers of one sweep must agree on these.
         keys = {key: value for key, value in recipe_files.flat(recipe).items() if key not in _FREE}
         settings = {**keys, **subject}
         if "sweep" not in self.study.user_attrs:
@@ -248,6 +296,7 @@ class Sweep:
             )
 
     def _open(self, url: str) -> optuna.Study:
+        """Return the study of that name, made if it is not there; SourceError where that fails."""
         name = f"normswap {self.place.resolve().name}"
         why = ""
         for attempt in range(_ATTEMPTS):
@@ -256,12 +305,18 @@ class Sweep:
                 return self.optuna.create_study(
                     study_name=name, storage=self.storage, direction="maximize", load_if_exists=True
                 )
+            # A database's driver raises errors of its own.
             except Exception as error:
                 why = first_line(error)
             time.sleep(attempt * 0.2)
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
+        """Open a database.
+
+        In SQLite a transaction takes its lock as it begins. Two that had begun by reading would
+        wait for each other.
+        """
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":
             from sqlalchemy import event
@@ -280,9 +335,14 @@ class Sweep:
         return storage
 
     def work(self, objective: Objective, *, progress: Progress = lambda text: None) -> bool:
-        """Run waiting points until there are none; returns whether all of them are done.
+        """Run waiting points until there are none, and return whether all of them are done.
 
-        Raises NormswapError: every run would fail. `progress` is called with each run's name.
+        Args:
+            objective: The function that trains.
+            progress: A function that is called with the name of each run.
+
+        Raises:
+            NormswapError: Every run would fail.
         """
         waited = 0
         while True:
@@ -290,6 +350,7 @@ class Sweep:
             for lr, seed in self.points:
                 if (lr, seed) not in taken:
                     self.study.enqueue_trial({"lr": lr, "seed": seed})
+
             states = [trial.state.name for trial in self._valid()]
             if "WAITING" in states:
                 try:
@@ -319,7 +380,8 @@ class Sweep:
             # The queue was empty, or two workers have queued the same.
             if point is None or point in earlier:
                 raise self.optuna.TrialPruned
-            trial.suggest_float("lr", 0, 1e308), trial.suggest_int("seed", 0, 2**31)
+            trial.suggest_float("lr", 0, 1e308)
+            trial.suggest_int("seed", 0, 2**31)
             return self._train(trial, *point, objective, progress)
 
         self.study.optimize(run, n_trials=1, catch=(TrainingError, RuntimeError))
@@ -327,38 +389,41 @@ class Sweep:
     def _train(
         self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
+        """Train at a point, and return its top-1; an error is noted with the trial."""
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
         progress(
             f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})"
         )
+
         optim = self.recipe.optim.model_copy(update={"lr": lr})
         train = self.recipe.train.model_copy(update={"seed": seed})
+        recipe = self.recipe.model_copy(update={"optim": optim, "train": train})
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            top1 = objective(
-                self.recipe.model_copy(update={"optim": optim, "train": train}), folder
-            )
+            top1 = objective(recipe, folder)
         except (TrainingError, RuntimeError) as error:
             trial.set_user_attr("note", first_line(error))
-            trial.set_user_attr(
-                "lost", "diverged" if isinstance(error, TrainingError) else "failed"
-            )
+            state = "diverged" if isinstance(error, TrainingError) else "failed"
+            trial.set_user_attr("lost", state)
             raise
+
         # The trial fails, and is queued again.
         if top1 is None:
             raise _StoppedError
         return top1
 
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
-        """List the trials that wait, run or have ended, without those that were stopped or lost
-        their worker.
+        """List the trials that wait, run or have ended.
+
+        Those that were stopped, or whose worker was lost, are queued again and do not count.
         """
         states = ("WAITING", "RUNNING", "COMPLETE")
-        trials = self.study.get_trials(deepcopy=False)
         return [
-            trial for trial in trials if trial.state.name in states or "lost" in trial.user_attrs
+            trial
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.state.name in states or "lost" in trial.user_attrs
         ]
 
     def trials(self) -> list[Trial]:
@@ -366,17 +431,27 @@ class Sweep:
         table: dict[Point, Trial] = {}
         for trial in self._valid():
             point = _point(trial)
-            if point is not None and trial.state.name != "WAITING":
-                state = {"COMPLETE": "done", "RUNNING": "running"}.get(
-                    trial.state.name
-                ) or trial.user_attrs["lost"]
-                seconds = None if trial.duration is None else trial.duration.total_seconds()
-                note = trial.user_attrs.get("note", "")
-                folder = trial.user_attrs.get("folder")
-                table.setdefault(point, Trial(*point, state, trial.value, note, folder, seconds))
-        return sorted(table.values(), key=lambda trial: (trial.lr, trial.seed))
+            if point is None or trial.state.name == "WAITING":
+                continue
+
+            state = _STATES.get(trial.state.name) or trial.user_attrs["lost"]
+            lr, seed = point
+            row = Trial(
+                lr=lr,
+                seed=seed,
+                state=state,
+                top1=trial.value,
+                note=trial.user_attrs.get("note", ""),
+                folder=trial.user_attrs.get("folder"),
+                seconds=None if trial.duration is None else trial.duration.total_seconds(),
+            )
+            table.setdefault(point, row)
+        return [table[point] for point in sorted(table)]
 
 
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
+    """Return the learning rate and seed that a trial was queued with, if it was."""
     queued = trial.system_attrs.get("fixed_params", {})
-    return (queued["lr"], queued["seed"]) if {"lr", "seed"} <= queued.keys() else None
+    if {"lr", "seed"} <= queued.keys():
+        return queued["lr"], queued["seed"]
+    return None

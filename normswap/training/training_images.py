@@ -34,8 +34,12 @@ _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train 
 
 @dataclass(frozen=True)
 class Share:
-    """This process's share of every batch: `rank` of `world` processes, in `accumulate`
-    micro-batches.
+    """This process's share of every batch.
+
+    Args:
+        rank: The number of this process, from 0.
+        world: The number of processes.
+        accumulate: The number of micro-batches that a process makes of its share.
     """
 
     rank: int = 0
@@ -43,7 +47,10 @@ class Share:
     accumulate: int = 1
 
     def micro(self, batch: int) -> int:
-        """Return the images per micro-batch; raises OptionError: the batch cannot be divided so."""
+        """Return the number of images in a micro-batch.
+
+        Raises OptionError: `batch` images cannot be divided equally.
+        """
         parts = self.world * self.accumulate
         if batch % parts:
             asked = f"{self.world} processes x train.accumulate {self.accumulate}"
@@ -54,12 +61,19 @@ class Share:
 
 
 class Order(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) of the images in each micro-batch of one process, from update `first` to
-    before `last`.
+    """The images of each micro-batch of one process, as pairs (epoch, index).
 
     Process r of W takes the slice a W + r of micro-batch a. A slice is the i-th images from the
     front and, mirrored, from the back of the batch: mixup mixes each image with its mirror image,
     which then is in the same slice.
+
+    Args:
+        count: The number of images.
+        batch: The number of images in a batch of all processes.
+        share: The share of this process.
+        seed: The seed of the order, which is another one in each epoch.
+        first: The first update.
+        last: The update before which the order ends.
     """
 
     def __init__(
@@ -91,12 +105,14 @@ class Order(Sampler[list[tuple[int, int]]]):
                 yield [(epoch, index) for index in own]
 
 
-def _slice(images: list[int], which: int, size: int) -> list[int]:
+def _slice(images: list[int], number: int, size: int) -> list[int]:
+    """Return the slice of that number: `size` images, half of them from the back if it is even."""
     if size % 2:
-        return images[which * size : (which + 1) * size]
+        return images[number * size : (number + 1) * size]
+
     half = size // 2
-    end = len(images) - which * (size // 2)
-    return images[which * half : (which + 1) * half] + images[end - half : end]
+    end = len(images) - number * half
+    return images[number * half : (number + 1) * half] + images[end - half : end]
 
 
 def key(*parts: object) -> int:
@@ -106,12 +122,14 @@ def key(*parts: object) -> int:
 
 @contextmanager
 def drawn_by(*parts: object) -> Iterator[None]:
-    """Let Python's, numpy's and torch's (CPU) random numbers be a function of `parts`; restored
-    afterwards.
+    """Let the random numbers of Python, numpy and torch (CPU) be a function of `parts`.
+
+    Their states are restored afterwards.
     """
-    python = random.getstate()
-    arrays = np.random.get_state()
-    torchs = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+
     seed = key(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -119,14 +137,18 @@ def drawn_by(*parts: object) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(torchs)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 class Seeded(Dataset[Example]):
-    """Images by (epoch, index), augmented by random numbers that are a function of seed, epoch and
-    index.
+    """Images by (epoch, index), augmented at random by a function of seed, epoch and index.
+
+    Args:
+        images: The images with their labels, by row.
+        rows: The rows that take part; an index counts them.
+        seed: The seed of the augmentation.
     """
 
     def __init__(self, images: Any, rows: Sequence[int], seed: int) -> None:
@@ -137,17 +159,25 @@ class Seeded(Dataset[Example]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, at: tuple[int, int]) -> Example:
-        epoch, index = at
+    def __getitem__(self, position: tuple[int, int]) -> Example:
+        epoch, index = position
         with drawn_by(self.seed, "image", epoch, index):
             return self.images[self.rows[index]]
 
 
 class TrainingImages:
-    """The training images of a recipe; `model` is the network's record (`datasets.image_record`).
+    """The training images of a recipe.
 
-    Raises SourceError: nothing there, no images, other classes than the network's, or a dataset
-    that streams.
+    Args:
+        model: The record of how the network takes images (`datasets.image_record`).
+        data: The recipe's part on images.
+        seed: The seed of their order and augmentation.
+        labelled: Whether the labels are read.
+
+    Raises:
+        SourceError: There are no images, or of other classes than the network's, or the dataset
+            streams.
+        OptionError: A batch has more images than there are.
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
@@ -173,7 +203,14 @@ class TrainingImages:
     def batches(
         self, share: Share, first: int, last: int, *, pin: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of this process, from update `first` to before `last`."""
+        """Yield the micro-batches of this process: images (N, C, H, W) and labels (N,).
+
+        Args:
+            share: The share of this process.
+            first: The first update.
+            last: The update before which the batches end.
+            pin: Whether the batches lie in memory from which a GPU copies without waiting.
+        """
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
             self.images,
@@ -190,45 +227,64 @@ class TrainingImages:
 def validation(
     model: Body, data: DataPart, share: Share, seed: int, *, batch: int
 ) -> datasets.Loader | None:
-    """Return this process's share of the validation images, or None where there are none; or raises
-    SourceError.
+    """Return this process's share of the validation images, or None where there are none.
+
+    Args:
+        model: The record of how the network takes images (`datasets.image_record`).
+        data: The recipe's part on images.
+        share: The share of this process.
+        seed: The seed by which the images are drawn, where the recipe takes some of them.
+        batch: The number of images in a batch.
+
+    Raises:
+        SourceError: They cannot be read, stream, or are fewer than the processes.
     """
     place = places(data)[1]
     if place is None:
         return None
-    samples = data.validation_samples
+
     loader = datasets.make_loader(
-        model, place, batch_size=batch, workers=data.workers, samples=samples, seed=seed
+        model,
+        place,
+        batch_size=batch,
+        workers=data.workers,
+        samples=data.validation_samples,
+        seed=seed,
     )
     if isinstance(loader.batches.dataset, IterableDataset):
         raise SourceError(f"{place} streams", "validation needs a dataset with a length")
     count = loader.count or 0
     if count < share.world:
         raise SourceError(f"{place} has {count} images", f"{share.world} processes validate")
+
     loader = loader.only(range(share.rank, count, share.world))
     loader.batches.worker_init_fn = ignore_sigterm
     return loader
 
 
 def ignore_sigterm(worker: int) -> None:
-    """Ignore SIGTERM in a loader's process: schedulers send it to all processes, and the run still
-    needs this one.
+    """Ignore SIGTERM in a loader's process.
+
+    Schedulers send it to all processes, and the run still needs this one to end its epoch.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def places(data: DataPart) -> tuple[str, str | None]:
-    """Return where the training and the validation images are (as `data.make_loader` takes them).
+    """Return where the training and the validation images are, as `datasets.make_loader` takes it.
 
-    Raises SourceError: the recipe names no images.
+    There may be no validation images. Raises SourceError: the recipe names no images at all.
     """
     if data.root is None:
         remedy = "Give --data PATH, or data.root in the recipe: the folder of the images"
         raise SourceError("no images to train on", remedy=remedy)
+
     root = Path(data.root)
     if not root.exists():
-        parts = data.root.partition("/")[0].lower() in datasets.PREFIXES
-        return data.root, data.validation or (data.root if parts else None)
+        # A dataset that another package names has its parts by itself.
+        has_parts = data.root.partition("/")[0].lower() in datasets.PREFIXES
+        return data.root, data.validation or (data.root if has_parts else None)
+
     training = datasets.part_named(root, datasets.TRAIN) or root
     beside = training.parent if training.name.partition(".")[0] in datasets.TRAIN else root
     validated = data.validation or datasets.part_named(beside, datasets.VALIDATION)
@@ -244,26 +300,29 @@ def require_validation(data: DataPart) -> None:
 def image_notes(
     data: DataPart, training: TrainingImages, checked: datasets.Loader | None
 ) -> list[str]:
-    """List notes: the images of training and validation, where the recipe leaves that open, and how
-    labels are read.
+    """List what the user should know of the images: which were taken, and how labels are read.
+
+    Args:
+        data: The recipe's part on images.
+        training: The training images.
+        checked: The validation images, if there are any.
     """
     place, validated = places(data)
-    taken = (
-        []
-        if place == data.root
-        else [f"training images of {place}, validation images of {validated}"]
-    )
+    notes: list[str] = []
+    if place != data.root:
+        notes.append(f"training images of {place}, validation images of {validated}")
+    notes += training.notes
     if checked is None:
-        what = (
+        notes.append(
             "there are no validation images: top-1 is not measured, and best/ is the network with"
-            " the lowest loss"
+            f" the lowest loss. {_GIVE}"
         )
-        return [*taken, *training.notes, f"{what}. {_GIVE}"]
-    return list(dict.fromkeys([*taken, *training.notes, *checked.notes]))
+        return notes
+    return list(dict.fromkeys([*notes, *checked.notes]))
 
 
 def _digest(images: datasets.LabelledImages) -> str:
-    """Return the SHA-256 of all images' names, where they are files, else of their number.
+    """Return the SHA-256 of the number of images, and of their names where they are files.
 
     A Hugging Face dataset has names, too, but reading them reads all images.
     """
@@ -276,13 +335,19 @@ def _digest(images: datasets.LabelledImages) -> str:
 
 
 def transform(model: Body, augment: Augment) -> transforms.Compose:
-    """timm's training transform for the network; without `scale`, images are padded and cropped, or
-    whole.
+    """Return timm's training transform for the network.
+
+    Without `augment.scale` an image is resized whole, then padded and cropped if that is asked for.
+
+    Args:
+        model: The record of how the network takes images (`datasets.image_record`).
+        augment: The recipe's part on augmentation.
     """
     size = tuple(model["input_size"][1:])
     interpolation = model.get("interpolation", "bilinear")
-    make: Any = transforms_imagenet_train
-    primary, secondary, last = make(
+    # timm's types do not know that a size may be a pair, and that the parts come separately.
+    make_transforms: Any = transforms_imagenet_train
+    primary, secondary, last = make_transforms(
         img_size=size,
         scale=augment.scale,
         hflip=augment.hflip,
@@ -295,6 +360,7 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         std=model["std"],
         interpolation=interpolation,
     )
+
     if augment.scale is None:
         whole: list[Callable[[Image.Image], Image.Image]] = [
             transforms.Resize(size, InterpolationMode(interpolation))

@@ -1,10 +1,9 @@
-"""Where each target ends: short trials with equal updates and the source as teacher, the better
-half going on.
+"""Where each target ends: short trials with equal updates, of which the better half goes on.
 
-All trials follow one recipe, which `finetune` takes too, with labels and the teacher's answers in
-equal parts, and see the same images in the same order. The first round tries every target at three
-learning rates. Then the better half of the targets begins again, each at its best rate, for more
-updates, until two have done so. Rounds share the time alike.
+All trials follow one recipe, which `finetune` takes too. Labels and the answers of the source as
+teacher count alike, and all trials see the same images in the same order. The first round tries
+every target at three learning rates. Then the better half of the targets begins again, each at its
+best rate, for more updates, until two have done so. Each round has the same share of the time.
 
 Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
 """
@@ -49,8 +48,16 @@ _PLANNED = 0.8
 
 @dataclass(frozen=True, eq=False)
 class TargetTrial:
-    """Where a target ended: top-1 in percent at once and after training, loss and answers, on
-    held-out images.
+    """Where a target ended, measured on held-out images.
+
+    Args:
+        advice: The target, and why it is advised.
+        lr: The learning rate.
+        updates: The number of updates.
+        at_once: The accuracy before training, in percent.
+        after: The accuracy after training, in percent.
+        loss: The mean cross-entropy after training.
+        answers: The class of each image after training, (N,).
     """
 
     advice: Advice
@@ -62,15 +69,22 @@ class TargetTrial:
     answers: Tensor
 
     def record(self, best: "TargetTrial") -> Body:
-        """Return plain values; `level`: the best is ahead by no more than a deviation of where the
-        two differ.
+        """Return plain values of the trial.
+
+        `level` says that the best trial is not known to be better: of the images on which the two
+        differ, it is right on more by no more than one standard deviation.
         """
         differing = int((self.answers != best.answers).sum())
-        is_level = (best.after - self.after) / 100 * len(self.answers) <= math.sqrt(differing)
-        values = {
-            name: value for name, value in vars(self).items() if name not in ("advice", "answers")
+        more_right = (best.after - self.after) / 100 * len(self.answers)
+        return {
+            "target": self.advice.target,
+            "lr": self.lr,
+            "updates": self.updates,
+            "at_once": self.at_once,
+            "after": self.after,
+            "loss": self.loss,
+            "level": more_right <= math.sqrt(differing),
         }
-        return {"target": self.advice.target, **values, "level": is_level}
 
 
 def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
@@ -86,14 +100,21 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
 
 
 class Trials:
-    """Trials on images of which some are held out: the validation part, or half of all, at most
-    500.
+    """Trials on labelled images, some of which are held out.
+
+    Held out are the images of the validation part, or half of all where there is none, at most 500.
 
     Args:
-        minutes: how long all may take.
-        progress: called now and then with the seconds that are over, and all.
+        source: The network before it is converted, which teaches.
+        data: Where the images are.
+        batch_size: The number of images in a batch.
+        minutes: How long all trials may take.
+        device: One of auto, cpu, cuda and mps.
+        progress: A function that is called now and then with the seconds that are over, and all.
 
-    Raises NormswapError: no images of the network's classes, too few of them, or no such device.
+    Raises:
+        NormswapError: There are no images of the network's classes, or too few of them, or there is
+            no such device.
     """
 
     def __init__(
@@ -113,10 +134,12 @@ class Trials:
         self.progress = progress
         self.begun = time.monotonic()
         self.device = device
-        images_of_recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"]).data
-        self.images, self.to_fit, self.held_out = self._split(
-            images_of_recipe.model_copy(update={"root": data})
-        )
+
+        recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"])
+        images = recipe.data.model_copy(update={"root": data})
+        self.images, self.to_fit, self.held_out = self._split(images)
+
+        # The network of each target, and its accuracy before training.
         self.networks: dict[str, tuple[Network, float]] = {}
         self.trials: list[TargetTrial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
@@ -124,9 +147,7 @@ class Trials:
         self.evaluating = 0.0
 
     def _split(self, data: Data) -> tuple[TrainingImages, Loader, Loader]:
-        """The training images, some of them to fit values to, and the held-out ones, which are
-        others.
-        """
+        """Return training images, up to 100 of them to fit values to, and held-out images."""
         record = image_record(self.source.module)
         place, validated = places(data)
         training = make_loader(record, place, split="train", workers=0)
@@ -137,22 +158,30 @@ class Trials:
             measured = drawn_rows(len(rows), min(len(rows) // 2, _MOST_HELD_OUT), 0)
             held_out = training.only(measured)
             rows = sorted({*rows}.difference(measured))
+
         fewest = max(self.batch_size, 2)
         if len(rows) < fewest or (held_out.count or 0) < _FEWEST_HELD_OUT:
-            what = (
+            raise OptionError(
                 f"{data.root} gives {len(rows)} images to train on, and {held_out.count} others to"
-                " measure on"
+                " measure on",
+                f"trials need {fewest} and {_FEWEST_HELD_OUT}",
+                f"Give more images, or a lower {spelled('batch_size')}",
             )
-            why = f"trials need {fewest} and {_FEWEST_HELD_OUT}"
-            raise OptionError(what, why, f"Give more images, or a lower {spelled('batch_size')}")
+
         images = TrainingImages(record, data, 0, labelled=True)
         images.images.rows = rows
-        return images, training.only([rows[i] for i in drawn_rows(len(rows), 100, 0)]), held_out
+        to_fit = training.only([rows[index] for index in drawn_rows(len(rows), 100, 0)])
+        return images, to_fit, held_out
 
     @torch.random.fork_rng(devices=[])
     def run(self, possible: Sequence[Advice]) -> list[TargetTrial]:
-        """Return where each target has ended, the best first; raises OptionError: the minutes are
-        too few.
+        """Return where each target has ended, the best first.
+
+        Args:
+            possible: The targets.
+
+        Raises:
+            OptionError: The minutes are too few.
         """
         usual = recipe_files.load_recipe(RECIPE).optim.lr
         updates = _FEWEST_UPDATES - 1
@@ -160,15 +189,17 @@ class Trials:
         for few in (1, 2):
             self._trial(possible[0], usual, few)
         self.trials.clear()
+
         entries = [(advice, usual * factor) for advice in possible for factor in _RATES]
         rounds = max(2, math.ceil(math.log2(len(possible))))
         standings: list[TargetTrial] = []
         for number in range(rounds):
             seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
-            before = updates
+            former_updates = updates
             updates = int((seconds / len(entries) - self.evaluating) / self.updating)
-            if updates <= before:
+            if updates <= former_updates:
                 break
+
             ended = [self._trial(advice, rate, updates) for advice, rate in entries]
             # Few images tell losses apart where they do not tell top-1.
             ended.sort(key=lambda trial: (math.isnan(trial.loss), trial.loss))
@@ -178,18 +209,21 @@ class Trials:
             standings = list(best.values())
             better = max(2, math.ceil(len(possible) / 2 ** (number + 1)))
             entries = [(trial.advice, trial.lr) for trial in standings[:better]]
+
         if not standings:
-            needed = (
-                rounds * len(entries) * (_FEWEST_UPDATES * self.updating + self.evaluating)
-                + self.seconds()
-            )
-            why = (
-                f"an update takes {self.updating:.2g} s, and each of {len(entries)} trials"
-                f" {_FEWEST_UPDATES} or more"
-            )
-            remedy = f"Give {spelled('minutes', math.ceil(needed / _PLANNED / 6) / 10)} or more"
-            raise OptionError(f"{spelled('minutes', self.minutes)} is too short", why, remedy)
+            raise self._too_short(len(entries), rounds)
         return standings
+
+    def _too_short(self, trials: int, rounds: int) -> OptionError:
+        a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
+        needed = rounds * trials * a_trial + self.seconds()
+        minutes = math.ceil(needed / _PLANNED / 6) / 10
+        return OptionError(
+            f"{spelled('minutes', self.minutes)} is too short",
+            f"an update takes {self.updating:.2g} s, and each of {trials} trials"
+            f" {_FEWEST_UPDATES} or more",
+            f"Give {spelled('minutes', minutes)} or more",
+        )
 
     def seconds(self) -> float:
         """Return how long it has taken so far, and show it."""
@@ -198,7 +232,10 @@ class Trials:
         return seconds
 
     def _trial(self, advice: Advice, lr: float, updates: int) -> TargetTrial:
-        """Train a target from its beginning; what it keeps at once is measured the first time."""
+        """Train a target from its beginning, and return where it ended.
+
+        The first time the network is converted, and measured before it is trained.
+        """
         if advice.target not in self.networks:
             network = self.source
             options = dict[str, Any](advice.options)
@@ -208,18 +245,27 @@ class Trials:
                     network, advice.scheme, calibrate=images, **options
                 ).network
             self.networks[advice.target] = network, self._classified(network.module)[0].top1
+
         network, at_once = self.networks[advice.target]
         measured, answers = self._classified(self._updated(advice, network, lr, updates))
-        self.trials.append(
-            TargetTrial(advice, lr, updates, at_once, measured.top1, measured.loss, answers)
+        trial = TargetTrial(
+            advice=advice,
+            lr=lr,
+            updates=updates,
+            at_once=at_once,
+            after=measured.top1,
+            loss=measured.loss,
+            answers=answers,
         )
-        return self.trials[-1]
+        self.trials.append(trial)
+        return trial
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
-        """A copy of the network after so many updates, of which the first tenth warms up."""
+        """Return a copy of the network after so many updates, of which the first tenth warms up."""
         epochs = updates / (len(self.images.images) // self.batch_size)
         words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
+
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
         # A teacher that is another module than the network is no earlier source of it.
         subject = assembly.Subject(network, copy.deepcopy(self.source.module))
@@ -227,6 +273,7 @@ class Trials:
         # Nothing is written to its folder.
         loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
         batches = self.images.batches(task.share, 0, updates)
+
         start = time.monotonic()
         while loop.at.update < updates:
             loop.update(batches)
