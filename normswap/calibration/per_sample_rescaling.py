@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from normswap.calibration.channel_values import dead_leaves, image_moments, observed
 from normswap.calibration.checked_batches import first_images
 from normswap.layers import affine
-from normswap.layers.per_sample import before, last, match, move, moved
+from normswap.layers.per_sample import (
+    follow_rescaling,
+    rescale_output,
+    rescaling_layer,
+    set_average_map,
+    without_lead,
+)
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
 
@@ -61,7 +67,7 @@ def choose_rescaling(
     """
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
-    norms = {path: last(target.get_submodule(path)) for path in args}
+    norms = {path: without_lead(target.get_submodule(path)) for path in args}
     inputs: dict[str, NormInputs] = {}
     for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
         for path, moments in observed(target, norms, images, image_moments).items():
@@ -76,9 +82,10 @@ def choose_rescaling(
         scale = scale.to(norm.weight.device)
         shift = -scale * norm.running_mean.double()
         for network in (target, result):
-            move(before(network, path, holders), scale, shift)
-        moved(norm, scale, shift)
-        match(last(result.get_submodule(path)), affine.read(norm), *affine.statistics(norm))
+            rescale_output(rescaling_layer(network, path, holders), scale, shift)
+        follow_rescaling(norm, scale, shift)
+        stand_in = without_lead(result.get_submodule(path))
+        set_average_map(stand_in, affine.read_map(norm), *affine.statistics(norm))
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
@@ -125,7 +132,7 @@ class NormInputs:
         Every channel is scaled to its running variance: the network was not trained on dead leaves,
         and a channel that is nearly constant on them would dominate its group on other images.
         """
-        effect = affine.read(norm)[0].square()
+        effect = affine.read_map(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre

@@ -65,7 +65,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     """The inputs (N, C, p, taps) of places of the output (indices on the CPU); the padding's zeros
     are not written.
     """
-    maps, padding = own_forwards.read(conv, x)
+    maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]
     flat = torch.zeros(1, dtype=torch.long)
     inside = torch.ones(1, dtype=torch.bool)

@@ -211,7 +211,7 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         elif module is None or len(inputs(user)) != 1:
             break
         elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
-            factor, _ = affine.read(module)
+            factor, _ = affine.read_map(module)
             scale = scale.to(factor) * factor
         elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (
             arms or not normalizes(module)
@@ -244,7 +244,7 @@ class Place:
 
 def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
     groups = getattr(module, "groups", 1)
-    weight = standardized.computed(source).detach()
+    weight = standardized.effective_weight(source).detach()
     units = torch.ones(groups, 1, 1).to(weight)
     zero_sum = None
     if factors is not None:
@@ -261,7 +261,7 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
         )
         folds.add(x if factors is None else x / units, y)
     fit = regress(folds, prior, zero_sum=zero_sum)
-    standardized.compute(module, (fit.weight / units).reshape(weight.shape))
+    standardized.set_effective_weight(module, (fit.weight / units).reshape(weight.shape))
     if module.bias is not None:
         module.bias.copy_(fit.bias.flatten())
 
@@ -278,7 +278,7 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     """Set gamma and beta per channel by the least-squares line from the normalized input to the
     source's output.
     """
-    s, t = affine.read(source)
+    s, t = affine.read_map(source)
     generator = torch.Generator().manual_seed(place.seed)
     line = ChannelLine(len(s), s.device)
     for theirs, ours, before, after in place.batches():

@@ -112,7 +112,7 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:
         x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
-        scale, shift = (value.to(x) for value in affine.read(norm, unit_gamma=True))
+        scale, shift = (value.to(x) for value in affine.read_map(norm, unit_gamma=True))
         variance, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
         kept_deviation = affine.statistics(norm)[1].to(variance).sqrt() * scale
         deviation_error = (variance * scale.square() + 1e-12).sqrt() - kept_deviation

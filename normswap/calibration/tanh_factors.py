@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normswap.calibration.channel_values import dead_leaves, observed
 from normswap.calibration.checked_batches import first_images
 from normswap.layers.dynamic_tanh import gain, gains
-from normswap.layers.per_sample import before, last, move
+from normswap.layers.per_sample import rescale_output, rescaling_layer, without_lead
 from normswap.models.calling import Example
 from normswap.plan import Step
 
@@ -40,7 +40,7 @@ def choose_factors(
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
-    layers = {path: last(target.get_submodule(path)) for path in alphas}
+    layers = {path: without_lead(target.get_submodule(path)) for path in alphas}
     generator = torch.Generator().manual_seed(0)
 
     def some_values(_: nn.Module, x: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def choose_factors(
     for path, x in values.items():
         alpha = alphas[path]
         straight = layers[path]
-        bent = last(result.get_submodule(path))
+        bent = without_lead(result.get_submodule(path))
         factor = factors(x, alpha).double().to(straight.weight.device)
         for network in (target, result):
-            move(before(network, path, holders), factor)
+            rescale_output(rescaling_layer(network, path, holders), factor)
         straight.weight.copy_(straight.weight.double() / factor)
         bent.weight.copy_(bent.weight.double() * gains(alpha, factor) / gain(alpha))
 

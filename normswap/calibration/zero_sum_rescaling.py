@@ -26,7 +26,7 @@ from normswap.folding.channel_factors import FIXED, Channels, Reach, scale
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.layers import reparametrized
-from normswap.layers.standardized import STANDARDIZED, computed
+from normswap.layers.standardized import STANDARDIZED, effective_weight
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
 
@@ -197,7 +197,7 @@ class _Moments:
         level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
         # The fewer rows, the more of their correlation may be chance.
         spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
-        sums = computed(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
+        sums = effective_weight(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(spread))
         lost = (sums.transpose(1, 2) @ sums).float().cpu()

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import inputs, is_add
 from normswap.layers import affine, reparametrized
-from normswap.layers.merged import offsets
+from normswap.layers.merged import tap_offsets
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
 
@@ -191,7 +191,7 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
         return None
 
     def taps(arm: _Arm) -> int:
-        sides = offsets(cast(_ConvNd, modules[str(arm.path)]))
+        sides = tap_offsets(cast(_ConvNd, modules[str(arm.path)]))
         return math.prod(len(side) for side in sides)
 
     main = max(candidates, key=taps)
@@ -221,12 +221,12 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
         main: The convolution that stays.
         other: A convolution, or a scale per channel; None for the input itself.
     """
-    taps = offsets(main)
+    taps = tap_offsets(main)
     if isinstance(other, _ConvNd):
         alike = all(getattr(main, name) == getattr(other, name) for name in _SAME)
         if not (_is_plain(other) and alike and type(main).forward is type(other).forward):
             return False
-        pairs = zip(taps, offsets(other), strict=True)
+        pairs = zip(taps, tap_offsets(other), strict=True)
         return all(_holds(main_side, side) for main_side, side in pairs)
 
     square = main.in_channels == main.out_channels and set(main.stride) == {1}

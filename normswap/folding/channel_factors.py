@@ -262,7 +262,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))
-        weight = standardized.computed(module).double()
+        weight = standardized.effective_weight(module).double()
         out_factors = factors[layer.writes]
 
         # A group of filters reads its own share of the input channels.
@@ -272,7 +272,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
 
         kernel_ones = [1] * (weight.ndim - 2)
         weight = weight * out_factors.view(-1, 1, *kernel_ones)
-        standardized.compute(module, weight * in_factors.view(*in_factors.shape, *kernel_ones))
+        standardized.set_effective_weight(module, weight * in_factors.view(*in_factors.shape, *kernel_ones))
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out_factors)
 

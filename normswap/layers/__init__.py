@@ -1,3 +1,1 @@
-"""Layers that a plan can put into a network, and what norms and reparametrized weights of others
-compute.
-"""
+"""The layers that a plan can place, and what is known of the layers of other libraries."""

@@ -1,6 +1,4 @@
-"""Which modules and functions are activations, and which of them a positive factor passes: ReLU,
-LeakyReLU.
-"""
+"""Which modules and functions are activations, and which of them commute with a positive factor."""
 
 import torch
 import torch.nn.functional as F
@@ -17,40 +15,43 @@ _DROPOUTS = (
 )
 _IDENTITIES = (nn.Identity, *_DROPOUTS)
 _RELUS = (nn.ReLU, nn.LeakyReLU)
-# What a graph calls them: functions, and names of methods.
+# A graph calls an activation as a function, or by the name of a tensor's method.
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 HOMOGENEOUS_FUNCTIONS = (*RELU_FUNCTIONS, F.leaky_relu)
-_MODULES = ("torch.nn.modules.activation", "timm.layers.activations")
-_NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish"}
+_ACTIVATION_FILES = ("torch.nn.modules.activation", "timm.layers.activations")
+_FUNCTION_NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish"}
 
 
 def keeps_forward(module: object, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a module is of one of these classes and has the forward of that class."""
+    """Whether a module is an instance of one of `kinds` and still runs that class's forward."""
     if "forward" in getattr(module, "__dict__", {}):
         return False
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def is_homogeneous(act: nn.Module | None) -> bool:
-    """Whether act(c x) = c act(x) for every c > 0: ReLU, LeakyReLU, identities in eval mode, and
-    sequences of them.
+    """Whether act(c x) = c act(x) for every c > 0 in eval mode.
+
+    This holds for ReLU, LeakyReLU, identities, and sequences of them. None counts as the identity.
     """
-    if act is not None and keeps_forward(act, (nn.Sequential,)):
+    if act is None:
+        return True
+    if keeps_forward(act, (nn.Sequential,)):
         return all(is_homogeneous(layer) for layer in act.children())
-    return act is None or keeps_forward(act, (*_RELUS, *_IDENTITIES))
+    return keeps_forward(act, (*_RELUS, *_IDENTITIES))
 
 
 def is_identity(module: object) -> bool:
-    """Whether a module passes its input on unchanged in eval mode."""
+    """Whether a module returns its input unchanged in eval mode, as dropout does."""
     return keeps_forward(module, _IDENTITIES)
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether the module is one of torch's or timm's activations."""
-    return type(module).__module__.startswith(_MODULES)
+    """Whether the class of a module is one of torch's or timm's activations."""
+    return type(module).__module__.startswith(_ACTIVATION_FILES)
 
 
 def is_activation_call(target: object) -> bool:
-    """Whether a function, or a method of that name, is an activation."""
+    """Whether a function, or a method given by its name, is an activation."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.strip("_") in _NAMES
+    return name.strip("_") in _FUNCTION_NAMES

@@ -1,11 +1,8 @@
-"""What remains of a norm where no weights can absorb it: a shift, or a scale and a shift, per
-channel.
-"""
+"""What remains of a norm that no weight absorbs: a shift, or a scale and shift, per channel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +14,7 @@ from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer, per_cha
 
 
 class ChannelAffine(PlannedLayer, OwnLayer):
-    """y = act(weight * x + bias) per channel: a norm without its statistics, where no convolution
-    can absorb it.
-    """
+    """A norm without its statistics: y = act(weight * x + bias), weight and bias per channel."""
 
     AFFINE = PER_CHANNEL = SCALES = True
     OUTCOME = "affine"
@@ -40,29 +35,39 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(
-        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **_: Any
+        cls, old: nn.Module, *, like: Tensor, mean: Sequence[float] = (), **recorded: object
     ) -> ChannelAffine:
-        """`mean` (C,): a norm is gone, and a scale of 1 and a shift of 0 take its place."""
-        if mean and not (isinstance(old, OwnLayer) and old.PER_CHANNEL):
+        """Return the layer that computes what `old` does, or the identity where a norm is gone.
+
+        Args:
+            old: The norm, or the module that took its place.
+            like: An empty tensor with the dtype and device of the new tensors.
+            mean: The recorded mean (C,) of a norm that stood here and is gone. It gives the number
+                of channels.
+            recorded: What else was recorded of that norm. It is not used.
+        """
+        act = affine.copied_activation(old)
+        has_map = isinstance(old, OwnLayer) and old.PER_CHANNEL
+        if mean and not has_map:
             ones = torch.ones(len(mean)).to(like)
-            return cls(ones, torch.zeros_like(ones), affine.copied_activation(old))
-        scale, shift = affine.read(old)
-        return cls(scale.to(like), shift.to(like), affine.copied_activation(old))
+            return cls(ones, torch.zeros_like(ones), act)
+
+        scale, shift = affine.read_map(old)
+        return cls(scale.to(like), shift.to(like), act)
 
     @classmethod
     def invert(cls, old: nn.Module, now: ChannelAffine, reads: tuple[nn.Module, ...]) -> None:
-        scale, shift = affine.read(old)
-        if torch.equal(scale.to(now.weight), now.weight) and torch.equal(
-            shift.to(now.bias), now.bias
-        ):
+        scale, shift = affine.read_map(old)
+        same_scale = torch.equal(scale.to(now.weight), now.weight)
+        if same_scale and torch.equal(shift.to(now.bias), now.bias):
             return
         affine.set_map(old, now.weight.double(), now.bias.double())
 
 
 class ChannelBias(PlannedLayer, OwnLayer):
-    """y = act(sign * x + bias) per channel: a pre-activation norm without its scale.
+    """A pre-activation norm without its scale: y = act(sign * x + bias), per channel.
 
-    `sign` is a fixed buffer of -1, 0 or 1, present only where some gamma was not positive.
+    `sign` is a fixed buffer of -1, 0 or 1. It is present only where some gamma was not positive.
     """
 
     AFFINE = PER_CHANNEL = True
@@ -90,8 +95,16 @@ class ChannelBias(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, signed: bool) -> ChannelBias:
+        """Return the layer that computes sign * x + t / |s| where the norm `old` is s * x + t.
+
+        Args:
+            old: The norm. The convolution behind it absorbs |s|.
+            like: An empty tensor with the dtype and device of the new tensors.
+            signed: Whether the layer keeps the signs of s.
+        """
         _, sign, shift = affine.split(old, like.dtype)
-        return cls(shift.to(like), sign.to(like) if signed else None, affine.copied_activation(old))
+        kept_sign = sign.to(like) if signed else None
+        return cls(shift.to(like), kept_sign, affine.copied_activation(old))
 
     @classmethod
     def invert(
@@ -99,6 +112,7 @@ class ChannelBias(PlannedLayer, OwnLayer):
     ) -> None:
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
+
         magnitude, _, shift = affine.split(old, now.bias.dtype)
         if not torch.equal(shift.to(now.bias), now.bias):
             affine.set_shift(old, magnitude * now.bias.double())

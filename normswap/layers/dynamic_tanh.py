@@ -1,14 +1,14 @@
-"""Dynamic Tanh in place of BatchNorms: y = gamma tanh(alpha x) + beta (Zhu et al. 2025,
-arXiv:2503.10622).
+"""Dynamic Tanh in place of BatchNorm: y = gamma tanh(alpha x) + beta (Zhu et al. 2025).
 
-One alpha fits all channels if they are standardized: the convolution before absorbs mean and
-deviation, and
+Source: arXiv:2503.10622. One alpha fits all channels if they are standardized, so the convolution
+before the layer absorbs mean and deviation:
 
     x^ = (x - mean) / sqrt(var + eps),   y' = gamma' tanh(alpha x^) + beta,
-    gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2]
+    gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2].
 
-is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A channel with long
-tails may be scaled by f < 1: f x^ in place of x^, and f alpha in place of alpha in gamma'.
+This gamma' is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A channel
+with long tails may be scaled by a factor f < 1: then f x^ takes the place of x^, and f alpha the
+place of alpha in gamma'.
 """
 
 import functools
@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import KINDS, NormKind, Statistics
-from normswap.layers.per_sample import led, rescaled
+from normswap.layers.per_sample import rescaled, with_lead
 from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer, PlannedLayer, per_channel
 
 
 class DynamicTanh(PlannedLayer, OwnLayer):
-    """y = act(weight * tanh(alpha * x) + bias), alpha one number, weight and bias per channel; all
-    of them learn.
-    """
+    """y = act(weight * tanh(alpha * x) + bias), with one alpha; weight and bias are per channel."""
 
     NORMALIZES = True
     ROLES = {"alpha": "tanh_alpha", "weight": GAMMA, "bias": "beta"}
@@ -51,46 +49,51 @@ class DynamicTanh(PlannedLayer, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False
     ) -> nn.Module:
-        """The layer with the norm's gamma and beta, behind its statistics: a `ChannelAffine`
-        (`lead`) or `Whitened`.
+        """Return the layer with gamma' and beta of a BatchNorm.
+
+        Args:
+            old: The BatchNorm.
+            like: An empty tensor with the dtype and device of the new tensors.
+            alpha: The factor inside the tanh.
+            lead: Whether a `ChannelAffine` in front of the layer standardizes its input. Otherwise
+                the convolution before it does (`Whitened`).
         """
-        scale, offset, gamma, beta = _whitening(old)
+        scale, offset, gamma, beta = _standardization(old)
         gamma = gain(alpha) * gamma
         new = cls(gamma.to(like), beta.to(like), alpha, affine.copied_activation(old))
-        return led(scale, offset, new, lead=lead)
+        return with_lead(scale, offset, new, lead=lead)
 
 
 KINDS[DynamicTanh] = NormKind(Statistics.SAMPLE)
 
 
 class Whitened(PlannedLayer):
-    """The convolution before a norm, with the norm's statistics: each channel of mean 0 and
-    deviation 1.
+    """The convolution before a BatchNorm, which absorbs the norm's statistics.
+
+    Each channel of its output has mean 0 and deviation 1.
     """
 
     @classmethod
     def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
-        scale, offset, _, _ = _whitening(norm)
+        scale, offset, _, _ = _standardization(norm)
         return rescaled(old, scale, offset)
 
 
 class Straight(PlannedLayer):
-    """A `DynamicTanh` without the tanh: the BatchNorm less the statistics that are absorbed before
-    it.
-    """
+    """A `DynamicTanh` without the tanh: only gamma and beta of a BatchNorm are left."""
 
     @classmethod
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False
     ) -> nn.Module:
-        scale, offset, gamma, beta = _whitening(old)
+        scale, offset, gamma, beta = _standardization(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
-        return led(scale, offset, new, lead=lead)
+        return with_lead(scale, offset, new, lead=lead)
 
 
 @functools.cache
 def gain(alpha: float) -> float:
-    """E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
+    """Return E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
     u = torch.linspace(-12, 12, 4801, dtype=torch.float64)
     density = (-u.square() / 2).exp()
     bent = (alpha * u).tanh()
@@ -98,15 +101,17 @@ def gain(alpha: float) -> float:
 
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
-    """The gain of each channel whose input is multiplied by a factor."""
-    return torch.tensor(
-        [gain(alpha * factor) for factor in factors.tolist()], dtype=torch.float64
-    ).to(factors)
+    """Return the gain (C,) of each channel whose input is multiplied by a factor, given as (C,)."""
+    by_channel = [gain(alpha * factor) for factor in factors.tolist()]
+    return torch.tensor(by_channel, dtype=torch.float64).to(factors)
 
 
-def _whitening(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale and offset from x to x^, gamma and beta of a BatchNorm, each (C,) float64."""
-    slope, shift = affine.read(norm)
+def _standardization(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (scale, offset, gamma, beta) of a BatchNorm, each (C,) in float64.
+
+    Scale and offset lead from x to x^ = (x - mean) / sqrt(var + eps).
+    """
+    slope, shift = affine.read_map(norm)
     mean, var = affine.statistics(norm)
     std = (var + affine.epsilon(norm)).sqrt()
     return 1 / std, -mean / std, slope * std, shift + slope * mean

@@ -1,10 +1,10 @@
-"""A linear layer that has absorbed its neighbours' affine maps: the algebra of folding, and its
-inverse.
-"""
+"""Folding: a linear layer absorbs the affine maps of its neighbours; and the inverse."""
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,24 @@ from normswap.errors import RefusedError
 from normswap.layers import affine, reparametrized
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class FoldFactors(TypedDict, total=False):
+    """The options of `folded` that concern the layer alone."""
+
+    gain: float
+    in_gain: float
+    bake: bool
+    centred: bool
+
+
+class FoldOptions(FoldFactors, total=False):
+    """The options of `folded`, which every layer that folds hands on."""
+
+    takes: Sequence[Absorption]
 
 
 def folded(
@@ -27,24 +45,32 @@ def folded(
     bake: bool = False,
     centred: bool = False,
 ) -> Linearity:
-    """A copy of `old` with weight W' and bias b', computed in float64.
+    """Return a copy of a linear layer that has absorbed its neighbours, computed in float64.
 
     Args:
-        reads: the modules that are absorbed.
-        takes: how, for each of them (`plan.AbsorbMode`).
-        gain: multiplies the output; `in_gain`: multiplies the input.
-        bake: first make `old` a plain layer (`reparametrized`).
-        centred: at the end subtract the mean over output channels: W' = (I - 11'/C) W, b' = b -
-            mean(b).
+        old: The linear layer or convolution, y = W x + b.
+        reads: The modules that are absorbed.
+        like: An empty tensor of the model's dtype; if that is float64, so is the copy.
+        takes: How each of `reads` is absorbed (`plan.AbsorbMode`).
+        gain: A factor of the output.
+        in_gain: A factor of the input.
+        bake: Whether a weight that is computed at each step is first made a plain one
+            (`reparametrized`).
+        centred: Whether the mean over the output channels is subtracted at the end:
+            W' = (I - 11'/C) W, b' = b - mean(b).
     """
     if next(old.parameters(), None) is None:
         raise TypeError(f"a {type(old).__name__} has no weight to fold into")
-    old_dtype = next(old.parameters()).dtype
-    dtype = like.dtype if like.dtype == torch.float64 else old_dtype
+    dtype = next(old.parameters()).dtype
+    if like.dtype == torch.float64:
+        dtype = like.dtype
     if bake:
         old = reparametrized.plain(old)
+
     weight, restore = _by_group(old, old.weight.detach().to(torch.float64, copy=True))
-    bias = copying.doubled(old.bias, weight.new_zeros(weight.shape[0] * weight.shape[1]))
+    out_channels = weight.shape[0] * weight.shape[1]
+    bias = copying.doubled(old.bias, weight.new_zeros(out_channels))
+
     if in_gain != 1:
         weight *= in_gain
     for module, absorption in zip(reads, takes, strict=True):
@@ -54,43 +80,65 @@ def folded(
     if centred:
         weight -= weight.mean((0, 1), keepdim=True)
         bias = bias - bias.mean()
+
     # A gate's first linear map is only rescaled, so it gets no new bias.
     if not reads and gain == 1 and old.bias is None:
-        return _with(old, restore(weight), None, dtype)
-    return _with(old, restore(weight), bias * gain, dtype)
+        return _with_tensors(old, restore(weight), None, dtype)
+    return _with_tensors(old, restore(weight), bias * gain, dtype)
 
 
 class Folded(PlannedLayer):
-    """It keeps its class and its name."""
+    """A linear layer that has absorbed its neighbours. It keeps its class and its name."""
 
     CASTS = True
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> Linearity:
-        return folded(old, reads, like=like, **how)
+    def replacing(
+        cls,
+        old: Linearity,
+        *reads: nn.Module,
+        like: Tensor,
+        **fold_options: Unpack[FoldOptions],
+    ) -> Linearity:
+        return folded(old, reads, like=like, **fold_options)
 
     @classmethod
     def invert(
-        cls, old: Linearity, now: Linearity, reads: tuple[nn.Module, ...], **how: Any
+        cls,
+        old: Linearity,
+        now: Linearity,
+        reads: tuple[nn.Module, ...],
+        **fold_options: Unpack[FoldOptions],
     ) -> None:
-        takes: Sequence[Absorption] = how.get("takes", ())
-        absorbed = zip(reads, takes, strict=True)
-        after = [
-            (norm, absorption.channels)
-            for norm, absorption in absorbed
+        """Set the weight of `old` and beta of the norm behind it so that folding gives `now`.
+
+        Raises:
+            RefusedError: The layer absorbed two norms behind it, or one before it.
+        """
+        takes = fold_options.get("takes", ())
+        norms_after = [
+            (module, absorption.channels)
+            for module, absorption in zip(reads, takes, strict=True)
             if absorption.way is AbsorbMode.AFTER
         ]
-        if len(after) > 1 or any(absorption.way is AbsorbMode.BEFORE for absorption in takes):
+        takes_before = any(absorption.way is AbsorbMode.BEFORE for absorption in takes)
+        if len(norms_after) > 1 or takes_before:
             raise RefusedError("cannot unfold", "it took in more than one norm")
+
         # Folding a weight of ones gives the factor of each weight.
-        fresh = old.weight.clone()
+        original = old.weight.clone()
         old.weight.fill_(1)
-        factor = folded(copy.deepcopy(old).double(), reads, like=old.weight, **how).weight
+        ones = copy.deepcopy(old).double()
+        factor = folded(ones, reads, like=old.weight, **fold_options).weight
+
+        # A weight whose factor is 0 says nothing about the source: it keeps its original value.
         dead = factor == 0
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
-        old.weight.copy_(torch.where(dead, fresh.double(), weight))
-        for norm, channels in after:
-            scale, shift = (value[channels] for value in affine.read(norm))
+        old.weight.copy_(torch.where(dead, original.double(), weight))
+
+        # Each norm computed t + s b before training, so beta takes up what the new bias adds.
+        for norm, channels in norms_after:
+            scale, shift = (value[channels] for value in affine.read_map(norm))
             offset = scale * copying.doubled(old.bias, torch.zeros_like(scale))
             assert now.bias is not None, "it absorbed a shift"
             if not torch.equal((offset + shift).to(now.bias), now.bias):
@@ -100,25 +148,35 @@ class Folded(PlannedLayer):
 def _absorb(
     weight: Tensor, bias: Tensor, module: nn.Module, absorption: Absorption, dtype: torch.dtype
 ) -> Tensor:
-    """Scale `weight` (groups, out, in, *kernel) by `module`'s map, in place; returns the new bias
-    (groups * out).
+    """Absorb s x + t of a module: scale the weight in place, and return the new bias (O,).
+
+    Args:
+        weight: The weight (groups, O / groups, I / groups, *kernel), in float64.
+        bias: The bias (O,), in float64.
+        module: The neighbour, whose s and t are read.
+        absorption: Whether the neighbour stands before or after the layer, and its channels.
+        dtype: The model's dtype, which limits the magnitudes of `affine.split`.
     """
     groups, out, inner, *kernel = weight.shape
     kernel_ones = (1,) * len(kernel)
+
     if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
         magnitude, _, _ = affine.split(module, dtype)
         weight *= magnitude.reshape(groups, 1, -1, *kernel_ones)
         return bias
-    scale, shift = affine.read(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
+
+    scale, shift = affine.read_map(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
+
+    # Behind the layer: s (W x + b) + t = (s W) x + (s b + t).
     if not absorption.way.precedes:
         scale = scale[absorption.channels]
         shift = shift[absorption.channels]
         weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *kernel_ones)
         return scale * bias + shift
-    scale, shift = (
-        value.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
-        for value in (scale, shift)
-    )
+
+    # Before the layer: W (s x + t) + b = (W s) x + (W t + b).
+    scale = scale.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
+    shift = shift.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
     bias = bias + (weight * shift).flatten(2).sum(2).flatten()
     if absorption.way is AbsorbMode.BEFORE:
         weight *= scale
@@ -126,25 +184,32 @@ def _absorb(
 
 
 def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The weight as (groups, out / groups, in / groups, *kernel), and a function back to its own
-    layout.
+    """Return the weight by group, and a function that brings it back to its own layout.
+
+    By group it is (groups, O / groups, I / groups, *kernel), whatever the class of the layer is.
     """
     groups = getattr(old, "groups", 1)
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    # Transposed convolutions store (in, out / groups, *kernel).
+
+    # Transposed convolutions store (I, O / groups, *kernel).
     if getattr(old, "transposed", False):
         return grouped.transpose(1, 2), lambda w: w.transpose(1, 2).reshape(weight.shape)
     return grouped, lambda w: w.reshape(weight.shape)
 
 
-def _with(old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linearity:
-    grad = old.weight.requires_grad
-    # In the old one's memory format, such as channels_last.
+def _with_tensors(
+    old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Linearity:
+    """Return a copy of a layer with these tensors, which learn if the old ones did."""
+    learns = old.weight.requires_grad
+
+    # The new weight keeps the memory format of the old one, such as channels_last.
     values = torch.empty_like(old.weight, dtype=dtype).copy_(weight)
-    memo: copying.Memo = {id(old.weight): nn.Parameter(values, requires_grad=grad)}
+    memo: copying.Memo = {id(old.weight): nn.Parameter(values, requires_grad=learns)}
     if old.bias is not None and bias is not None:
         memo[id(old.bias)] = nn.Parameter(bias.to(dtype), requires_grad=old.bias.requires_grad)
+
     new = copying.duplicate(old, memo)
     if old.bias is None and bias is not None:
-        new.bias = nn.Parameter(bias.to(dtype), requires_grad=grad)
+        new.bias = nn.Parameter(bias.to(dtype), requires_grad=learns)
     return new.to(dtype)

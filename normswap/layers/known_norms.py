@@ -1,14 +1,13 @@
-"""The known norms: one table, with a record for each class. This file alone decides the kind of a
-norm.
+"""The known norms: one table, with a record for each class. This file alone decides a norm's kind.
 
 `normswap.register_norm` and the entry points `normswap.norms` add rows for other people's classes.
-A subclass counts as its nearest class in the table; it is believed if its `forward` is that
+A subclass counts as its nearest class in the table. It is believed if its `forward` is that
 class's.
 
 Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a forward that
 only casts. A module without children that owns weight, bias, running_mean and running_var, each of
-one number per channel, is believed to be a BatchNorm if in eval mode, in float64, it computes y =
-weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
+one number per channel, is believed to be a BatchNorm if in eval mode, in float64, it computes
+y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
 """
 
 import copy
@@ -31,13 +30,13 @@ from normswap.errors import OptionError
 from normswap.layers.planned_layer import OwnLayer
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-# A function of a module of the registered class.
-Read: TypeAlias = Callable[[Any], Pair]
+# Reads two tensors off a module of the registered class.
+ReadPair: TypeAlias = Callable[[Any], Pair]
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 
 class BatchNorm(Protocol):
-    """The tensors of a norm with population statistics."""
+    """The tensors of a norm with population statistics, each (C,)."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -59,14 +58,15 @@ class NormKind:
     """What is known of a class of norms.
 
     Args:
-        statistics: their source in eval mode.
-        dim: the dimension of its channels: 1, or -1; None where it is not known.
-        centres: it subtracts the mean.
-        activation: it applies its `drop` and `act` to the result.
-        single: it computes in float32 whatever the network's precision is.
-        affine: s and t of y = s * x + t per channel in eval mode, each (C,); None: as its class
-            says.
-        moments: mean and variance per channel, (C,), of its input; None: its running statistics.
+        statistics: Where the norm takes its statistics from in eval mode.
+        dim: The dimension of the channels: 1 or -1, or None where it is not known.
+        centres: Whether the norm subtracts the mean.
+        activation: Whether the norm applies its `drop` and `act` to the result.
+        single: Whether the norm computes in float32 whatever the network's precision is.
+        affine: Returns s and t, each (C,), of y = s * x + t in eval mode. With None the norm is
+            read as its class says.
+        moments: Returns mean and variance per channel, each (C,), of the norm's input. With None
+            they are its running statistics.
     """
 
     statistics: Statistics
@@ -74,15 +74,16 @@ class NormKind:
     centres: bool = True
     activation: bool = False
     single: bool = False
-    affine: Read | None = None
-    moments: Read | None = None
+    affine: ReadPair | None = None
+    moments: ReadPair | None = None
 
 
 _BATCH = NormKind(Statistics.POPULATION)
 _BATCH_ACT = NormKind(Statistics.POPULATION, activation=True)
 _SAMPLE = NormKind(Statistics.SAMPLE)
 _SAMPLE_ACT = NormKind(Statistics.SAMPLE, activation=True)
-# The record of a LayerNorm over the channels in a dimension, or (`centres=False`) of an RMSNorm.
+# Makes the record of a LayerNorm over the channels in a dimension, or (`centres=False`) of an
+# RMSNorm.
 at_each_position = partial(NormKind, Statistics.POSITION)
 KINDS: dict[type[nn.Module], NormKind] = {
     _BatchNorm: _BATCH,
@@ -118,9 +119,10 @@ KINDS: dict[type[nn.Module], NormKind] = {
 }
 _REGISTERED: dict[type[nn.Module], NormKind] = {}
 _TENSORS = {"weight", "bias", "running_mean", "running_var"}
-_USUAL = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
-# A norm is tried on maps, series and volumes.
-_SHAPES = ((2, 3, 4), (3, 5), (2, 3, 2, 4))
+_EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
+_USUAL_EPS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
+# A norm is tried on maps, series and volumes of these sizes, after (N, C).
+_PROBE_SIZES = ((3, 4), (5,), (3, 2, 4))
 # Layers are tried on values of both scales: a clamp bends large ones only.
 SCALES = (1, 1000)
 
@@ -128,25 +130,27 @@ SCALES = (1, 1000)
 def register_norm(
     kind: NormClass,
     *,
-    affine: Read | None = None,
-    statistics: Read | None = None,
+    affine: ReadPair | None = None,
+    statistics: ReadPair | None = None,
     per_sample: bool = False,
 ) -> NormClass:
-    """Vouch for a class of norms of your own. Returns the class, so that this can decorate it.
+    """Vouch for a norm class of your own. Returns the class, so that this can decorate it.
 
     Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what
     BatchNorm computes.
 
     Args:
-        kind: the class itself; a subclass of it is not meant.
-        affine: it computes y = s * x + t per channel in eval mode, and `affine(module)` gives s and
-            t, each (C,).
-        statistics: `statistics(module)` gives mean and variance per channel of what it reads, each
-            (C,), as they were in training; another norm can then take its place. A subclass of
-            BatchNorm has them.
-        per_sample: it normalizes by statistics of each sample, over channels in dimension 1.
+        kind: The class itself. Its subclasses are not registered with it.
+        affine: A function of a module of this class that returns s and t, each (C,), of
+            y = s * x + t per channel, which the module computes in eval mode.
+        statistics: A function of a module of this class that returns mean and variance per channel,
+            each (C,), of its input during training. With them another norm can take its place. A
+            subclass of BatchNorm needs no such function.
+        per_sample: Whether the class normalizes each sample by its own statistics, over channels in
+            dimension 1.
 
-    Raises OptionError: options that exclude each other, or none for a class that is no BatchNorm.
+    Raises:
+        OptionError: Two options exclude each other, or a class that is no BatchNorm has no option.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise OptionError(f"a class of norms is wanted, not {kind!r:.80}")
@@ -157,6 +161,7 @@ def register_norm(
     if affine is None and not per_sample and not issubclass(kind, _BatchNorm):
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
+
     source = Statistics.SAMPLE if per_sample else Statistics.NONE
     if statistics is not None or issubclass(kind, _BatchNorm):
         source = Statistics.POPULATION
@@ -165,11 +170,12 @@ def register_norm(
 
 
 def kind_of(module: nn.Module) -> NormKind | None:
-    """The record of the norm that `module` is; None if it is no norm."""
+    """Return the record of the norm that a module is, or None if it is no norm."""
     registered = _registered(module)
     if registered is not None:
         return registered
-    nearest = _nearest(type(module))
+
+    nearest = _nearest_class(type(module))
     if nearest is not None:
         return KINDS[nearest]
     if isinstance(module, OwnLayer) or not has_the_tensors(module):
@@ -181,9 +187,9 @@ def is_believed(module: nn.Module) -> bool:
     """Whether a norm computes what its record says: its forward is one that a person has read."""
     if "forward" in vars(module):
         return False
-    nearest = _nearest(type(module))
-    read = nearest is not None and type(module).forward is nearest.forward
-    return read or isinstance(module, OwnLayer) or _registered(module) is not None
+    nearest = _nearest_class(type(module))
+    has_known_forward = nearest is not None and type(module).forward is nearest.forward
+    return has_known_forward or isinstance(module, OwnLayer) or _registered(module) is not None
 
 
 def _registered(module: nn.Module) -> NormKind | None:
@@ -193,17 +199,18 @@ def _registered(module: nn.Module) -> NormKind | None:
     return _REGISTERED.get(type(module))
 
 
-def _nearest(kind: type[nn.Module]) -> type[nn.Module] | None:
+def _nearest_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     classes: Sequence[type] = kind.__mro__
     return next((base for base in classes if base in KINDS), None)
 
 
 def has_the_tensors(module: nn.Module) -> bool:
-    """Whether the module looks like a BatchNorm, by what it owns."""
+    """Whether a module owns a BatchNorm's four tensors, each of one number per channel."""
     if isinstance(module, torch.jit.ScriptModule) or module._modules:
         return False
     if not module._buffers.keys() >= {"running_mean", "running_var"}:
         return False
+
     tensors = {**module._parameters, **module._buffers}
     shapes = {getattr(tensors.get(name), "shape", ()) for name in _TENSORS}
     return len(shapes) == 1 and all(len(shape) == 1 for shape in shapes)
@@ -211,43 +218,52 @@ def has_the_tensors(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def measured_eps(module: nn.Module) -> float | None:
-    """The eps with which the module computes what its tensors say; None where it computes anything
-    else.
+    """Return the eps with which a module computes what BatchNorm does with its four tensors.
+
+    It is the module's own eps or a usual one. None says that the module computes anything else.
     """
     if not has_the_tensors(module):
         return None
+    # A foreign class may refuse to be copied.
     try:
         norm: Any = copy.deepcopy(module).double().eval()
     except Exception:
         return None
-    named = (getattr(module, name, None) for name in ("eps", "epsilon", "variance_epsilon"))
-    tried = dict.fromkeys([*(value for value in named if isinstance(value, float)), *_USUAL])
+
     generator = torch.Generator().manual_seed(0)
-    for positions in _SHAPES:
-        x = torch.randn(
-            2, norm.weight.numel(), *positions[1:], generator=generator, dtype=torch.float64
-        )
+    for sizes in _PROBE_SIZES:
+        x = torch.randn(2, norm.weight.numel(), *sizes, generator=generator, dtype=torch.float64)
+        # A norm may refuse inputs with another number of dimensions than its own.
         try:
-            pairs = [(scale * x, norm(scale * x)) for scale in SCALES]
+            probes = [(scale * x, norm(scale * x)) for scale in SCALES]
         except Exception:
             continue
-        return next(
-            (value for value in tried if all(_computes(norm, *pair, value) for pair in pairs)), None
-        )
+
+        for eps in _eps_candidates(module):
+            if all(_is_batchnorm_output(norm, x, y, eps) for x, y in probes):
+                return eps
+        return None
     return None
 
 
-def _computes(norm: Any, x: Tensor, y: object, eps: float) -> bool:
-    per = (1, -1, *(1,) * (x.ndim - 2))
-    scale = norm.weight * torch.rsqrt(norm.running_var + eps)
-    expected = x * scale.view(per) + (norm.bias - norm.running_mean * scale).view(per)
-    return is_near(y, expected)
+def _eps_candidates(module: nn.Module) -> list[float]:
+    """Return the eps that a module states under a usual name, then the usual values."""
+    stated = [getattr(module, name, None) for name in _EPS_NAMES]
+    own = [value for value in stated if isinstance(value, float)]
+    return list(dict.fromkeys([*own, *_USUAL_EPS]))
+
+
+def _is_batchnorm_output(norm: nn.Module, x: Tensor, y: object, eps: float) -> bool:
+    """Whether y is what a BatchNorm with the tensors of `norm` computes of x (N, C, ...)."""
+    tensors: Any = norm
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    scale = tensors.weight * torch.rsqrt(tensors.running_var + eps)
+    shift = tensors.bias - tensors.running_mean * scale
+    return is_near(y, x * scale.view(shape) + shift.view(shape))
 
 
 def is_near(y: object, expected: Tensor) -> bool:
-    """Whether a layer's output is a tensor with these values, in float64."""
-    return (
-        isinstance(y, Tensor)
-        and y.shape == expected.shape
-        and bool((y - expected).norm() <= 1e-9 * expected.norm())
-    )
+    """Whether a layer's output is a tensor that equals `expected`, in float64, but for rounding."""
+    if not isinstance(y, Tensor) or y.shape != expected.shape:
+        return False
+    return bool((y - expected).norm() <= 1e-9 * expected.norm())

@@ -17,18 +17,18 @@ from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
 
 
-def offsets(conv: _ConvNd) -> list[range]:
-    """By dimension, each tap's offset from the position that the convolution writes (with stride
-    1).
+def tap_offsets(conv: _ConvNd) -> list[range]:
+    """Return, for each dimension, where the taps of the kernel read at stride 1.
+
+    An offset of 0 is the position that the convolution writes.
     """
-    sides = zip(conv.kernel_size, conv.dilation, cast("tuple[int, ...]", conv.padding), strict=True)
+    padding = cast("tuple[int, ...]", conv.padding)
+    sides = zip(conv.kernel_size, conv.dilation, padding, strict=True)
     return [range(-pad, (size - 1) * step - pad + 1, step) for size, step, pad in sides]
 
 
 class Merged(PlannedLayer):
-    """A convolution that absorbs others with the same input (`SUM`), then scales of the sum
-    (`AFTER`).
-    """
+    """A convolution that absorbs others with the same input, and affine maps of their sum."""
 
     @classmethod
     def replacing(
@@ -39,24 +39,32 @@ class Merged(PlannedLayer):
         takes: Sequence[Absorption],
         skips: int = 0,
     ) -> _ConvNd:
-        """W' = W + sum of the others' kernels at their taps, b' = b + sum of their biases, in
-        float64.
+        """Return the convolution with W' = W + sum of the other kernels, b' = b + sum of biases.
 
-        `skips`: how often the input itself is a term of the sum that an `AFTER` scales; each adds
-        (s - 1) x by one tap.
+        Each kernel is added at the taps that read the same positions. All is computed in float64.
+
+        Args:
+            old: The convolution with the largest kernel.
+            reads: The other terms of the sum, and the affine maps behind it.
+            like: An empty tensor of the model's dtype; if that is float64, so is the result.
+            takes: `SUM` or `AFTER` for each of `reads`.
+            skips: How often the input x itself is a term of the sum that a scale s follows. One tap
+                adds (s - 1) x for each.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
         bias = doubled(old.bias, weight.new_zeros(len(weight)))
-        for read, absorption in zip(reads, takes, strict=True):
+
+        for module, absorption in zip(reads, takes, strict=True):
             if absorption.way is AbsorbMode.SUM:
-                bias = bias + _add(weight, old, read)
+                bias = bias + _add_term(weight, old, module)
                 continue
-            scale, shift = (
-                value.to(weight.device).expand(len(weight)) for value in affine.read(read)
-            )
+
+            # With k skips: s (W x + b + k x) + t = (s W + k (s - 1)) x + (s b + t) + k x.
+            scale, shift = _map_by_channel(module, weight)
             weight *= scale.reshape(-1, *(1,) * (weight.ndim - 1))
             _add_scale(weight, old, skips * (scale - 1))
             bias = scale * bias + shift
+
         dtype = like.dtype if like.dtype == torch.float64 else old.weight.dtype
         new = copy.deepcopy(old).to(dtype)
         new.weight.copy_(weight)
@@ -64,37 +72,57 @@ class Merged(PlannedLayer):
         return new
 
 
-def _add(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
+def _map_by_channel(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return s and t of an affine module, each (O,), on the device of the weight (O, ...)."""
+    scale, shift = affine.read_map(module)
+    channels = len(weight)
+    return scale.to(weight.device).expand(channels), shift.to(weight.device).expand(channels)
+
+
+def _add_term(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
+    """Add a term of the sum to the weight of `main`, in place, and return the term's bias (O,).
+
+    Args:
+        weight: The weight of `main`, in float64.
+        main: The convolution that absorbs the term; its kernel has a tap for each of the term's.
+        other: A convolution, or an affine map of the input.
+    """
     if not isinstance(other, _ConvNd):
-        scale, shift = (value.to(weight.device).expand(len(weight)) for value in affine.read(other))
+        scale, shift = _map_by_channel(other, weight)
         _add_scale(weight, main, scale)
         return shift
-    places = [
-        [side.index(tap) for tap in fewer]
-        for side, fewer in zip(offsets(main), offsets(other), strict=True)
-    ]
+
+    # For each dimension: the taps of `main` that read where the taps of `other` do.
+    shared_taps: list[list[int]] = []
+    for main_side, other_side in zip(tap_offsets(main), tap_offsets(other), strict=True):
+        shared_taps.append([main_side.index(offset) for offset in other_side])
+
     kernel = other.weight.detach().double()
-    for here, there in zip(product(*places), product(*map(range, other.kernel_size)), strict=True):
-        _tap(weight, here).add_(_tap(kernel, there))
+    main_taps = product(*shared_taps)
+    other_taps = product(*map(range, other.kernel_size))
+    for main_tap, other_tap in zip(main_taps, other_taps, strict=True):
+        _at_tap(weight, main_tap).add_(_at_tap(kernel, other_tap))
     return doubled(other.bias, weight.new_zeros(len(weight)))
 
 
-def _tap(kernel: Tensor, place: Sequence[int]) -> Tensor:
-    for index in reversed(place):
+def _at_tap(kernel: Tensor, tap: Sequence[int]) -> Tensor:
+    """Return a view (O, I) of the kernel (O, I, ...) at one tap."""
+    for index in reversed(tap):
         kernel = kernel.select(-1, index)
     return kernel
 
 
 def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
-    """Add a scale per channel to the kernel, at the tap of offset 0."""
+    """Add scale * x, per channel (O,), to the weight of `main`, at the tap of offset 0."""
     channel = torch.arange(len(weight), device=weight.device)
-    _tap(weight, [side.index(0) for side in offsets(main)])[channel, channel % weight.shape[1]] += (
-        scale
-    )
+    center_tap = [side.index(0) for side in tap_offsets(main)]
+
+    # With groups, input channel c stands at index c modulo I / groups of its filters.
+    _at_tap(weight, center_tap)[channel, channel % weight.shape[1]] += scale
 
 
 class Zero(PlannedLayer, OwnLayer):
-    """In the place of a branch that another convolution computes now: the number 0."""
+    """The number 0, in place of a branch that another convolution computes now."""
 
     OUTCOME = "gone"
 

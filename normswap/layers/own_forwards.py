@@ -1,4 +1,4 @@
-"""Linear layers with a forward of their own: believed where they compute what their tensors say.
+"""Linear layers with a forward of their own, believed where they compute what their tensors say.
 
 Libraries that follow TensorFlow write their own same padding: a subclass of `Conv2d` pads with
 zeros, by widths from its constructor or from the input's size, and calls `F.conv2d` on its own
@@ -7,8 +7,8 @@ and groups give its output for the padded input. The call itself shows the paddi
 """
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,69 +19,86 @@ from torch.overrides import TorchFunctionMode
 from normswap.layers.known_norms import SCALES, is_near
 from normswap.layers.reparametrized import CONVOLUTIONS
 
-_CALLS = (torch.conv1d, torch.conv2d, torch.conv3d)
-_ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
+# Zeros before and after the values of one dimension.
+Widths: TypeAlias = tuple[int, int]
+_CONV_FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
 # Inputs have an odd or an even number of positions beyond the kernel's reach.
-_ROOM = (5, 8)
+_EXTRA_POSITIONS = (5, 8)
 
 
-class _Reached(Exception):  # noqa: N818 - a signal, no error
+class _ConvolutionCalled(Exception):  # noqa: N818 - a signal, no error
     """A convolution was called."""
 
 
-class _Watch(TorchFunctionMode):
-    """Stops the first convolution, and records its input and padding."""
+class _FirstConvolution(TorchFunctionMode):
+    """Stops the forward at its first convolution, and records that call's input and padding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: Tensor | None = None
-        self.padding: Any = 0
+        self.input: Tensor | None = None
+        self.padding: str | int | Sequence[int] = 0
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func not in _CALLS:
+        if func not in _CONV_FUNCTIONS:
             return func(*args, **kwargs)
-        arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        self.read = arguments["input"]
+
+        arguments = {**dict(zip(_CONV_ARGUMENTS, args, strict=False)), **kwargs}
+        self.input = arguments["input"]
         self.padding = arguments.get("padding", 0)
-        raise _Reached
+        raise _ConvolutionCalled
 
 
 def is_depthwise(layer: nn.Module) -> bool:
-    """Whether each filter of a convolution reads one of several channels."""
+    """Whether a convolution has several input channels and each filter reads one of them."""
     return 1 < getattr(layer, "groups", 1) == getattr(layer, "in_channels", 0)
 
 
 def padded(layer: _ConvNd, x: Tensor) -> Tensor:
-    """The values that a convolution reads from x (N, I, ...), padded with zeros."""
-    maps, ends = read(layer, x)
-    return F.pad(maps, [width for side in reversed(ends) for width in side])
+    """Return the values that a convolution reads from x (N, I, ...), with its zeros around them."""
+    conv_input, widths = input_and_padding(layer, x)
+    # F.pad takes the widths of the last dimension first.
+    return F.pad(conv_input, [width for side in reversed(widths) for width in side])
 
 
-def read(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """A convolution's input for x (N, I, ...), and the widths of zeros by side; raises TypeError:
-    it calls none.
+def input_and_padding(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[Widths]]:
+    """Return what a layer passes to torch's convolution for x (N, I, ...).
+
+    Returns:
+        The input of that call, and the widths of the zeros that the call adds around it, for each
+        dimension.
+
+    Raises:
+        TypeError: The layer calls no convolution.
     """
-    watch = _Watch()
+    watch = _FirstConvolution()
     try:
         with watch, torch.no_grad():
             layer.forward(x)
-    except _Reached:
+    except _ConvolutionCalled:
         pass
-    if watch.read is None:
+    if watch.input is None:
         raise TypeError(f"a {type(layer).__name__} calls no convolution")
-    kernel = layer.kernel_size
-    dilation = layer.dilation
+
     padding = watch.padding
     if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return watch.read, [(total // 2, total - total // 2) for total in totals]
+        # torch puts the odd zero of an even kernel at the end.
+        reaches = [
+            step * (size - 1) for size, step in zip(layer.kernel_size, layer.dilation, strict=True)
+        ]
+        return watch.input, [(reach // 2, reach - reach // 2) for reach in reaches]
     if padding == "valid":
         padding = 0
-    sides = torch.as_tensor(padding).expand(len(kernel)).tolist()
-    return watch.read, [(side, side) for side in sides]
+
+    sides = torch.as_tensor(padding).expand(len(layer.kernel_size)).tolist()
+    return watch.input, [(side, side) for side in sides]
 
 
 def is_own(layer: nn.Module) -> bool:
@@ -90,83 +107,110 @@ def is_own(layer: nn.Module) -> bool:
 
 
 def is_patched(layer: nn.Module) -> bool:
-    """Whether the instance has a forward of its own, or a convolution overrides `_conv_forward`."""
+    """Whether the instance has a forward of its own, or its class overrides `_conv_forward`."""
     helper = getattr(layer, "_conv_forward", nn.Linear.forward)
     return "forward" in vars(layer) or not helper.__module__.startswith("torch.nn.modules.")
 
 
 @torch.no_grad()
 def computes(layer: nn.Module) -> bool:
-    """Whether a layer with a forward of its own computes the convolution, or linear map, that its
-    tensors say.
-    """
-    if isinstance(layer, torch.jit.ScriptModule) or not isinstance(
-        layer, (nn.Linear, *CONVOLUTIONS)
-    ):
+    """Whether a layer with its own forward is the convolution or linear map of its tensors."""
+    if isinstance(layer, torch.jit.ScriptModule):
         return False
+    if not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+        return False
+
+    # This runs the forward of foreign code, which may fail on a copy or on an input of this size.
     try:
         twin = copy.deepcopy(layer).double().cpu().eval()
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        return all(_agrees(twin, room, scale, generator) for room in _ROOM for scale in SCALES)
+
+        for extra in _EXTRA_POSITIONS:
+            for scale in SCALES:
+                if not _is_as_stated(twin, extra, scale, generator):
+                    return False
+        return True
     except Exception:
         return False
 
 
-def _agrees(
-    layer: nn.Linear | _ConvNd, room: int, scale: float, generator: torch.Generator
+def _is_as_stated(
+    layer: nn.Linear | _ConvNd, extra: int, scale: float, generator: torch.Generator
 ) -> bool:
+    """Whether a float64 layer, on one random input, computes what its tensors and settings say.
+
+    Args:
+        layer: The layer, with random weights.
+        extra: How many positions the input has beyond the kernel's reach. For a linear layer it is
+            the number of rows.
+        scale: The factor of the input's values.
+        generator: Where the random values come from.
+    """
+    # A forward may change its own weight, so the values before it count.
     weight, bias = copy.deepcopy((layer.weight, layer.bias))
     if isinstance(layer, nn.Linear):
-        x = scale * torch.randn(room, layer.in_features, generator=generator, dtype=torch.float64)
+        x = scale * torch.randn(extra, layer.in_features, generator=generator, dtype=torch.float64)
         return is_near(layer.forward(x.clone()), F.linear(x, weight, bias))
-    sides = _sides(layer, room)
+
+    sides = _input_sides(layer, extra)
     x = scale * torch.randn(2, layer.in_channels, *sides, generator=generator, dtype=torch.float64)
     padded_x = padded(layer, x.clone())
-    call = _CALLS[len(sides) - 1]
-    expected = call(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
-    only_padded = torch.equal(
-        padded_x[tuple(slice(first, last + 1) for first, last in _ends(padded_x))], x
-    )
+    convolve = _CONV_FUNCTIONS[len(sides) - 1]
+    expected = convolve(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+
+    inside = tuple(slice(first, last + 1) for first, last in _nonzero_range(padded_x))
+    only_padded = torch.equal(padded_x[inside], x)
     return only_padded and is_near(layer.forward(x.clone()), expected)
 
 
 def pads(layer: _ConvNd) -> bool:
-    """Whether a convolution that is believed pads its input, at one size or another."""
+    """Whether a convolution that is believed pads its input, for some size of the input."""
     if not is_own(layer):
         return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
-    return any(wide for widths in _at_sizes(layer) for side in widths for wide in side)
+
+    for widths in _widths_by_size(layer):
+        if any(begin or end for begin, end in widths):
+            return True
+    return False
 
 
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
-    """The `padding` with which torch pads as this convolution does; None: uneven, or by the input's
-    size.
+    """Return the `padding` with which torch pads as this convolution does.
+
+    None says that no such value exists: the padding is uneven, or depends on the input's size.
     """
     if not is_own(layer):
         padding: tuple[int, ...] | str = layer.padding
         return padding
-    first, *more = _at_sizes(layer)
-    if any(begin != end for begin, end in first) or any(widths != first for widths in more):
+
+    first, *others = _widths_by_size(layer)
+    is_uneven = any(begin != end for begin, end in first)
+    if is_uneven or any(widths != first for widths in others):
         return None
     return tuple(begin for begin, _ in first)
 
 
-def _at_sizes(layer: _ConvNd) -> Iterator[list[tuple[int, int]]]:
-    """The widths of zeros before and after each side, for inputs of several sizes."""
-    for room in _ROOM:
-        read = padded(layer, layer.weight.new_ones(1, layer.in_channels, *_sides(layer, room)))[
-            0, 0
-        ]
-        yield [
-            (first, size - 1 - last)
-            for (first, last), size in zip(_ends(read), read.shape, strict=True)
-        ]
+def _widths_by_size(layer: _ConvNd) -> Iterator[list[Widths]]:
+    """Yield the widths of the zeros around each dimension, for inputs of several sizes."""
+    for extra in _EXTRA_POSITIONS:
+        ones = layer.weight.new_ones(1, layer.in_channels, *_input_sides(layer, extra))
+        padded_ones = padded(layer, ones)[0, 0]
+
+        widths: list[Widths] = []
+        for (first, last), size in zip(_nonzero_range(padded_ones), padded_ones.shape, strict=True):
+            widths.append((first, size - 1 - last))
+        yield widths
 
 
-def _sides(layer: _ConvNd, room: int) -> list[int]:
-    return [d * (k - 1) + room for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+def _input_sides(layer: _ConvNd, extra: int) -> list[int]:
+    """Return the sides of an input that has `extra` positions beyond the kernel's reach."""
+    sides = zip(layer.kernel_size, layer.dilation, strict=True)
+    return [step * (size - 1) + extra for size, step in sides]
 
 
-def _ends(read: Tensor) -> list[tuple[int, int]]:
-    return [(int(at.min()), int(at.max())) for at in read.nonzero().unbind(1)]
+def _nonzero_range(values: Tensor) -> list[tuple[int, int]]:
+    """Return the first and last index of what is not zero, for each dimension."""
+    by_dimension = values.nonzero().unbind(1)
+    return [(int(index.min()), int(index.max())) for index in by_dimension]

@@ -1,13 +1,12 @@
-"""Norms that take their statistics per sample (GroupNorm and its kin), in place of BatchNorms, by
-matched moments.
+"""Norms with per-sample statistics, such as GroupNorm, that stand for a BatchNorm.
 
-Per group, with the BatchNorm's running mean mu_c and variance var_c and s_c = gamma_c / sqrt(var_c
-+ eps):
+Per group, with the BatchNorm's running mean mu_c and variance var_c, and
+s_c = gamma_c / sqrt(var_c + eps):
 
-    m = mean mu_c,  v = mean(var_c + mu_c^2) - m^2;   gamma'_c = s_c sqrt(v + eps),  beta'_c =
-    beta_c + s_c (m - mu_c)
+    m = mean mu_c,                     v = mean(var_c + mu_c^2) - m^2,
+    gamma'_c = s_c sqrt(v + eps),      beta'_c = beta_c + s_c (m - mu_c).
 
-so that on an average sample, whose statistics are the population's, the output is the BatchNorm's.
+An average sample has the population's statistics. For it the output is the BatchNorm's.
 """
 
 import copy
@@ -20,133 +19,172 @@ from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
 from normswap.copying import doubled
-from normswap.layers import affine, site_norm
+from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.known_norms import Pair
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
+from normswap.layers.site_norm import SiteNorm, empty_like_norm
 
 
 class GroupNorm(PlannedLayer):
-    """torch's GroupNorm stands for a BatchNorm, or, where it carried an activation, timm's
-    GroupNormAct.
-    """
+    """torch's GroupNorm in place of a BatchNorm, or timm's GroupNormAct if it had an activation."""
 
     @classmethod
     def replacing(
-        cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        groups: int,
+        eps: float | None = None,
+        lead: bool = False,
     ) -> nn.Module:
-        """The norm per sample that on an average sample computes what the BatchNorm does.
+        """Return the GroupNorm that on an average sample computes what the BatchNorm does.
 
         Args:
-            groups: a divisor of the number of channels.
-            eps: by default the BatchNorm's; with another, all groups are brought to one variance
-                before the norm.
-            lead: a `ChannelAffine` in front of the norm does that, not the convolution before
-                (`Rescaled`).
+            old: The BatchNorm.
+            like: An empty tensor with the model's dtype and device.
+            groups: The number of groups, a divisor of the number of channels.
+            eps: The epsilon of the GroupNorm. None means the BatchNorm's. With another one, all
+                groups are brought to one variance before the norm.
+            lead: Whether a `ChannelAffine` in front of the norm does that. Otherwise the
+                convolution before it does (`Rescaled`).
         """
         mean, var = affine.statistics(old)
-        scale, shift = affine.read(old)
-        channels = mean.numel()
-        act = affine.copied_activation(old)
-        scale_in = torch.ones_like(mean)
-        offset = torch.zeros_like(mean)
+        scale, shift = affine.read_map(old)
+        input_scale = torch.ones_like(mean)
+        input_offset = torch.zeros_like(mean)
         if eps is None:
             eps = affine.epsilon(old)
         else:
-            scale_in, offset = leveled(old, groups)
-        typed = site_norm.typed(old, like)
-        settings: Any = {"eps": eps, "dtype": typed.dtype, "device": typed.device}
-        if act is None:
-            new: Any = nn.GroupNorm(groups, channels, **settings)
-        else:
-            new = GroupNormAct(channels, groups, apply_act=False, **settings)
-            new.act = act
-        scale = scale / scale_in
-        match(
-            new, (scale, shift - scale * offset), scale_in * mean + offset, scale_in.square() * var
+            input_scale, input_offset = leveling(old, groups)
+
+        new = _empty_group_norm(old, like=like, groups=groups, eps=eps)
+
+        # The norm reads a x + b in place of x, so its map is s / a and t - b s / a.
+        scale = scale / input_scale
+        affine_map = (scale, shift - scale * input_offset)
+        set_average_map(
+            new, affine_map, input_scale * mean + input_offset, input_scale.square() * var
         )
+
         for name in ("weight", "bias"):
-            value = getattr(old, name, None)
-            if isinstance(value, nn.Parameter):
-                getattr(new, name).requires_grad_(value.requires_grad)
-        return led(scale_in, offset, new, lead=lead)
+            parameter = getattr(old, name, None)
+            if isinstance(parameter, nn.Parameter):
+                new.get_parameter(name).requires_grad_(parameter.requires_grad)
+        return with_lead(input_scale, input_offset, new, lead=lead)
+
+
+def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) -> nn.Module:
+    """Return a GroupNorm with the channels and activation of a norm; its values are not set yet."""
+    channels = affine.statistics(old)[0].numel()
+    act = affine.copied_activation(old)
+    typed = empty_like_norm(old, like)
+    if act is None:
+        return nn.GroupNorm(groups, channels, eps=eps, dtype=typed.dtype, device=typed.device)
+
+    new = GroupNormAct(
+        channels, groups, apply_act=False, eps=eps, dtype=typed.dtype, device=typed.device
+    )
+    new.act = act
+    return cast(nn.Module, new)
 
 
 class Rescaled(PlannedLayer):
-    """The convolution before a per-sample norm; all groups of its output channels have one mean
-    variance.
-    """
+    """The convolution before a GroupNorm, scaled so that all groups have the same mean variance."""
 
     @classmethod
-    def replacing(cls, old: Any, norm: nn.Module, *, like: Tensor, groups: int) -> Any:
-        return rescaled(old, *leveled(norm, groups))
+    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor, groups: int) -> Linearity:
+        return rescaled(old, *leveling(norm, groups))
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm behind a `Rescaled` convolution, or a lead, with statistics scaled likewise:
-    the map is kept.
+    """The BatchNorm behind a `Rescaled` convolution or a lead, with its statistics scaled likewise.
+
+    So convolution and norm together compute what they did.
     """
 
     @classmethod
     def replacing(
-        cls, old: Any, *, like: Tensor, groups: int, eps: float | None = None, lead: bool = False
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        groups: int,
+        eps: float | None = None,
+        lead: bool = False,
     ) -> nn.Module:
-        # Of a norm that somebody registered, the BatchNorm that computes what it does.
-        new: Any = (
-            site_norm.SiteNorm.replacing(old, like=like)
-            if affine.is_registered(old)
-            else copy.deepcopy(old)
-        )
+        """Return the BatchNorm; the arguments are those of `GroupNorm.replacing`."""
+        # A registered norm may lack a BatchNorm's tensors, so a BatchNorm takes its place.
+        if affine.is_registered(old):
+            new: Any = SiteNorm.replacing(old, like=like)
+        else:
+            new = copy.deepcopy(old)
         if eps is None:
             return cast(nn.Module, new)
-        scale, offset = leveled(old, groups)
+
+        scale, offset = leveling(old, groups)
         if new.weight is None:
             new.affine = True
             ones = torch.ones_like(new.running_var)
             new.weight = nn.Parameter(ones, requires_grad=False)
             new.bias = nn.Parameter(0 * ones, requires_grad=False)
-        moved(new, scale, offset)
-        return led(scale, offset, new, lead=lead)
+        follow_rescaling(new, scale, offset)
+        return with_lead(scale, offset, new, lead=lead)
 
 
-def match(norm: Any, affine_map: Pair, mean: Tensor, var: Tensor) -> None:
-    """Set gamma and beta of a GroupNorm, in place: it computes s x + t for a sample with these
-    moments, (C,) each.
+def set_average_map(norm: nn.Module, affine_map: Pair, mean: Tensor, var: Tensor) -> None:
+    """Set gamma and beta of a GroupNorm, in place, so that it is s x + t for an average sample.
+
+    Args:
+        norm: The GroupNorm.
+        affine_map: s and t, each (C,).
+        mean: The mean per channel (C,) of the average sample.
+        var: The variance per channel (C,) of the average sample.
     """
+    layer = cast(nn.GroupNorm, norm)
     scale, shift = affine_map
-    moments = group_moments(mean, var, norm.num_groups)
-    m, v = (value.repeat_interleave(len(scale) // norm.num_groups) for value in moments)
-    norm.weight.copy_(scale * (v + norm.eps).sqrt())
-    norm.bias.copy_(shift + scale * m)
+    group_size = len(scale) // layer.num_groups
+    m, v = (
+        moment.repeat_interleave(group_size)
+        for moment in group_moments(mean, var, layer.num_groups)
+    )
+    layer.weight.copy_(scale * (v + layer.eps).sqrt())
+    layer.bias.copy_(shift + scale * m)
 
 
-def moved(norm: Any, scale: Tensor, offset: Tensor) -> None:
-    """Let a BatchNorm, in place, compute of scale * x + offset what it computes of x."""
-    mean, var = (value.clone() for value in affine.statistics(norm))
-    norm.running_mean.copy_(scale * mean + offset)
-    norm.running_var.copy_(scale.square() * var)
+def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
+    """Set statistics and gamma of a BatchNorm, in place, to follow a rescaling of its input.
+
+    Of scale * x + offset it then computes what it computed of x. Scale and offset are (C,).
+    """
+    layer: Any = norm
+    old_mean, old_var = (value.clone() for value in affine.statistics(layer))
+    layer.running_mean.copy_(scale * old_mean + offset)
+    layer.running_var.copy_(scale.square() * old_var)
+
     # The stored variance is rounded, so it is read back for an exact gamma.
-    eps = affine.epsilon(norm)
-    norm.weight.mul_((norm.running_var.double() + eps).sqrt() / (scale * (var + eps).sqrt()))
+    eps = affine.epsilon(layer)
+    new_std = (layer.running_var.double() + eps).sqrt()
+    layer.weight.mul_(new_std / (scale * (old_var + eps).sqrt()))
 
 
-def leveled(norm: Any, groups: int) -> tuple[Tensor, Tensor]:
-    """Scale and offset (C,), float64: each group gets the mean variance of all channels, each
-    channel the mean 0.
+def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
+    """Return the scale and offset of a norm's input that level its groups, each (C,) in float64.
+
+    With them each group has the mean variance of all channels, and each channel the mean 0. A group
+    of variance 0 is not scaled.
     """
     mean, var = affine.statistics(norm)
     group_var = var.view(groups, -1).mean(1)
-    scale = (
-        torch.where(group_var > 0, var.mean() / group_var, 1.0)
-        .sqrt()
-        .repeat_interleave(len(var) // groups)
-    )
+    group_scale = torch.where(group_var > 0, var.mean() / group_var, 1.0).sqrt()
+    scale = group_scale.repeat_interleave(len(var) // groups)
     return scale, -scale * mean
 
 
 def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
-    """A copy of the convolution that computes scale * y + offset, (C,) each, where it computed y."""
+    """Return a copy of a convolution that computes scale * y + offset, (C,) each, in place of y."""
     new = copy.deepcopy(conv)
     new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
     bias = scale * doubled(conv.bias, torch.zeros_like(scale)) + offset
@@ -154,18 +192,28 @@ def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     return new
 
 
-def move(layer: Any, scale: Tensor, shift: Tensor | float = 0.0) -> None:
-    """Let a convolution, or a scale and shift, compute in place scale * y + shift, (C,) each, where
-    it computed y.
+def rescale_output(layer: nn.Module, scale: Tensor, shift: Tensor | float = 0.0) -> None:
+    """Change a layer, in place, so that it computes scale * y + shift, (C,) each, in place of y.
+
+    Args:
+        layer: A convolution with a bias, or a `ChannelAffine`.
+        scale: The factor of each channel.
+        shift: What is added to each channel.
     """
-    weight = scale if layer.weight.ndim == 1 else per_filter(layer, scale)
-    layer.weight.copy_(layer.weight.double() * weight)
-    layer.bias.copy_(scale * layer.bias.double() + shift)
+    target: Any = layer
+    is_channelwise = target.weight.ndim == 1
+    weight_factor = scale if is_channelwise else per_filter(target, scale)
+    target.weight.copy_(target.weight.double() * weight_factor)
+    target.bias.copy_(scale * target.bias.double() + shift)
 
 
-def before(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Module:
-    """The layer that holds the rescaling before the norm at a path: its lead, or the one that
-    `holders` names.
+def rescaling_layer(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Module:
+    """Return the layer that rescales the input of a norm: its lead, or the convolution before it.
+
+    Args:
+        network: The converted network.
+        path: The path of the norm.
+        holders: The path of the convolution by the path of the norm, for norms without a lead.
     """
     norm = network.get_submodule(path)
     if isinstance(norm, Chain):
@@ -173,36 +221,47 @@ def before(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Modu
     return network.get_submodule(holders[path])
 
 
-def last(norm: nn.Module) -> Any:
-    """The norm at a path, without its lead."""
+def without_lead(norm: nn.Module) -> Any:
+    """Return the norm at a path without its lead, if it has one."""
     if isinstance(norm, Chain):
         return norm.then
     return norm
 
 
-def led(scale: Tensor, offset: Tensor, norm: Any, *, lead: bool) -> nn.Module:
-    """The norm itself, or (`lead`) behind a `ChannelAffine` with a scale and an offset, (C,) each."""
+def with_lead(scale: Tensor, offset: Tensor, norm: nn.Module, *, lead: bool) -> nn.Module:
+    """Return the norm itself, or with `lead` the norm behind a `ChannelAffine`.
+
+    Args:
+        scale: The lead's scale (C,).
+        offset: The lead's shift (C,).
+        norm: The norm.
+        lead: Whether the norm gets a lead.
+    """
     if not lead:
-        return cast(nn.Module, norm)
-    like = norm.weight.detach()
+        return norm
+    like = cast(Tensor, norm.weight).detach()
     return Chain(ChannelAffine(scale.to(like), offset.to(like)), norm)
 
 
-def per_filter(conv: Linearity, sign: Tensor) -> Tensor:
-    """A value per output channel in a shape that goes with the weight."""
+def per_filter(conv: Linearity, value: Tensor) -> Tensor:
+    """Return a value per output channel (O,) in a shape that broadcasts to the layer's weight."""
     kernel_ones = (1,) * (conv.weight.ndim - 2)
     if isinstance(conv, nn.Linear) or not conv.transposed:
-        return sign.view(-1, 1, *kernel_ones)
-    # Transposed convolutions store (in, out / groups, *kernel).
-    sign = sign.view(conv.groups, 1, -1)
-    return sign.expand(-1, conv.in_channels // conv.groups, -1).reshape(
-        conv.in_channels, -1, *kernel_ones
-    )
+        return value.view(-1, 1, *kernel_ones)
+
+    # Transposed convolutions store (I, O / groups, *kernel).
+    by_group = value.view(conv.groups, 1, -1)
+    by_input = by_group.expand(-1, conv.in_channels // conv.groups, -1)
+    return by_input.reshape(conv.in_channels, -1, *kernel_ones)
 
 
 def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance (groups,) of the channels of each group taken together, from those per
-    channel (C,).
+    """Return m and v (groups,): mean and variance of all values of each group taken together.
+
+    Args:
+        mean: The mean of each channel (C,).
+        var: The variance of each channel (C,).
+        groups: The number of groups.
     """
     mean = mean.view(groups, -1)
     var = var.view(groups, -1)
@@ -211,14 +270,13 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 
 
 def normalizes(module: nn.Module | None) -> bool:
-    """Whether it is one of the layers that stand for a BatchNorm, whose gamma and beta can be
-    fitted.
-    """
+    """Whether a module stands for a BatchNorm and has a gamma and beta that can be fitted."""
     return isinstance(module, nn.GroupNorm) or (isinstance(module, OwnLayer) and module.NORMALIZES)
 
 
-def normalized(norm: Any, x: Tensor) -> Tensor:
-    """The values that the layer multiplies by gamma, (N, C, ...)."""
+def normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return the values (N, C, ...) that a layer with `normalizes` multiplies by gamma."""
     if isinstance(norm, OwnLayer):
         return norm.normalized(x)
-    return F.group_norm(x, norm.num_groups, eps=norm.eps)
+    group_norm = cast(nn.GroupNorm, norm)
+    return F.group_norm(x, group_norm.num_groups, eps=group_norm.eps)

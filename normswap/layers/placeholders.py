@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
 
 class Vacant(PlannedLayer, OwnLayer):
-    """In the place of a norm: passes its input on, through the norm's activation, if any."""
+    """Takes the place of a norm: y = act(x), or x where the norm had no activation."""
 
     OUTCOME = "gone"
 
@@ -30,7 +29,7 @@ class Vacant(PlannedLayer, OwnLayer):
 
 
 class Holder(OwnLayer):
-    """The layer that was there, and one more. The kept module's tensors are called `inner.*`."""
+    """Holds the layer that was there and adds to it. The tensors of that layer become `inner.*`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -38,20 +37,22 @@ class Holder(OwnLayer):
 
 
 class Chain(Holder):
-    """The layer that was there, then one more."""
+    """Runs the layer that was there, then one more: y = then(inner(x))."""
 
     def __init__(self, inner: nn.Module, then: nn.Module) -> None:
         super().__init__(inner)
         self.then = then
 
-    def forward(self, x: Tensor) -> Any:
-        """Map (N, C, ...) to whatever `then` returns."""
-        return self.then(self.inner(x))
+    def forward(self, x: Tensor) -> Tensor | float:
+        """Map (N, C, ...) to whatever `then` returns; `merged.Zero` returns the number 0."""
+        output: Tensor | float = self.then(self.inner(x))
+        return output
 
 
 class Copy(PlannedLayer, OwnLayer):
-    """Returns a copy of its input, which may be overwritten: backward hooks forbid that for their
-    outputs.
+    """Returns a copy of its input, which the next layer may overwrite.
+
+    A module with backward hooks forbids that its own output is overwritten.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class OutOfPlace(PlannedLayer):
 
 
 def out_of_place(module: nn.Module) -> nn.Module:
-    """`module` itself, changed so that no layer in it writes into its input."""
+    """Return the module itself, changed so that no layer in it writes into its input."""
     for layer in module.modules():
         if getattr(layer, "inplace", False) is True:
             layer.__dict__["inplace"] = False
@@ -79,7 +80,7 @@ def out_of_place(module: nn.Module) -> nn.Module:
 
 
 class WithBias(PlannedLayer):
-    """A parametrized layer without a bias gets one, at first 0."""
+    """A linear layer or convolution that gets a bias of zeros if it has none."""
 
     @classmethod
     def replacing(cls, old: Linearity, *, like: Tensor) -> nn.Module:
@@ -91,9 +92,7 @@ class WithBias(PlannedLayer):
 
 
 class Dropout(PlannedLayer):
-    """Dropout before the classifier: a Dropout module, or timm's `drop_rate` number, read in
-    forward.
-    """
+    """Dropout before the classifier, as a Dropout module or as timm's number `drop_rate`."""
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:
@@ -101,7 +100,7 @@ class Dropout(PlannedLayer):
 
 
 class Dropped(PlannedLayer, Holder):
-    """Dropout, then the linear layer that was there: for classifiers with no dropout before them."""
+    """Dropout, then the linear layer that was there, for a classifier without dropout before it."""
 
     NAMES = {"weight": "inner.weight", "bias": "inner.bias"}
 
@@ -120,7 +119,7 @@ class Dropped(PlannedLayer, Holder):
 
 
 class Number(PlannedLayer):
-    """A number (or a scalar parameter) of a module, read in its forward; None takes it out."""
+    """A number, or a scalar parameter, that a module reads in its forward; None removes it."""
 
     @classmethod
     def replacing(cls, old: object, *, like: Tensor, value: float | None) -> float | None:

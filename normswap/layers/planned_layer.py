@@ -1,5 +1,7 @@
-"""The bases of the layers: what a plan can name, and every module that a conversion leaves in a
-network.
+"""The two base classes of this room: `PlannedLayer`, which a plan names, and `OwnLayer`, a module.
+
+A planned layer builds what stands at a path after the conversion. That may be a class of torch or
+timm, a parameter, or a module of normswap: an own layer. Most own layers are planned layers, too.
 """
 
 import functools
@@ -13,24 +15,25 @@ from torch import Tensor, fx, nn
 from normswap.errors import PlanError
 
 Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
-# What can be at a path; a dropout rate is a number, or None.
+# What can be at a path: a dropout rate is a number, or None.
 Held: TypeAlias = nn.Module | nn.Parameter | float | None
-# In ROLES: the role of the norm that stood there.
+# The entry in ROLES of a parameter that inherits the role of the norm that stood there.
 GAMMA = "gamma"
 
 
 class PlannedLayer:
-    """Base of what the `layer` of an `Edit` names.
+    """Base of the classes that the `layer` of an `Edit` names.
 
-    `replacing` never branches on the values of tensors: the same plan gives the same structure on
-    any weights.
+    `replacing` never branches on the values of tensors. So one plan gives one structure, whatever
+    the weights are.
 
-    CASTS: makes float64 from any dtype by itself, if `like` asks for it.
-    NAMES: (old, new) names of the tensors that get another name at the same path.
-    TENSORS: stands in the place of a parameter.
-    KEEPS_NORM: a norm stands there afterwards.
-    OUTCOME: how a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or
-    `replaced`.
+    Attributes:
+        CASTS: Whether `replacing` returns float64 from any dtype when `like` is float64.
+        NAMES: The (old, new) names of tensors that are renamed while they stay at the path.
+        TENSORS: Whether the layer replaces a parameter and not a module.
+        KEEPS_NORM: Whether a norm stands at the path afterwards.
+        OUTCOME: How a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or
+            `replaced`.
     """
 
     CASTS: ClassVar[bool] = False
@@ -42,7 +45,8 @@ class PlannedLayer:
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         registered = _BY_NAME.setdefault(cls.__name__, cls)
-        # torch.export makes subclasses of what it records.
+
+        # torch.export makes subclasses of what it records, under the same name.
         if registered.__module__ != cls.__module__ and not issubclass(cls, registered):
             raise PlanError(
                 f"two layers are called {cls.__name__}", f"one is in {registered.__module__}"
@@ -50,22 +54,24 @@ class PlannedLayer:
 
     @classmethod
     def replacing(cls, *args: Any, **kwargs: Any) -> Held:
-        """`replacing(old, *reads, like, **args)`: the replacement, built from what it replaces.
+        """Return the replacement: `replacing(old, *reads, like=..., **args)`.
 
         Args:
-            old: what it replaces: a module, a parameter or a number.
-            reads: the modules that the edit names beside it; an argument `takes` says how each is
-                absorbed.
-            like: an empty tensor of the model's dtype and device, where `old` has none.
+            old: The module, parameter or number that is replaced.
+            reads: The modules that the edit names beside it. An argument `takes` says how each of
+                them is absorbed.
+            like: An empty tensor with the model's dtype and device, used where `old` has none.
         """
         raise NotImplementedError
 
     @classmethod
     def invert(cls, *args: Any, **kwargs: Any) -> None:
-        """`invert(old, now, reads, **args)` sets tensors of `old` and norms in `reads`: `replacing`
-        then gives `now`.
+        """Change the source so that `replacing` gives today's layer: `invert(old, now, reads)`.
 
-        Raises RefusedError: the source has no place for what was learned.
+        `unfold` calls it after training. It sets tensors of `old` and of the norms in `reads`.
+
+        Raises:
+            RefusedError: No tensor of the source can take up what was learned.
         """
 
 
@@ -74,8 +80,9 @@ _BY_NAME: dict[str, type[PlannedLayer]] = {}
 
 @functools.cache
 def planned_layers() -> dict[str, type[PlannedLayer]]:
-    """Every layer that a plan can name, by name; classes that are imported later are added to the
-    same dict.
+    """Return every layer that a plan can name, by its class name.
+
+    A class that is imported later, such as a third party's, joins the same dictionary.
     """
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
@@ -83,17 +90,18 @@ def planned_layers() -> dict[str, type[PlannedLayer]]:
 
 
 class OwnLayer(nn.Module):
-    """A module that a conversion leaves in a network. An activation that it applies last is called
-    `act`.
+    """Base of the modules that a conversion leaves in a network.
 
-    AFFINE: it computes act(s * x + t), and `as_affine` says s and t.
-    PER_CHANNEL: s and t may differ from channel to channel, so that it can stand for a norm that is
-    gone.
-    SCALES: s may be another number than 1 or -1.
-    HOLDS_STATISTICS: it has a norm's statistics.
-    NORMALIZES: it computes act(weight * normalized(x) + bias) per channel, not affine.
-    SCALES_BRANCH: it ends a residual branch with one number, a `BranchScale`.
-    ROLES: what its parameters are to weight decay, by name.
+    Attributes:
+        AFFINE: Whether it computes act(s * x + t); `as_affine` returns s and t.
+        PER_CHANNEL: Whether s and t may differ between channels, so that the layer can stand for a
+            norm that is gone.
+        SCALES: Whether s may be a number other than 1 or -1.
+        HOLDS_STATISTICS: Whether it keeps the mean and variance of a norm.
+        NORMALIZES: Whether it computes act(weight * normalized(x) + bias), which is not affine.
+        SCALES_BRANCH: Whether it ends a residual branch with one number (`BranchScale`).
+        ROLES: The role of each parameter for weight decay, by the parameter's name.
+        act: The activation that is applied last, or None.
     """
 
     AFFINE: ClassVar[bool] = False
@@ -106,16 +114,17 @@ class OwnLayer(nn.Module):
     act: nn.Module | None
 
     def activated(self, y: Tensor) -> Tensor:
+        """Return act(y), or y where the layer has no activation."""
         if self.act is not None:
             y = self.act(y)
         return y
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        """s and t of y = act(s * x + t), each of shape (C,) or (1,), float64."""
+        """Return s and t of y = act(s * x + t), each of shape (C,) or (1,), in float64."""
         raise NotImplementedError
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The values that are multiplied by the weight, (N, C, ...)."""
+        """Return the values (N, C, ...) that the layer multiplies by its weight."""
         raise NotImplementedError
 
 
@@ -131,13 +140,14 @@ class BranchScale(Protocol):
 
 
 def scales_branch(module: object) -> TypeGuard[BranchScale]:
-    """Whether `module` ends a residual branch with one number."""
+    """Whether a module ends a residual branch with one number."""
     return isinstance(module, OwnLayer) and module.SCALES_BRANCH
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """(C,) broadcastable to x (N, C, ...), in the dtype of x: under autocast, float32 would make
-    the result float32.
+    """Return a value per channel (C,) in the dtype of x and a shape that broadcasts to (N, C, ...).
+
+    Under autocast x is in half precision, and a float32 value would make the result float32.
     """
     return _shaped(value, x)
 

@@ -1,10 +1,9 @@
-"""Linear layers whose weight is computed at each step, and the plain layer that each of them is in
-eval mode.
+"""Linear layers whose weight is computed at each step, and their plain equals in eval mode.
 
-Weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et al. 2021,
-arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode (`TunedConv2d`),
-Fixup's scalar input bias (`ShiftedConv2d` ...). Their weight depends on parameters alone: in eval
-mode it is a constant, which can be baked.
+These are weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et
+al. 2021, arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode
+(`TunedConv2d`) and Fixup's scalar input bias (`ShiftedConv2d` ...). Their weight depends on
+parameters alone: in eval mode it is a constant, which can be stored instead ("baked").
 """
 
 import copy
@@ -27,12 +26,14 @@ _STANDARDIZED = (
     timm_layers.ScaledStdConv2d,
     ScaledStdConv2dSame,
 )
+# Attributes and children that only the computation of the weight needs; a plain layer has none.
 _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
 
 
 class Gain(OwnLayer):
-    """One learnable scalar on a weight: what a spectral norm takes away (Miyato et al. 2018,
-    arXiv:1802.05957).
+    """One learnable scalar on a weight, which a spectral norm takes away.
+
+    Source: Miyato et al. 2018, arXiv:1802.05957.
     """
 
     ROLES = {"alpha": "gain"}
@@ -47,8 +48,9 @@ class Gain(OwnLayer):
 
 
 class Standardized(OwnLayer):
-    """A convolution with scaled weight standardization, with timm's parameters and `mean` (O, 1,
-    ...) or None.
+    """Base of convolutions with scaled weight standardization and timm's parameters.
+
+    `mean` (O, 1, ...) is added to the standardized filters, or is None.
     """
 
     ROLES = {"mean": "filter_mean"}
@@ -56,7 +58,7 @@ class Standardized(OwnLayer):
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
-    """A convolution with its BatchNorm in tune mode: gamma learns, statistics are frozen.
+    """A convolution with its BatchNorm in tune mode: gamma and beta learn, statistics are frozen.
 
     W' = gamma / sqrt(var + eps) W, b' = beta + gamma / sqrt(var + eps) (b - mean): Efficient ConvBN
     Blocks, arXiv:2305.11624, section 3.3.
@@ -70,9 +72,11 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
     norm_eps: float
 
     def folded(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the convolution that this is."""
+        """Return weight W' and bias b' of the convolution that this layer is."""
         scale = self.gamma * torch.rsqrt(self.running_var + self.norm_eps)
-        offset = -self.running_mean if self.bias is None else self.bias - self.running_mean
+        offset = -self.running_mean
+        if self.bias is not None:
+            offset = self.bias - self.running_mean
         return self.weight * scale.view(-1, 1, 1, 1), self.beta + scale * offset
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +86,7 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
 
 
 class InputBiased(OwnLayer):
-    """A linear layer that adds one learnable scalar to its input first: Fixup, Zhang et al. 2019."""
+    """Base of layers that add one learnable scalar to their input: Fixup, Zhang et al. 2019."""
 
     ROLES = {"in_bias": "scalar_bias"}
     in_bias: nn.Parameter
@@ -94,7 +98,7 @@ class InputBiased(OwnLayer):
 
     @staticmethod
     def of(layer: Linearity) -> nn.Module:
-        """The layer itself, from now on one that shifts its input, by 0 at first."""
+        """Change the class of a layer in place, so that it shifts its input, at first by 0."""
         shifted: nn.Module = layer
         shifted.__class__ = SHIFTED[type(layer)]
         shifted.register_parameter("in_bias", nn.Parameter(torch.zeros(1).to(layer.weight)))
@@ -129,68 +133,73 @@ SHIFTED: dict[type[Linearity], type[InputBiased]] = {
     nn.Linear: ShiftedLinear,
     timm_layers.Linear: ShiftedLinear,
 }
-_KNOWN = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
+_KNOWN_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
 
 def is_reparametrized(module: nn.Module) -> bool:
-    """Whether the weight of this linear layer is computed at each step, in a known way."""
+    """Whether the weight of a linear layer is computed at each step, in a known way."""
     if "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module):
-        parametrized = dict(module.get_submodule("parametrizations").named_children())
-        return list(parametrized) == ["weight"] and all(
-            isinstance(layer, _KNOWN) for layer in parametrized["weight"].children()
-        )
+        return _has_known_parametrization(module)
     if isinstance(module, Standardized):
         return True
-    forwards = {kind.forward for kind in (*_STANDARDIZED, TunedConv2d, InputBiased)}
-    return (
-        isinstance(module, (*_STANDARDIZED, TunedConv2d, InputBiased))
-        and type(module).forward in forwards
-    )
+
+    kinds = (*_STANDARDIZED, TunedConv2d, InputBiased)
+    known_forwards = {kind.forward for kind in kinds}
+    return isinstance(module, kinds) and type(module).forward in known_forwards
+
+
+def _has_known_parametrization(module: nn.Module) -> bool:
+    """Whether only the weight is parametrized, by weight norm, spectral norm or `Gain` alone."""
+    parametrized = dict(module.get_submodule("parametrizations").named_children())
+    if list(parametrized) != ["weight"]:
+        return False
+    layers = parametrized["weight"].children()
+    return all(isinstance(layer, _KNOWN_PARAMETRIZATIONS) for layer in layers)
 
 
 def keeps_input_bias(module: nn.Module) -> bool:
-    """Whether it has an input bias and zero padding, so that a bias of the output cannot replace
-    it.
-    """
+    """Whether a layer has an input bias that no output bias can replace, as zeros pad its input."""
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
+    if isinstance(module, timm_layers.Conv2dSame):
+        return True
+
     padding: Any = getattr(module, "padding", ())
-    return (
-        padding == "same"
-        or (padding != "valid" and any(padding))
-        or isinstance(module, timm_layers.Conv2dSame)
-    )
+    return padding == "same" or (padding != "valid" and any(padding))
 
 
 def plain(module: Linearity) -> Linearity:
-    """The layer of the plain class that computes what a reparametrized one does in eval mode, in
-    float64.
-    """
+    """Return a float64 layer of a plain class that equals a reparametrized one in eval mode."""
     twin = copy.deepcopy(module).double().eval()
-    tensors = _tensors(twin)
+    weight_and_bias = _computed_tensors(twin)
+
+    # The constructors of these classes differ, so the attributes are moved to a bare instance.
     kind = plain_class(twin)
     new = kind.__new__(kind)
+    moved = {
+        name: value
+        for name, value in vars(twin).items()
+        if name not in ("_parameters", "_buffers", "_modules", *_STALE)
+    }
     children = {name: child for name, child in twin._modules.items() if name not in _STALE}
-    dictionaries = ("_parameters", "_buffers", "_modules")
-    new.__dict__.update(
-        {name: value for name, value in vars(twin).items() if name not in (*dictionaries, *_STALE)}
-    )
+    new.__dict__.update(moved)
     new.__dict__.update(
         _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
     )
-    grad = any(parameter.requires_grad for parameter in module.parameters())
-    for name, value in zip(("weight", "bias"), tensors, strict=True):
-        parameter = (
-            None if value is None else nn.Parameter(value.detach().clone(), requires_grad=grad)
-        )
+
+    learns = any(parameter.requires_grad for parameter in module.parameters())
+    for name, value in zip(("weight", "bias"), weight_and_bias, strict=True):
+        parameter: nn.Parameter | None = None
+        if value is not None:
+            parameter = nn.Parameter(value.detach().clone(), requires_grad=learns)
         new.register_parameter(name, parameter)
     return new
 
 
 def plain_class(module: Linearity) -> type[Linearity]:
-    """The class of the layer that `plain` makes of this one (its own, if it is plain already)."""
+    """Return the class of the layer that `plain` makes; a plain layer's own class stays."""
     if not is_reparametrized(module):
         return type(module)
     if parametrize.is_parametrized(module):
@@ -204,34 +213,42 @@ def plain_class(module: Linearity) -> type[Linearity]:
     return next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
 
 
-def _tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
+def _computed_tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and bias that a layer computes with in eval mode."""
     if isinstance(module, TunedConv2d):
         return module.folded()
+
+    # W (x + c) + b = W x + (b + c sum(W)).
     if isinstance(module, InputBiased) and module.in_bias.any():
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         if module.bias is not None:
             shift = module.bias + shift
         return module.weight, shift
+
     if isinstance(module, (*_STANDARDIZED, Standardized)):
         return effective(module), module.bias
     return module.weight, module.bias
 
 
-def effective(conv: Any) -> Tensor:
-    """The weight (O, I / groups, ...) of a standardized convolution: timm's formula, with gain and
-    means if any.
+def effective(conv: nn.Module) -> Tensor:
+    """Return the weight (O, I / groups, ...) that a standardized convolution computes with.
+
+    It is timm's formula, with the gain and the filters' means where the layer has them.
     """
+    layer: Any = conv
     gain: Tensor | None = None
-    if hasattr(conv, "gain"):
-        gain = (conv.gain * conv.scale).view(-1)
-    flat = conv.weight.reshape(1, conv.out_channels, -1)
-    flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
-    weight: Tensor = flat.reshape_as(conv.weight)
-    if keeps_mean(conv):
-        weight = weight + conv.mean
+    if hasattr(layer, "gain"):
+        gain = (layer.gain * layer.scale).view(-1)
+
+    # timm standardizes by a BatchNorm in training mode, whose channels are the filters.
+    flat = layer.weight.reshape(1, layer.out_channels, -1)
+    flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=layer.eps)
+    weight: Tensor = flat.reshape_as(layer.weight)
+    if keeps_mean(layer):
+        weight = weight + layer.mean
     return weight
 
 
 def keeps_mean(module: object) -> bool:
-    """Whether its filters need not sum to zero."""
+    """Whether a standardized convolution adds a mean to each filter."""
     return isinstance(module, Standardized) and module.mean is not None

@@ -1,27 +1,27 @@
-"""Scalars: one number at the end of a residual branch, fixed or learned, and the scalar biases of
-Fixup.
-"""
+"""One number at the end of a residual branch, learned or fixed, and the scalar biases of Fixup."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from normswap.copying import doubled
 from normswap.layers import affine, reparametrized
-from normswap.layers.folded import folded
+from normswap.layers.folded import FoldOptions, folded
 from normswap.layers.placeholders import Chain, Vacant
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class Scale(PlannedLayer, OwnLayer):
-    """One learnable scalar on a residual branch, y = alpha * x (+ bias): SkipInit, De & Smith 2020,
-    section 2.2.
+    """One learnable scalar on a residual branch: y = alpha * x, or alpha * x + bias.
 
-    Appendix F adds the scalar bias between the residual sum and the ReLU of a v1 network, which is
-    the same.
+    This is SkipInit (De & Smith 2020, section 2.2). Appendix F adds one scalar bias between the
+    residual sum and the ReLU of a v1 network. A bias at the end of the branch does the same.
     """
 
     AFFINE = SCALES_BRANCH = True
@@ -33,6 +33,7 @@ class Scale(PlannedLayer, OwnLayer):
         super().__init__()
         if like is None:
             like = torch.empty(0)
+
         self.alpha = nn.Parameter(torch.full((1,), alpha, dtype=like.dtype, device=like.device))
         self.bias = nn.Parameter(torch.zeros_like(self.alpha)) if bias else None
 
@@ -57,10 +58,19 @@ class Scale(PlannedLayer, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, fresh: bool = False
     ) -> nn.Module:
-        """`fresh`: a bias starts at 0, also if there was one before."""
+        """Return the scalar, behind the activation of the norm that it replaces, if there is one.
+
+        Args:
+            old: The module that ends the branch. The bias of a `Scale` is kept.
+            like: An empty tensor with the dtype and device of the new tensors.
+            alpha: The scalar's value.
+            bias: Whether the scalar has a bias.
+            fresh: Whether the bias starts at 0 even if `old` has one.
+        """
         scale = cls(alpha, bias=bias, like=like)
         if isinstance(old, Scale) and old.bias is not None and scale.bias is not None and not fresh:
             scale.bias.copy_(old.bias)
+
         act = affine.copied_activation(old)
         if act is None:
             return scale
@@ -78,7 +88,7 @@ class FixedScale(Scale):
 
 
 class ScalarBias(PlannedLayer, OwnLayer):
-    """y = act(x + bias), with one learnable scalar: Fixup's bias before an activation."""
+    """One learnable scalar before an activation: y = act(x + bias), as Fixup has it."""
 
     AFFINE = True
     ROLES = {"bias": "scalar_bias"}
@@ -101,13 +111,17 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
 
 class Shifted(PlannedLayer):
-    """A linear layer, with what it has absorbed, that adds one learnable scalar to its input;
-    initially 0.
-    """
+    """A linear layer that absorbs its neighbours and adds one learnable scalar, 0, to its input."""
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
-        new = folded(old, reads, like=like, **how)
+    def replacing(
+        cls,
+        old: Linearity,
+        *reads: nn.Module,
+        like: Tensor,
+        **fold_options: Unpack[FoldOptions],
+    ) -> nn.Module:
+        new = folded(old, reads, like=like, **fold_options)
         if isinstance(new, reparametrized.InputBiased):
             return new
         return reparametrized.InputBiased.of(new)

@@ -1,4 +1,4 @@
-"""Random numbers that begin anew for a while."""
+"""Random numbers that start from a fixed seed for a while."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,14 +8,18 @@ import torch
 
 @contextmanager
 def seeded(*devices: torch.device) -> Iterator[None]:
-    """Draw the same values each time, on the CPU and these devices; the user's random numbers go on
-    afterwards.
+    """Seed the random numbers with 0 inside a `with` block, and restore the user's after it.
+
+    Args:
+        devices: Accelerators whose generators are seeded, too. The CPU's always is.
     """
-    others = [device for device in devices if device.type not in ("cpu", "meta", "mps")]
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta", "mps")]
+
     with ExitStack() as forks:
         forks.enter_context(torch.random.fork_rng(devices=[]))
         torch.default_generator.manual_seed(0)
-        for device in others:
+
+        for device in accelerators:
             forks.enter_context(torch.random.fork_rng([device], device_type=device.type))
             torch.get_device_module(device).manual_seed(0)
         yield

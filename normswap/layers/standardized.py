@@ -1,13 +1,15 @@
-"""Convolutions with standardized weights that compute a given weight: timm's ScaledStdConv2d, and
-1-D and 3-D ones.
+"""Convolutions with standardized filters that compute a given weight: timm's, and 1-D and 3-D ones.
 
-timm computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per filter (Brock et
-al. 2021, arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma this is w - mean
-w, exact for filters that sum to zero. Other filters need one more number each, their mean.
+timm's ScaledStdConv2d computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per
+filter (Brock et al. 2021, arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma
+this is w - mean w, which equals w for filters that sum to zero. Other filters need one more number
+each, their mean.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,22 +17,26 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, pad_sa
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.layers.folded import folded
+from normswap.layers.folded import FoldOptions, folded
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.layers.reparametrized import Standardized, effective, keeps_mean
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class Other(Standardized, _ConvNd):
-    """A standardized convolution of dimensions that timm lacks."""
+    """Base of standardized convolutions in dimensions that timm lacks."""
 
     def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(
-            self.weight.new_ones(len(self.weight), *(1,) * (self.weight.ndim - 1))
-        )
+        filters = len(self.weight)
+        self.gain = nn.Parameter(self.weight.new_ones(filters, *(1,) * (self.weight.ndim - 1)))
         self.scale = self.weight[0].numel() ** -0.5
         self.eps = eps
-        self.register_parameter("mean", nn.Parameter(torch.zeros_like(self.gain)) if mean else None)
+
+        filter_mean = nn.Parameter(torch.zeros_like(self.gain)) if mean else None
+        self.register_parameter("mean", filter_mean)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, I, ...) to (N, O, ...)."""
@@ -38,21 +44,20 @@ class Other(Standardized, _ConvNd):
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
-    """The `ScaledStdConv2d` of timm, in 1d."""
+    """timm's `ScaledStdConv2d` in 1-D."""
 
 
 class ScaledStdConv3d(Other, nn.Conv3d):
-    """The `ScaledStdConv2d` of timm, in 3d."""
+    """timm's `ScaledStdConv2d` in 3-D."""
 
 
 OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}
+_SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
 STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame, Standardized)
 
 
 class MeanStdConv2d(Standardized, ScaledStdConv2d):
-    """timm's module with one more parameter per filter, `mean` (O, 1, 1, 1), added to the
-    standardized one.
-    """
+    """timm's `ScaledStdConv2d` with one more parameter: `mean` (O, 1, 1, 1) of its filters."""
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,29 +74,32 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
 
 
 @torch.no_grad()
-def set_effective(conv: Any, weight: Tensor) -> None:
-    """Let a standardized convolution compute with `weight`, less the filters' means if it has no
-    `mean`.
+def set_effective(conv: nn.Module, weight: Tensor) -> None:
+    """Set the tensors of a standardized convolution, in place, so that it computes with `weight`.
+
+    A convolution without `mean` computes with the weight less the mean of each filter.
     """
+    layer: Any = conv
     weight = weight.double()
-    every = tuple(range(1, weight.ndim))
-    mean = weight.mean(every, keepdim=True)
-    variance = (weight - mean).square().mean(every, keepdim=True)
-    conv.weight.copy_(weight - mean)
-    conv.gain.copy_((variance + conv.eps).sqrt() / conv.scale)
-    if keeps_mean(conv):
-        conv.mean.copy_(mean)
+    within_filter = tuple(range(1, weight.ndim))
+    mean = weight.mean(within_filter, keepdim=True)
+    variance = (weight - mean).square().mean(within_filter, keepdim=True)
+
+    layer.weight.copy_(weight - mean)
+    layer.gain.copy_((variance + layer.eps).sqrt() / layer.scale)
+    if keeps_mean(layer):
+        layer.mean.copy_(mean)
 
 
-def computed(layer: Linearity) -> Tensor:
-    """The weight that a linear layer, standardized or not, computes with."""
+def effective_weight(layer: Linearity) -> Tensor:
+    """Return the weight that a linear layer, standardized or not, computes with."""
     if isinstance(layer, STANDARDIZED):
         return effective(layer)
     return layer.weight
 
 
 @torch.no_grad()
-def compute(layer: Linearity, weight: Tensor) -> None:
+def set_effective_weight(layer: Linearity, weight: Tensor) -> None:
     """Let a linear layer, standardized or not, compute with `weight` (`set_effective`)."""
     if isinstance(layer, STANDARDIZED):
         set_effective(layer, weight)
@@ -100,22 +108,21 @@ def compute(layer: Linearity, weight: Tensor) -> None:
 
 
 @torch.no_grad()
-def scale_filters(layer: Any, factor: Tensor) -> None:
-    """Multiply each filter of a linear layer, standardized or not, by a factor (O,); a weight of 0
-    stays 0.
-    """
-    standardized = isinstance(layer, STANDARDIZED)
-    tensors: list[Tensor] = [layer.gain if standardized else layer.weight]
+def scale_filters(layer: nn.Module, factor: Tensor) -> None:
+    """Multiply each filter of a linear layer, in place, by a factor (O,); a weight of 0 stays 0."""
+    # A standardized filter ignores the scale of its weight.
+    names = ["gain" if isinstance(layer, STANDARDIZED) else "weight"]
     if keeps_mean(layer):
-        tensors.append(layer.mean)
-    for tensor in tensors:
-        tensor.copy_(tensor.double() * factor.to(tensor.device).view(-1, *(1,) * (tensor.ndim - 1)))
+        names.append("mean")
+
+    for name in names:
+        tensor: Tensor = getattr(layer, name)
+        shape = (-1, *(1,) * (tensor.ndim - 1))
+        tensor.copy_(tensor.double() * factor.to(tensor.device).view(shape))
 
 
 class StandardizedConv(PlannedLayer):
-    """`Folded` with standardized filters and one mean each with `mean`; `padding`:
-    `own_forwards.even_padding`.
-    """
+    """A convolution that has absorbed its neighbours (`Folded`), with standardized filters."""
 
     @classmethod
     def replacing(
@@ -125,36 +132,46 @@ class StandardizedConv(PlannedLayer):
         like: Tensor,
         mean: bool,
         padding: Sequence[int] | None = None,
-        **how: Any,
+        **fold_options: Unpack[FoldOptions],
     ) -> nn.Module:
-        conv = folded(old, reads, like=like, **how)
+        """Return the standardized convolution.
+
+        Args:
+            old: The convolution.
+            reads: The neighbours that are absorbed.
+            like: An empty tensor of the model's dtype; if that is float64, so is the result.
+            mean: Whether each filter keeps its mean as one more parameter.
+            padding: The padding of a convolution with a forward of its own
+                (`own_forwards.even_padding`). None means that of `old`.
+            fold_options: Options of `folded`.
+        """
+        conv = folded(old, reads, like=like, **fold_options)
         if not isinstance(conv, _ConvNd):
             raise TypeError(f"a {type(conv).__name__} is no convolution")
-        same = isinstance(conv, Conv2dSame)
-        names = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-        args: dict[str, Any] = {name: getattr(conv, name) for name in names}
-        args |= {
-            "bias": conv.bias is not None,
-            "device": conv.weight.device,
-            "dtype": conv.weight.dtype,
-        }
-        padded = conv.padding if padding is None else tuple(padding)
-        if not same:
-            args["padding"] = padded
-        other = next(
-            (class_of_ours for kind, class_of_ours in OTHERS.items() if isinstance(conv, kind)),
-            None,
-        )
-        if other:
-            new: _ConvNd = other(mean=mean, **args)
-        elif mean:
-            new = MeanStdConv2d(same_pad=same, **{**args, "padding": padded})
-        elif same:
-            new = ScaledStdConv2dSame(**args)
-        else:
-            new = ScaledStdConv2d(**args)
+
+        new = _empty(conv, mean=mean, padding=padding)
         set_effective(new, conv.weight)
         new.weight.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             new.bias = conv.bias
         return new
+
+
+def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _ConvNd:
+    """Return a standardized convolution with the settings of `conv`; its values are not set yet."""
+    settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
+    settings["bias"] = conv.bias is not None
+    settings["device"] = conv.weight.device
+    settings["dtype"] = conv.weight.dtype
+    padding_here: Any = conv.padding if padding is None else tuple(padding)
+    pads_to_same = isinstance(conv, Conv2dSame)
+
+    for torch_class, other_class in OTHERS.items():
+        if isinstance(conv, torch_class):
+            return other_class(mean=mean, padding=padding_here, **settings)
+    if mean:
+        return MeanStdConv2d(same_pad=pads_to_same, padding=padding_here, **settings)
+    # timm's class pads by the size of its input.
+    if pads_to_same:
+        return ScaledStdConv2dSame(**settings)
+    return ScaledStdConv2d(padding=padding_here, **settings)

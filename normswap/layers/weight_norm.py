@@ -1,20 +1,24 @@
 """A convolution that has absorbed its neighbours (`Folded`), with weight norm or spectral norm."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers import reparametrized
-from normswap.layers.folded import folded
+from normswap.layers.folded import FoldOptions, folded
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.layers.seeding import seeded
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class WeightNorm(PlannedLayer):
-    """W = g v / |v| per filter, by torch's parametrization; g is the filter's norm, so the function
-    is kept.
+    """W = g v / |v| per filter, by torch's parametrization; g is |W|, so the function is kept.
 
     A filter of zeros gets g = 0 and the direction that it had before folding, so that it can learn.
     """
@@ -22,21 +26,23 @@ class WeightNorm(PlannedLayer):
     NAMES = {"weight": "parametrizations.weight.original1"}
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
-        new = folded(old, reads, like=like, **how)
-        dim = int(getattr(new, "transposed", False))
+    def replacing(
+        cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
+    ) -> nn.Module:
+        new = folded(old, reads, like=like, **fold_options)
+        filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
-        norm = torch.norm_except_dim(weight.double(), 2, dim)
-        direction = _direction(old, weight, norm == 0, dim)
-        parametrizations.weight_norm(new, dim=dim)
+        norm = torch.norm_except_dim(weight.double(), 2, filter_dim)
+        direction = _direction(old, weight, norm == 0, filter_dim)
+
+        parametrizations.weight_norm(new, dim=filter_dim)
         new.get_parameter("parametrizations.weight.original0").copy_(norm)
         new.get_parameter("parametrizations.weight.original1").copy_(direction)
         return new
 
 
 class SpectralNorm(PlannedLayer):
-    """W = alpha V / sigma(V), by torch's parametrization and a learnable scalar alpha, at first
-    sigma(W).
+    """W = alpha V / sigma(V), by torch's parametrization; the learnable alpha is at first sigma(W).
 
     The power iteration starts from fixed numbers, not from the user's generator, so that a plan
     replays.
@@ -45,28 +51,44 @@ class SpectralNorm(PlannedLayer):
     NAMES = {"weight": "parametrizations.weight.original"}
 
     @classmethod
-    def replacing(cls, old: Linearity, *reads: nn.Module, like: Tensor, **how: Any) -> nn.Module:
-        new = folded(old, reads, like=like, **how)
-        dim = int(getattr(new, "transposed", False))
+    def replacing(
+        cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
+    ) -> nn.Module:
+        new = folded(old, reads, like=like, **fold_options)
+        filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
-        dead = (weight == 0).all()
-        new.weight.copy_(_direction(old, weight, dead, dim))
+        is_zero = (weight == 0).all()
+        new.weight.copy_(_direction(old, weight, is_zero, filter_dim))
         with seeded(weight.device):
-            parametrizations.spectral_norm(new, dim=dim)
+            parametrizations.spectral_norm(new, dim=filter_dim)
+
+        # sigma = u' V v, with the singular vectors that the power iteration found.
         spectral = new.get_submodule("parametrizations.weight.0").eval()
         assert isinstance(spectral, parametrizations._SpectralNorm)
-        flat = spectral._reshape_weight_to_matrix(
-            new.get_parameter("parametrizations.weight.original")
-        )
+        original = new.get_parameter("parametrizations.weight.original")
+        flat = spectral._reshape_weight_to_matrix(original)
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
-        gain = reparametrized.Gain(torch.where(dead, torch.zeros_like(sigma), sigma))
+
+        gain = reparametrized.Gain(torch.where(is_zero, torch.zeros_like(sigma), sigma))
         parametrize.register_parametrization(new, "weight", gain)
         return new
 
 
-def _direction(old: Linearity, weight: Tensor, dead: Tensor, dim: int) -> Tensor:
-    """`weight`, and where it is dead the weight before folding, or ones."""
+def _filter_dim(layer: nn.Module) -> int:
+    """Return the dimension of the weight that counts its filters; 1 in a transposed convolution."""
+    return int(getattr(layer, "transposed", False))
+
+
+def _direction(old: Linearity, weight: Tensor, dead: Tensor, filter_dim: int) -> Tensor:
+    """Return the weight, with its dead filters as they were before folding, or ones if still zero.
+
+    Args:
+        old: The layer before folding.
+        weight: The folded weight.
+        dead: Which filters of the folded weight are zero, in a shape that broadcasts.
+        filter_dim: The dimension of the weight that counts its filters.
+    """
     before = old.weight.detach().to(weight)
-    norm = torch.norm_except_dim(before, 2, dim)
+    norm = torch.norm_except_dim(before, 2, filter_dim)
     before = torch.where(norm == 0, torch.ones_like(before), before)
     return torch.where(dead, before, weight)

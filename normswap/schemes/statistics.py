@@ -21,9 +21,10 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
-from normswap.layers import affine, site_norm
+from normswap.layers import affine, measured_norm
 from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.placeholders import Chain
+from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
@@ -67,14 +68,13 @@ def fit_measured(task: FitTask) -> tuple[str, ...]:
 def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
     """Let every norm undo its statistics, in the precision that `result` has."""
     for path, conv, norm in _parts(result, step):
-        site_norm.settle(cast(_ConvNd, source.get_submodule(path)), conv, norm)
+        measured_norm.undo_after_conv(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, site_norm.SiteNorm]]:
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
-        (path, cast(_ConvNd, chain.inner), cast(site_norm.SiteNorm, chain.then))
-        for path, chain in chains
+        (path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains
     ]
 
 

@@ -18,7 +18,7 @@ from normswap import copying, provenance
 from normswap.calibration import channel_moments
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
-from normswap.layers import affine, site_norm
+from normswap.layers import affine, measured_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
 from normswap.surgery import comparison, unfolding
@@ -79,7 +79,7 @@ def batchnorm_like(
 @torch.no_grad()
 def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
     for path, shift in shifts.items():
-        site_norm.undo_statistics(module.get_submodule(path), shift)
+        measured_norm.undo_statistics(module.get_submodule(path), shift)
     return module
 
 

@@ -20,7 +20,7 @@ from normswap import shipped
 from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
-from normswap.layers.per_sample import leveled
+from normswap.layers.per_sample import leveling
 from normswap.schemes.groupnorm import absolute_eps
 from normswap.surgery import applying, conversion
 
@@ -225,7 +225,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
     norm.running_var.uniform_(0.05, 0.4)  # type: ignore[union-attr]
     norm.running_var[4:] *= 100  # type: ignore[index]
     eps = absolute_eps(norm, relative_eps)
-    scale, offset = leveled(norm, 2)
+    scale, offset = leveling(norm, 2)
     spread = torch.randn(20_000, 8, dtype=torch.float64) * norm.running_var.sqrt()  # type: ignore[union-attr]
     values = scale * (spread + norm.running_mean) + offset
     for group in (slice(0, 4), slice(4, 8)):

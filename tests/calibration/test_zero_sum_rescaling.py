@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normswap.calibration import zero_sum_rescaling
 from normswap.calibration.zero_sum_rescaling import Loss
 from normswap.folding.channel_factors import FIXED
-from normswap.layers.standardized import computed
+from normswap.layers.standardized import effective_weight
 from normswap.surgery import conversion
 
 
@@ -133,7 +133,7 @@ def test_scaled_the_pattern_computes_the_same_and_the_result_in_its_units() -> N
         torch.equal(a, b) for a, b in zip(pattern.parameters(), result.parameters(), strict=True)
     )
     before, after = (
-        computed(one.get_submodule("layer1.0.conv1")).detach().flatten(1).norm(dim=1)
+        effective_weight(one.get_submodule("layer1.0.conv1")).detach().flatten(1).norm(dim=1)
         for one in (standardized(model).double(), pattern)
     )
     alive = before > 0

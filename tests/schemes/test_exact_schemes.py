@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap.layers import reparametrized, scalars, site_norm
+from normswap.layers import reparametrized, scalars, frozen_norm
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan
@@ -63,7 +63,7 @@ def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
         ours = (
             Scale,
             scalars.ScalarBias,
-            site_norm.EvalNorm,
+            frozen_norm.EvalNorm,
             reparametrized.TunedConv2d,
             reparametrized.InputBiased,
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import provenance
 from normswap.errors import OptionError, RefusedError, VerificationError
-from normswap.layers import site_norm
+from normswap.layers import measured_norm
 
 LIMIT = 1e-10
 
@@ -95,13 +95,13 @@ def test_statistics_are_those_of_the_images() -> None:
 
 
 def test_the_proof_sees_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = site_norm.settle
+    right = measured_norm.undo_after_conv
 
     def wrong(source: Any, conv: Any, norm: Any) -> None:
         right(source, conv, norm)
         norm.bias.data[0] += 1e-3 * norm.running_mean[0]  # 0 until something is measured
 
-    monkeypatch.setattr(site_norm, "settle", wrong)
+    monkeypatch.setattr(measured_norm, "undo_after_conv", wrong)
     with pytest.raises(VerificationError, match="measured-batchnorm is wrong"):
         normswap.convert(network(), "batchnorm", inputs=images()[0], calibrate=images())
 

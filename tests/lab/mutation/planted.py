@@ -73,19 +73,19 @@ class Planted:
 ALGEBRA = (
     Planted(
         "a norm's scale is 1 % larger",
-        "layers.affine:read",
+        "layers.affine:read_map",
         gives(lambda st: (1.01 * st[0], st[1])),
         FOLDING,
     ),
     Planted(
         "a norm's shift is negative",
-        "layers.affine:read",
+        "layers.affine:read_map",
         gives(lambda st: (st[0], -st[1])),
         FOLDING,
     ),
     Planted(
         "a norm's shift is forgotten",
-        "layers.affine:read",
+        "layers.affine:read_map",
         gives(lambda st: (st[0], 0 * st[1])),
         FOLDING,
     ),
@@ -141,7 +141,7 @@ ALGEBRA = (
     ),
     Planted(
         "a moved norm stays where it was",
-        "layers.per_sample:moved",
+        "layers.per_sample:follow_rescaling",
         NOTHING,
         (
             "tests/calibration/test_per_sample_rescaling.py",

@@ -1,0 +1,103 @@
+"""BatchNorms with frozen statistics: all four tensors constant, or gamma and beta learning."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from timm.layers import FrozenBatchNormAct2d
+from torch import Tensor, nn
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from normswap.layers.known_norms import KINDS
+from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer
+from normswap.layers.site_norm import Floats, Record, SiteNorm, copy_tensors
+
+
+class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
+    """torchvision's frozen BatchNorm, for any number of dimensions and in one kernel.
+
+    Under autocast it computes in the input's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+
+KINDS[FrozenBatchNorm] = KINDS[FrozenBatchNorm2d]
+
+
+class FrozenNorm(PlannedLayer):
+    """A BatchNorm whose statistics, gamma and beta are constants.
+
+    It is a `FrozenBatchNorm`, or timm's class where the norm has an activation.
+    """
+
+    KEEPS_NORM = True
+
+    @classmethod
+    def replacing(
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        mean: Floats = None,
+        std: Floats = None,
+        settings: Record = None,
+    ) -> nn.Module:
+        """Return the frozen norm; the arguments are those of `SiteNorm.replacing`."""
+        live = SiteNorm.replacing(old, like=like, mean=mean, std=std, settings=settings)
+        if live.act is None:
+            new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
+        else:
+            new = FrozenBatchNormAct2d(live.num_features, live.eps)
+            new.act = live.act
+
+        new.to(live.weight)
+        copy_tensors(live, new)
+        return new
+
+
+class EvalNorm(PlannedLayer, OwnLayer):
+    """A BatchNorm with frozen statistics, whose gamma and beta learn.
+
+    y = act(gamma (x - mean) / sqrt(var + eps) + beta).
+    """
+
+    AFFINE = PER_CHANNEL = SCALES = HOLDS_STATISTICS = True
+    ROLES = {"weight": GAMMA, "bias": "beta"}
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, live: SiteNorm) -> None:
+        super().__init__()
+        self.weight = live.weight
+        self.bias = live.bias
+        self.act = live.act
+        self.eps = live.eps
+        self.register_buffer("running_mean", live.running_mean)
+        self.register_buffer("running_var", live.running_var)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+        return self.activated(x)
+
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(self.running_var.double() + self.eps) * self.weight.detach().double()
+        return scale, self.bias.detach().double() - self.running_mean.double() * scale
+
+    @classmethod
+    def replacing(
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        mean: Floats = None,
+        std: Floats = None,
+        settings: Record = None,
+    ) -> EvalNorm:
+        """Return the norm in eval mode; the arguments are those of `SiteNorm.replacing`."""
+        return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std, settings=settings))
