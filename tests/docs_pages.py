@@ -6,14 +6,17 @@ command fails, and shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (
 page's slow blocks are skipped). A `text` block is what the block before it prints, `...` for what
 varies. Behind `<!-- from FILE -->` stand the tables of that file, which a script wrote, each below
 its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The table behind `<!--
-options -->` has the options of all schemes, from their records.
+options -->` has the options of all schemes, from their records. The same call writes what `normswap
+advise` reads of the laboratory's table.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from normswap.errors import flag
 from normswap.schemes.catalogue import TARGETS
@@ -21,7 +24,14 @@ from normswap.schemes.scheme import Option
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITH_TABLES = [*PAGES, ROOT / "README.md", ROOT / "normswap" / "analysis" / "after_training.md"]
+WITH_TABLES = [*PAGES, ROOT / "README.md"]
+# What `normswap advise` reads, and the laboratory's table that it is made from.
+AFTER_TRAINING = ROOT / "normswap" / "analysis" / "after_training.json"
+_MEASURED = "tests/lab/benchmarks/after_training.md"
+_ADVISED = re.compile(
+    r"^. (labels|two|preact|depthwise|private) . (BatchNorm . 0|"
+    r"`(groupnorm|groupnorm --relative-eps 0|skipinit|frozen-bn|tune)` .)"
+)
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 _OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
 _TABLE = re.compile(r"<!-- from (\S+?)(?:: (.*))? -->\n\n((?:(?:\|[^\n]*|\*\*[^\n]*\*\*)\n\n?)*)")
@@ -127,6 +137,23 @@ def options() -> str:
     )
 
 
+def after_training() -> str:
+    """What `normswap advise` reads: by task, where training ended for each target it may name."""
+    tasks: dict[str, dict[str, Any]] = {}
+    heading = ""
+    lines = (ROOT / _MEASURED).read_text(encoding="utf-8").splitlines()
+    for line in _with_headings(lines, _ADVISED):
+        if line.startswith("**"):
+            heading = line.strip("*")
+        elif _ADVISED.search(line):
+            cells = [cell.strip(" `") for cell in line.split("|")]
+            _, task, target, _rate, _at_once, _after_a_tenth, end, *_ = cells
+            ended = tasks.setdefault(task, {"about": heading, "ended": {}})["ended"]
+            ended[target.replace("BatchNorm", "batchnorm")] = end
+    return json.dumps({"from": _MEASURED, "tasks": tasks}, indent=2, ensure_ascii=False) + "\n"
+
+
 if __name__ == "__main__":
+    AFTER_TRAINING.write_text(after_training(), encoding="utf-8")
     for path in WITH_TABLES:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,3 +1,1 @@
-"""The views of a network, as data: signal propagation, decay groups, summaries, advice, and its
-plots.
-"""
+"""Views of a network as data: signal propagation, weight decay groups, summaries and advice."""

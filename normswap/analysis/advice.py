@@ -1,15 +1,18 @@
 """Which target to choose: three rules, and the first target that the network admits.
 
-1. For inference `folded`. 2. Private training allows no statistics of the batch: `skipinit`, which
-keeps the function, then `groupnorm`. 3. BatchNorm is kept for 16 or more images a batch; with fewer
-its statistics are too noisy (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32
-images, 23.7 % with 16, 24.8 % with 8, 27.3 % with 4, 34.7 % with 2). Then `skipinit`, or
-`groupnorm` where there are no residual blocks.
+1. For inference: `folded`.
+2. For private training, which allows no statistics of the batch: `skipinit`, which keeps the
+   function, then `groupnorm`.
+3. Otherwise BatchNorm is kept for 16 or more images a batch. With fewer its statistics are too
+   noisy (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with
+   16, 24.8 % with 8, 27.3 % with 4, 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are
+   no residual blocks.
 """
 
+import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -20,18 +23,23 @@ from normswap.layers import affine, own_forwards
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
-# From so many images in a batch on, BatchNorm is no trouble.
+# With at least so many images in a batch, BatchNorm is kept.
 ENOUGH = 16
-# Where targets ended on other networks.
-_ELSEWHERE = Path(__file__).parent / "after_training.md"
-# The plain norm, which other libraries load as it is, stands beside ours.
-_VARIANTS: dict[str, list[dict[str, object]]] = {"groupnorm": [{}, {"relative_eps": 0}]}
+# Where training ended for each target on other networks, by task; tests/docs_pages.py writes it.
+_AFTER_TRAINING = Path(__file__).with_name("after_training.json")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A scheme, as it is typed after --to, why, the command, whether the function is kept exactly,
-    and the options.
+    """A target that the network admits.
+
+    Args:
+        scheme: The name of the target.
+        target: What is typed after `--to`: the name, perhaps with options.
+        why: The reason, for the user.
+        command: The command that converts the network. It is empty where nothing is to be done.
+        exact: Whether the conversion keeps the function exactly.
+        options: The options of the conversion, as `convert` takes them.
     """
 
     scheme: str
@@ -39,6 +47,15 @@ class Advice:
     why: str
     command: str
     exact: bool
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A target that suits the purpose; whether the network admits it is not known yet."""
+
+    scheme: str
+    why: str
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -54,12 +71,16 @@ def advise(
     """Find the possible targets for a network, the best first, and why others are not possible.
 
     Args:
-        name: the network's name in the commands.
-        batch_size: the images that would share statistics: those of a device, or of a client.
-        data: images to fit to, in the commands.
+        network: The network.
+        name: What the commands call the network.
+        batch_size: How many images would share statistics: those of one device, or of one client.
+        private: Whether the network will be trained privately, with gradients per sample.
+        deploy: Whether the network is for inference only.
+        data: What the commands call the images to fit to.
 
-    Raises OptionError: no batch size, or purposes that exclude each other; RefusedError: nothing is
-    possible.
+    Raises:
+        OptionError: There is no batch size, or the purposes exclude each other.
+        RefusedError: The network admits no target.
     """
     if batch_size < 1:
         raise OptionError(spelled("batch_size", batch_size), "a batch has at least one image")
@@ -69,42 +90,71 @@ def advise(
             "one trains, the other does not",
             "Ask twice",
         )
-    possible = []
-    refused = {}
-    purpose = {"purpose": "opacus"} if private else {}
-    wishes = _wishes(network.module, batch_size, private, deploy)
-    for to, why, variant in (
-        (*wish, variant) for wish in wishes for variant in _VARIANTS.get(wish[0], [{}])
-    ):
-        if to == "batchnorm":
-            possible.append(Advice(to, to, why, "", True))
+
+    possible: list[Advice] = []
+    refused: dict[str, str] = {}
+    for candidate in _candidates(network.module, batch_size, private=private, deploy=deploy):
+        if candidate.scheme == "batchnorm":
+            possible.append(
+                Advice("batchnorm", target="batchnorm", why=candidate.why, command="", exact=True)
+            )
             continue
-        scheme = schemes.get(to)
-        options = {**variant, **purpose}
-        is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
-        if variant:
-            why += "; with the eps of other libraries, which keeps less at once"
-        target = to + " --relative-eps 0" * bool(variant)
-        words = f" --calibrate {shlex.quote(data)}" * is_fitted + " --for opacus" * private
         try:
-            list(plan_steps(network, to, measured=is_fitted, **options))
+            possible.append(_planned(network, candidate, name=name, data=data, private=private))
         except RefusedError as error:
-            refused[to] = str(error)
-            continue
-        if to == "skipinit" and any(block.order == "post" for block in network.anatomy.blocks):
-            why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
-        command = f"normswap convert {name} --to {target}{words}"
-        possible.append(Advice(to, target, why, command, not is_fitted, options))
+            refused[candidate.scheme] = str(error)
+
     if not possible:
         raise RefusedError("no target fits this network", "; ".join(refused.values()))
     return possible, refused
 
 
+def _planned(
+    network: Network, candidate: _Candidate, *, name: str, data: str, private: bool
+) -> Advice:
+    """Return the advice for a candidate; RefusedError says that it cannot be planned."""
+    scheme = schemes.get(candidate.scheme)
+    is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
+    options = dict(candidate.options)
+    if private:
+        options["purpose"] = "opacus"
+    list(plan_steps(network, candidate.scheme, measured=is_fitted, **options))
+
+    why = candidate.why
+    is_v1 = any(block.order == "post" for block in network.anatomy.blocks)
+    if candidate.scheme == "skipinit" and is_v1:
+        why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
+
+    target = candidate.scheme
+    if candidate.options:
+        target += " --relative-eps 0"
+    command = f"normswap convert {name} --to {target}"
+    if is_fitted:
+        command += f" --calibrate {shlex.quote(data)}"
+    if private:
+        command += " --for opacus"
+    return Advice(
+        candidate.scheme,
+        target=target,
+        why=why,
+        command=command,
+        exact=not is_fitted,
+        options=options,
+    )
+
+
 def elsewhere(
     network: Network, batch_size: int, *, private: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return which task of the table is most like this one, and where targets ended in it: top-1,
-    with a deviation.
+    """Return where training ended on another network, in the measured task most like this one.
+
+    Args:
+        network: The network that is asked about.
+        batch_size: How many images share statistics.
+        private: Whether training is private.
+
+    Returns:
+        The task in words, and the top-1 with its deviation, by target.
     """
     task = "labels"
     if private:
@@ -115,44 +165,53 @@ def elsewhere(
         task = "preact"
     elif any(own_forwards.is_depthwise(module) for module in network.module.modules()):
         task = "depthwise"
-    _, *sections = _ELSEWHERE.read_text(encoding="utf-8").split("**")
-    tables = zip(sections[::2], sections[1::2], strict=True)
-    first_cell = f"| {task} |"
-    about, table = next((about, table) for about, table in tables if first_cell in table)
-    lines = [line for line in table.splitlines() if line.startswith(first_cell)]
-    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
-    return about, {row[2].replace("BatchNorm", "batchnorm"): row[6] for row in rows}
+
+    measured = json.loads(_AFTER_TRAINING.read_text(encoding="utf-8"))["tasks"][task]
+    return measured["about"], measured["ended"]
 
 
-def _wishes(
-    model: nn.Module, batch_size: int, private: bool, deploy: bool
-) -> list[tuple[str, str]]:
+def _candidates(
+    model: nn.Module, batch_size: int, *, private: bool, deploy: bool
+) -> Iterator[_Candidate]:
+    """Yield the targets that suit the purpose, the best first."""
     if deploy:
-        return [("folded", "inference: nothing is left to normalize, and the function is kept")]
-    without = [
-        ("skipinit", "keeps the function; no norm, one scalar per branch"),
-        ("groupnorm", "normalizes still, each sample by itself"),
-        (
-            "frozen-bn",
-            (
-                "statistics as constants; in federated training often ahead of GroupNorm"
-                " (arXiv:2303.06530)"
-            ),
-        ),
-    ]
+        yield _Candidate(
+            "folded", "inference: nothing is left to normalize, and the function is kept"
+        )
+        return
+
     if private:
-        return [
-            (scheme, f"gradients per sample need norms without the batch: {why}")
-            for scheme, why in without
-        ]
-    if batch_size >= ENOUGH and any(affine.is_batchnorm(module) for module in model.modules()):
+        reason = "gradients per sample need norms without the batch"
+        yield from _without_batch_statistics(reason)
+        return
+
+    has_batchnorm = any(affine.is_batchnorm(module) for module in model.modules())
+    if batch_size >= ENOUGH and has_batchnorm:
         enough = f"{batch_size} images are enough for its statistics ({ENOUGH} or more)"
-        return [
-            ("batchnorm", f"keep it: {enough}"),
-            ("tune", "frozen statistics, where the domain stays the same"),
-        ]
+        yield _Candidate("batchnorm", f"keep it: {enough}")
+        yield _Candidate("tune", "frozen statistics, where the domain stays the same")
+        return
+
     few = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
-    return [
-        *((scheme, f"{few}: {why}") for scheme, why in without),
-        ("tune", "frozen statistics, for a short tuning"),
-    ]
+    yield from _without_batch_statistics(few)
+    yield _Candidate("tune", "frozen statistics, for a short tuning")
+
+
+def _without_batch_statistics(reason: str) -> Iterator[_Candidate]:
+    """Yield the targets that need no statistics of the batch."""
+    yield _Candidate("skipinit", f"{reason}: keeps the function; no norm, one scalar per branch")
+
+    groupnorm = _Candidate("groupnorm", f"{reason}: normalizes still, each sample by itself")
+    yield groupnorm
+    # The plain norm, which other libraries load as it is, stands beside ours.
+    yield replace(
+        groupnorm,
+        why=f"{groupnorm.why}; with the eps of other libraries, which keeps less at once",
+        options={"relative_eps": 0},
+    )
+
+    yield _Candidate(
+        "frozen-bn",
+        f"{reason}: statistics as constants; in federated training often ahead of GroupNorm"
+        " (arXiv:2303.06530)",
+    )

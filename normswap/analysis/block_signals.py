@@ -1,5 +1,4 @@
-"""Signal propagation: how mean and variance of the hidden activations change from one residual
-block to the next.
+"""Signal propagation: mean and variance of the hidden activations, from residual block to block.
 
 Signal propagation plots (SPPs): Brock et al. 2021, arXiv:2101.08692, as the ICLR 2022 blog post
 "Normalization is dead, long live normalization!" defines and codes them. For an activation (N, C,
@@ -7,12 +6,12 @@ H, W):
 
 - average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
 - average channel variance: the variance over N, H and W, averaged over C (shows explosion and
-attenuation).
+  attenuation).
 
 Both are taken after the sum of every residual block, before an activation that follows it. The
-third curve is the average channel variance at the end of the residual branch: here that of f in y =
-skip + alpha f(x), before a scalar (SkipInit's, NF's alpha), which shows whether f keeps the
-variance. `added_variance` is that of alpha f(x).
+third curve is the average channel variance at the end of the residual branch. In
+y = skip + alpha f(x) it is that of f(x), before a scalar (SkipInit's, NF's alpha): it shows whether
+f keeps the variance. `added_variance` is that of alpha f(x).
 """
 
 import copy
@@ -34,20 +33,23 @@ from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
 from normswap.surgery.network import Network
 
-# By the name of the node whose value they are of.
+# The moments of a value, by the name of the graph node that has it.
 _Moments = dict[str, ChannelMoments]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One residual block of one network.
+    """The signal at one residual block of one network.
 
     Args:
-        block: path of the block, and `stage` that of its stage; `depth` counts blocks from 1.
-        mean_sq: average channel squared mean after the sum; `variance`: average channel variance
-            there.
-        branch_variance: average channel variance at the end of the branch, before a scalar on it.
-        added_variance: the same after that scalar: what the sum receives.
+        block: The path of the block.
+        stage: The path of the block's stage.
+        depth: The number of the block, counted from 1.
+        mean_sq: The average channel squared mean after the sum.
+        variance: The average channel variance after the sum.
+        branch_variance: The average channel variance at the end of the branch, before a scalar on
+            it.
+        added_variance: The average channel variance after that scalar, which the sum receives.
     """
 
     block: str
@@ -59,24 +61,38 @@ class Point:
     added_variance: float
 
 
+@dataclass(frozen=True)
+class _BlockNodes:
+    """The graph nodes of a block whose values are measured."""
+
+    total: fx.Node
+    branch_end: fx.Node
+    added: fx.Node
+
+    @property
+    def names(self) -> set[str]:
+        return {self.total.name, self.branch_end.name, self.added.name}
+
+
 def signal_propagation(
     model: nn.Module | Network, batches: Inputs = None, *, batch_statistics: bool = False
 ) -> list[Point]:
     """Measure the signal at every residual block of a network, which is not changed.
 
     Args:
-        model: a network, or its record.
-        batches: images (N, C, H, W), or what `inputs` of `convert` may be; by default what the
-            network is called with. Statistics are taken over all of them together. Of a list of
-            images each is a batch of its own.
-        batch_statistics: BatchNorms normalize with those of each batch: running ones of a fresh
-            network say nothing.
+        model: A network, or its record.
+        batches: Images (N, C, H, W), or whatever `inputs` of `convert` may be. The default is the
+            input that the network is usually called with. Statistics are taken over all batches
+            together. In a list of images each image is a batch of its own.
+        batch_statistics: Whether BatchNorms normalize by the statistics of each batch. The running
+            statistics of a fresh network say nothing.
 
     Returns:
-        A point for each block, in order: Brock et al. 2021, arXiv:2101.08692.
+        A point for each block, in order (Brock et al. 2021, arXiv:2101.08692).
 
-    Raises TraceError: it cannot be traced; RefusedError: it has no residual blocks, or does not run
-    on such inputs.
+    Raises:
+        TraceError: The network cannot be traced.
+        RefusedError: The network has no residual blocks, or does not run on these inputs.
     """
     network = Network.of(model)
     anatomy = network.anatomy
@@ -86,33 +102,58 @@ def signal_propagation(
         raise RefusedError(
             "the network has no residual blocks", "the signal is measured after residual sums"
         )
+
     nodes = [
-        (block.total, _before_scalars(anatomy, block), block.branch) for block in anatomy.blocks
+        _BlockNodes(block.total, _before_scalars(anatomy, block), block.branch)
+        for block in anatomy.blocks
     ]
-    names = {node.name for of_block in nodes for node in of_block}
+    names: set[str] = set()
+    for block_nodes in nodes:
+        names |= block_nodes.names
+
     moments: _Moments = {}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
-        model = copy.deepcopy(model)
-        for norm in (module for module in model.modules() if isinstance(module, _BatchNorm)):
-            # Without running statistics it takes those of the batch.
-            norm.track_running_stats = False
-            norm.running_mean = None
-            norm.running_var = None
+        model = _without_running_statistics(model)
     with torch.no_grad(), undisturbed(model):
         for example in examples:
-            # A record of a network that takes a list of images is one of a single image.
-            for single in example.parted(1) if example.listed else [example]:
-                _run(model, single.like(model), names, moments, channels_last=channels_last)
-    points = []
-    for depth, (block, of_block) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):
-        total, end, branch = (_averages(moments[node.name]) for node in of_block)
-        points.append(Point(block.path, block.stage, depth, *total, end[1], branch[1]))
+            # The graph of a network that takes a list of images is that of a single image.
+            singles = example.parted(1) if example.listed else [example]
+            for single in singles:
+                _add_moments(model, single.like(model), names, moments, channels_last=channels_last)
+
+    points: list[Point] = []
+    for depth, (block, block_nodes) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):
+        mean_sq, variance = _averages(moments[block_nodes.total.name])
+        _, branch_variance = _averages(moments[block_nodes.branch_end.name])
+        _, added_variance = _averages(moments[block_nodes.added.name])
+        points.append(
+            Point(
+                block=block.path,
+                stage=block.stage,
+                depth=depth,
+                mean_sq=mean_sq,
+                variance=variance,
+                branch_variance=branch_variance,
+                added_variance=added_variance,
+            )
+        )
     return points
 
 
+def _without_running_statistics(model: nn.Module) -> nn.Module:
+    """Return a copy whose BatchNorms normalize by the statistics of the batch in eval mode, too."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+            module.running_mean = None
+            module.running_var = None
+    return twin
+
+
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters that zero the output where they are 0."""
+    """Return the names of the parameters that zero the module's output where they are 0."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
     if affine.is_norm(module):
@@ -136,25 +177,41 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 def _averages(moments: ChannelMoments) -> tuple[float, float]:
-    """Give the average channel squared mean and the average channel variance."""
-    return float(moments.mean.square().mean()), float((moments.square / moments.count).mean())
+    """Return the average channel squared mean and the average channel variance."""
+    mean_sq = moments.mean.square().mean()
+    variance = (moments.square / moments.count).mean()
+    return float(mean_sq), float(variance)
 
 
-def _run(
+def _add_moments(
     model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool
 ) -> None:
+    """Run a network on a batch, and add the values of some nodes to their moments.
+
+    Args:
+        model: The network.
+        batch: The input.
+        names: The names of the nodes.
+        moments: The moments by name, which are changed in place.
+        channels_last: Whether maps are (N, H, W, C).
+
+    Raises:
+        RefusedError: The network does not run on the batch, or takes another path through its code.
+    """
     missing = set(names)
 
-    def look(name: str, x: object) -> None:
-        if name in names and isinstance(x, Tensor):
-            dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
-            values = x.movedim(dim, 0).flatten(1).double()
-            moments.setdefault(name, ChannelMoments.none(len(values), x.device)).add(values)
-            missing.discard(name)
+    def add(name: str, x: object) -> None:
+        if name not in names or not isinstance(x, Tensor):
+            return
+        # Tokens are (N, L, C).
+        channel_dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
+        values = x.movedim(channel_dim, 0).flatten(1).double()
+        moments.setdefault(name, ChannelMoments.none(len(values), x.device)).add(values)
+        missing.discard(name)
 
     size = tuple(batch.images.shape)
     try:
-        record_once(model, batch, look)
+        record_once(model, batch, add)
     except TraceError as error:
         raise RefusedError(
             f"the network does not run on inputs of size {size}", error.why, "Try larger ones"
@@ -164,19 +221,21 @@ def _run(
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
-    """Return the end of the branch before drop path, learnable scalars and one constant factor."""
+    """Return the end of a branch before drop path, learnable scalars and one constant factor."""
     node = block.branch
-    constants = 1
+    constants_left = 1
     while True:
         module = anatomy.traced.module(node)
         sources = inputs(node)
         tensors = [source for source in sources if source.op != "get_attr"]
-        times = node.target in MULTIPLICATIONS
+        multiplies = node.target in MULTIPLICATIONS
         passes = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"
-        if not (times or passes or scales_branch(module)):
+        if not (multiplies or passes or scales_branch(module)):
             return node
-        constants -= times and len(sources) == 1
-        if len(tensors) != 1 or constants < 0:
-            # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
+
+        if multiplies and len(sources) == 1:
+            constants_left -= 1
+        # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
+        if len(tensors) != 1 or constants_left < 0:
             return node
         node = tensors[0]

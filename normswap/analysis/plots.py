@@ -1,5 +1,6 @@
-"""Signal propagation plots. matplotlib, an optional package, is imported when a picture is drawn;
-torch is not.
+"""Signal propagation plots.
+
+matplotlib is an optional package, so it is imported when a picture is drawn. torch is not imported.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from normswap.errors import OutputError, require_packages
 from normswap.storage import atomic_write
@@ -29,36 +30,54 @@ PANELS = {
     "variance": "Average channel variance",
     "branch_variance": "Average variance of the branch",
 }
-# An axis is logarithmic where its values' ratio is larger than this; then it ends at the floor or
-# above.
+# An axis is logarithmic if the ratio of its largest to its smallest value is above this.
 _LOG_ABOVE = 30.0
+# A logarithmic axis begins at this value or above.
 _FLOOR = 1e-3
 
 
 def plot(curves: Curves, file: Path) -> Path:
-    """Draw squared mean, variance and branch variance of each network's points over the blocks."""
+    """Draw squared mean, variance and branch variance of each network over its blocks.
+
+    Args:
+        curves: The points of each network, by its name.
+        file: Where the picture is written; the suffix names its format.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, (quantity, label) in zip(panels, PANELS.items(), strict=True):
         draw(axes, curves, quantity, label)
+
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return save(figure, file)
 
 
 def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
-    """Draw a quantity of `Point` for every network, on a logarithmic axis where its values vary
-    much.
+    """Draw one quantity of `Point` for every network, logarithmically where values vary much.
+
+    Args:
+        axes: The axes to draw on.
+        curves: The points of each network, by its name.
+        quantity: The name of a field of `Point`.
+        label: The text beside the y axis.
     """
     drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
-        depths = [point.depth for point in points]
         values = [getattr(point, quantity) for point in points]
-        # Markers get smaller from network to network, so that equal curves stay visible.
-        style: Any = {"marker": "o", "markersize": max(3, 11 - 3 * i), "fillstyle": "none"}
-        axes.plot(depths, values, label=name, color=COLOURS[i % len(COLOURS)], **style)
+        axes.plot(
+            [point.depth for point in points],
+            values,
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+            marker="o",
+            # Markers get smaller from network to network, so that equal curves stay visible.
+            markersize=max(3, 11 - 3 * i),
+            fillstyle="none",
+        )
         drawn += [value for value in values if 0 < value < math.inf]
+
     high = max(drawn, default=1.0)
     low = max(min(drawn, default=1.0), _FLOOR)
     if high / low > _LOG_ABOVE:
@@ -67,18 +86,26 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
+
+    # Stages are shaded if all networks have the same.
     all_stages = {tuple(point.stage for point in points) for points in curves.values()}
     over_blocks(axes, all_stages.pop() if len(all_stages) == 1 else ())
 
 
 def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
-    """Let the x axis count residual blocks from 1, every other stage shaded."""
+    """Let the x axis count residual blocks from 1, and shade every other stage.
+
+    Args:
+        axes: The axes.
+        stages: The stage of each block; none, if nothing is to be shaded.
+    """
     start = 0.5
     for i, (_, blocks) in enumerate(groupby(stages)):
         end = start + len(list(blocks))
         if i % 2 == 0:
             axes.axvspan(start, end, facecolor="0.95", zorder=0)
         start = end
+
     axes.set_xlabel("residual block")
     axes.locator_params(axis="x", integer=True)
     axes.grid(axis="y", alpha=0.3)
@@ -93,8 +120,11 @@ def save(figure: Figure, file: Path) -> Path:
 
 
 def format_of(file: Path) -> str:
-    """Return the suffix's picture format; raises OptionError: no matplotlib; OutputError: it has no
-    such format.
+    """Return the picture format that the suffix of a file names.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+        OutputError: matplotlib does not write such a format.
     """
     require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase

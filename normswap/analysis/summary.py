@@ -19,10 +19,16 @@ from normswap.surgery.network import Network
 from normswap.surgery.report import Report
 
 _ROLES = ("stem", "last", "down", "other", "head")
+_BLOCK_FIELDS = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
 
 
 def of_network(network: Network, source: str) -> Body:
-    """Describe a network, every residual block (`blocks`) and every norm (`sites`)."""
+    """Describe a network, every residual block (`blocks`) and every norm (`sites`).
+
+    Args:
+        network: The network.
+        source: What the user calls it.
+    """
     model = network.module
     anatomy = network.anatomy
     record = network.provenance
@@ -46,38 +52,46 @@ def of_network(network: Network, source: str) -> Body:
 
 
 def parameters(model: nn.Module) -> int:
-    """Count the trainable values, shared ones counted once."""
+    """Return the number of trainable values; a shared tensor counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _kinds(model: nn.Module) -> Counter[str]:
+def _norm_classes(model: nn.Module) -> Counter[str]:
+    """Return how many norms of each class a network has."""
     return Counter(type(module).__name__ for module in model.modules() if affine.is_norm(module))
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
-    """Count the normalization layers, and the trainable values."""
-    return {"norms": _kinds(model).total(), "parameters": parameters(model)}
+    """Return the numbers of normalization layers and of trainable values."""
+    return {"norms": _norm_classes(model).total(), "parameters": parameters(model)}
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
-    fields = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")
-    alpha = None
-    if block.tail and scales_branch(tail := anatomy.traced.modules[block.tail]):
-        alpha = tail.alpha.item()
-    return {name: getattr(block, name) for name in fields} | {
-        "norms": list(block.norms),
-        "alpha": alpha,
-    }
+    body: Body = {name: getattr(block, name) for name in _BLOCK_FIELDS}
+    body["norms"] = list(block.norms)
+    body["alpha"] = None
+    if block.tail:
+        tail = anatomy.traced.modules[block.tail]
+        if scales_branch(tail):
+            body["alpha"] = tail.alpha.item()
+    return body
 
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
     module = anatomy.traced.modules[norm.path]
-    mean, std = anatomy.kept_moments(norm.path) or (None, None)
+    mean: Tensor | None = None
+    std: Tensor | None = None
     if affine.has_moments(module):
         mean, std = affine.moments(module)
+    else:
+        kept = anatomy.kept_moments(norm.path)
+        if kept:
+            mean, std = kept
+
     refused = folding.refusals.get(norm.path)
     if not affine.is_affine_norm(module):
         refused = refused or affine.refusal(module)
+    outcome = folding.outcomes.get(norm.path)
     return {
         "path": norm.path,
         "class": norm.kind,
@@ -86,20 +100,22 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
-        "folding": folding.outcomes.get(norm.path) and str(folding.outcomes[norm.path]),
+        "folding": outcome and str(outcome),
         "refused": refused,
     }
 
 
 def _range(values: Tensor | None) -> list[float] | None:
+    """Return the least and the largest value, or None where there are none."""
     if values is None or not values.numel():
         return None
     return [values.min().item(), values.max().item()]
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
-    """Describe a step of a plan."""
+    """Describe a step of a plan, with what its builder noted if the step was just planned."""
     outcomes = getattr(builder, "outcomes", {})
+    scalars = [edit for edit in step.edits if edit.layer == "Scale"]
     return {
         "scheme": step.scheme,
         "options": step.options,
@@ -107,9 +123,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
         "outcomes": counts(outcomes.values()),
         "left": {},
-        "alphas": {
-            edit.path: edit.args.get("alpha") for edit in step.edits if edit.layer == "Scale"
-        },
+        "alphas": {edit.path: edit.args.get("alpha") for edit in scalars},
         "notes": list(getattr(builder, "notes", ())),
         "renames": [],
         "report": None,
@@ -117,35 +131,41 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Describe the steps of a conversion, with measurements of the last; `scheme` names `unfold`,
-    which has no step.
+    """Describe the steps of a conversion; the last one has what was measured.
+
+    Args:
+        conversion: The conversion.
+        scheme: The name of a conversion that has no step, such as `unfold`.
     """
-    steps = [
-        of_step(step)
-        for step in conversion.plan.steps[-conversion.steps :] or [Step(scheme, {}, ())]
-    ]
-    steps[-1] |= {
+    new_steps = conversion.plan.steps[-conversion.steps :]
+    if not new_steps:
+        new_steps = (Step(scheme, {}, ()),)
+
+    bodies = [of_step(step) for step in new_steps]
+    norms_left = _norm_classes(conversion.model)
+    bodies[-1] |= {
         "verdicts": {path: str(outcome) for path, outcome in conversion.outcomes.items()},
         "outcomes": counts(conversion.outcomes.values()),
-        "left": {f"{kind} that stay": n for kind, n in _kinds(conversion.model).items()},
+        "left": {f"{kind} that stay": count for kind, count in norms_left.items()},
         "notes": list(conversion.notes),
         "renames": [list(pair) for pair in conversion.renames],
         "report": of_report(conversion.report),
     }
-    return steps
+    return bodies
 
 
 def of_report(report: Report) -> Body:
-    """Describe a report, and which errors are within tolerance; without agreement on noise of
-    approximate results.
+    """Describe a report, and say of each error whether it is within the tolerance.
+
+    The agreement of approximate results on noise is left out, as it says nothing.
     """
     body = dataclasses.asdict(report)
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
+
     for error in body["logits"]:
         if not report.exact:
             error |= {"agreement": None, "answer": "", "axis": None}
-        error["within"] = bool(
-            error["relative_l2"] <= report.tolerance.get(error["precision"], math.inf)
-        )
+        allowed = report.tolerance.get(error["precision"], math.inf)
+        error["within"] = bool(error["relative_l2"] <= allowed)
     return body

@@ -1,17 +1,18 @@
-"""Which parameters decay: optimizer groups by the role of every parameter.
+"""Optimizer groups: which parameters decay, by the role of every parameter.
 
 The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM TIST 2024, doi
 10.1145/3643860):
 
-- Guideline 1: gamma_last, of the last norm of a residual branch, decays: small, the block is near
-the identity.
-- Guideline 2: gamma_down, of the norm on a projection skip, in pre-activation networks the first
-  norm of the downsampling block, does not: it sets the variance of the skip path.
-- Guideline 3: gamma_0, of a norm in the stem, does not: it sets the variance that the first stage
-starts from.
-- Guideline 4: gamma_other decays. A norm follows, so its size changes nothing but the effective
-  learning rate, which goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block,
-  likewise (4T).
+- Guideline 1: gamma_last decays. It is the gamma of the last norm of a residual branch. A small one
+  brings the block near the identity.
+- Guideline 2: gamma_down does not decay. It is the gamma of the norm on a projection skip, or in
+  pre-activation networks of the first norm of the downsampling block. It sets the variance of the
+  skip path.
+- Guideline 3: gamma_0 does not decay. It is the gamma of a norm in the stem. It sets the variance
+  that the first stage starts from.
+- Guideline 4: gamma_other decays. A norm follows, so its size changes only the effective learning
+  rate, which goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, decays for
+  the same reason (4T).
 
 Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one
 before the first block a `gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. A scale
@@ -44,6 +45,7 @@ from normswap.surgery.network import Network
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 Policy = str | Collection[str]
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
+# The gamma of a norm, by the norm's role in the graph.
 _GAMMA = {
     "stem": "gamma_0",
     "last": "gamma_last",
@@ -51,6 +53,7 @@ _GAMMA = {
     "head": "gamma_head",
     "other": "gamma_other",
 }
+# Whether a role decays under `kim2022`, and why.
 _KIM = {
     "weight": (True, "weights decay"),
     "gamma_last": (True, "ends a residual branch: a small one brings the block near the identity"),
@@ -77,8 +80,13 @@ _KIM = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """The role of a trainable parameter, such as `weight`, `bias` or `gamma_last`; whether it
-    decays, and why.
+    """The role of a trainable parameter, and whether it decays.
+
+    Args:
+        path: The name of the parameter in the network.
+        role: Its role, such as `weight`, `bias` or `gamma_last`.
+        decay: Whether it decays.
+        reason: Why, for the user.
     """
 
     path: str
@@ -90,54 +98,69 @@ class Assignment:
 def roles(
     model: nn.Module, policy: Policy = "kim2022", network: Network | None = None
 ) -> list[Assignment]:
-    """Assign every trainable parameter its role and whether it decays, in the order of
-    `named_parameters`.
+    """Assign every trainable parameter its role, in the order of `named_parameters`.
 
     Args:
-        policy: one of `POLICIES`, or the roles that decay.
-        network: its record, or that of the network of which it is a copy, if any.
+        model: The network, or a copy of it, such as an average of its weights.
+        policy: One of `POLICIES`, or the roles that decay.
+        network: The record of the network, if there is one already. Without it the network is
+            recorded anew.
 
-    Raises OptionError: unknown policy or role.
+    Raises:
+        OptionError: The policy or a role is unknown.
     """
     if policy not in POLICIES and not set(policy) <= set(_KIM):
         unknown = [policy] if isinstance(policy, str) else sorted(set(policy) - set(_KIM))
         raise OptionError(
             f"unknown policy {', '.join(unknown)}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}"
         )
-    named = [
+
+    trainable = [
         (path, role)
         for path, role in _roles(model, network)
         if model.get_parameter(path).requires_grad
     ]
     if policy == "kim2022":
-        return [Assignment(path, role, *_KIM[role]) for path, role in named]
+        return [Assignment(path, role, *_KIM[role]) for path, role in trainable]
+
     if policy == "timm":
-        groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
-        decaying = {
-            id(parameter)
-            for group in groups
-            if group["weight_decay"]
-            for parameter in group["params"]
-        }
+        decaying = _decaying_by_timm(model)
     else:
-        classes = ("weight",) if policy == "weights-only" else policy
         decaying = {
-            id(model.get_parameter(path))
-            for path, role in named
-            if policy == "all" or role in classes
+            id(model.get_parameter(path)) for path, role in trainable if _decays(role, policy)
         }
     return [
         Assignment(path, role, id(model.get_parameter(path)) in decaying, f"by {policy}")
-        for path, role in named
+        for path, role in trainable
     ]
 
 
+def _decays(role: str, policy: Policy) -> bool:
+    """Whether a role decays under `all`, `weights-only` or a list of roles."""
+    if policy == "all":
+        return True
+    if policy == "weights-only":
+        return role == "weight"
+    return role in policy
+
+
+def _decaying_by_timm(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters that decay under timm's rule."""
+    groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
+    decaying: set[int] = set()
+    for group in groups:
+        if group["weight_decay"]:
+            decaying.update(id(parameter) for parameter in group["params"])
+    return decaying
+
+
 def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
-    """How many tensors and values there are of each role, and whether they decay."""
+    """Return, for each role, how many tensors and values have it, and whether they decay."""
     sizes: dict[tuple[str, bool, str], list[int]] = {}
     for assignment in assignments:
-        key = assignment.role, assignment.decay, assignment.reason
+        key = (assignment.role, assignment.decay, assignment.reason)
         sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
+
     return [
         {
             "role": role,
@@ -160,79 +183,93 @@ def param_groups(
     scalar_lr_scale: float | None = None,
     network: Network | None = None,
 ) -> list[Body]:
-    """Groups for any torch or timm optimizer: every trainable parameter in exactly one, frozen ones
-    in none.
+    """Return parameter groups for any torch or timm optimizer.
+
+    Every trainable parameter is in exactly one group, a frozen one in none.
 
     Args:
-        policy: `kim2022`, `timm` (none for 1-D parameters, as
-            `timm.optim.param_groups_weight_decay`), `all`, `weights-only` (no gamma), or the roles
+        model: The network.
+        weight_decay: The weight decay of the groups that decay.
+        policy: `kim2022`; `timm` (no decay of 1-D parameters, as
+            `timm.optim.param_groups_weight_decay`); `all`; `weights-only` (no gamma); or the roles
             that decay, such as ["weight", "gamma_last"].
-        lr: given, a group's `lr` is `lr` times its scale. Without it a group carries its scale as
-            `lr_scale`, which timm's schedulers multiply by; the two are never combined.
-        layer_decay: the learning rate of layer i of n is scaled by layer_decay^(n - i), by timm's
-            own `param_groups_layer_decay`.
-        scalar_lr_scale: scale for scalars, such as SkipInit's (Fixup, Zhang et al. 2019, trains its
-            scalars at 1/10).
+        lr: The learning rate. With it a group's `lr` is `lr` times its scale. Without it a group
+            carries its scale as `lr_scale`, by which timm's schedulers multiply. A group never has
+            both.
+        layer_decay: The learning rate of layer i of n is scaled by layer_decay^(n - i), by timm's
+            own `param_groups_layer_decay`. None means no such scale.
+        scalar_lr_scale: The scale of the learning rate of scalars, such as SkipInit's. Fixup (Zhang
+            et al. 2019) trains its scalars at 1/10. None means no such scale.
+        network: The record of the network, if there is one already.
 
     Returns:
         Dictionaries with `params`, `weight_decay`, `name`, and `lr` or `lr_scale`.
 
-    Raises OptionError: unknown policy, or a number out of range.
+    Raises:
+        OptionError: The policy is unknown, or a number is out of range.
     """
     network_input.require_module(model)
-    for option, number in (
-        ("weight_decay", weight_decay),
-        ("lr", lr),
-        ("scalar_lr_scale", scalar_lr_scale),
-    ):
+    numbers = {"weight_decay": weight_decay, "lr": lr, "scalar_lr_scale": scalar_lr_scale}
+    for option, number in numbers.items():
         if number is not None and not 0 <= number < float("inf"):
             raise OptionError(f"{spelled(option, number)} is not a number >= 0")
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise OptionError(f"{spelled('layer_decay', layer_decay)} is not in (0, 1]")
-    by_layer = (
-        [] if layer_decay is None else param_groups_layer_decay(model, layer_decay=layer_decay)
-    )
-    scales = {
-        id(parameter): group["lr_scale"] for group in by_layer for parameter in group["params"]
-    }
+
+    layer_scales = {} if layer_decay is None else _layer_scales(model, layer_decay)
     groups: dict[tuple[bool, float], Body] = {}
     for assignment in roles(model, policy, network):
         parameter = model.get_parameter(assignment.path)
-        scale = scales.get(id(parameter), 1.0)
+        scale = layer_scales.get(id(parameter), 1.0)
         if scalar_lr_scale is not None and assignment.role in SCALARS:
             scale *= scalar_lr_scale
-        key = assignment.decay, scale
+
+        key = (assignment.decay, scale)
         if key not in groups:
-            name = ("decay" if assignment.decay else "no-decay") + (
-                f", lr x {scale:g}" if scale != 1 else ""
-            )
-            groups[key] = {
-                "params": [],
-                "weight_decay": weight_decay * assignment.decay,
-                "name": name,
-            }
-            if lr is not None:
-                groups[key]["lr"] = lr * scale
-            elif scale != 1:
-                groups[key]["lr_scale"] = scale
+            groups[key] = _empty_group(weight_decay, decays=assignment.decay, lr=lr, scale=scale)
         groups[key]["params"].append(parameter)
     return list(groups.values())
 
 
+def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
+    """Return timm's scale of the learning rate of each parameter, by the parameter's identity."""
+    scales: dict[int, float] = {}
+    for group in param_groups_layer_decay(model, layer_decay=layer_decay):
+        for parameter in group["params"]:
+            scales[id(parameter)] = group["lr_scale"]
+    return scales
+
+
+def _empty_group(weight_decay: float, *, decays: bool, lr: float | None, scale: float) -> Body:
+    """Return a parameter group without parameters; `scale` is that of its learning rate."""
+    name = "decay" if decays else "no-decay"
+    if scale != 1:
+        name += f", lr x {scale:g}"
+
+    group: Body = {"params": [], "weight_decay": weight_decay * decays, "name": name}
+    if lr is not None:
+        group["lr"] = lr * scale
+    elif scale != 1:
+        group["lr_scale"] = scale
+    return group
+
+
 def _spared(model: nn.Module) -> tuple[str, ...]:
-    ask = getattr(model, "no_weight_decay", None)
-    if not callable(ask):
+    """Return the patterns of parameters that the model itself exempts from decay."""
+    exempt = getattr(model, "no_weight_decay", None)
+    if not callable(exempt):
         return ()
-    return tuple(ask())
+    return tuple(exempt())
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
     """Yield (path, role) of every parameter, a shared one once."""
-    of_norms = _norm_roles(model, network)
+    gammas = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in model.named_parameters():
-        home, _, name = path.rpartition(".")
-        role = _own_role(model.get_submodule(home), name, of_norms.get(home, "gamma_unknown"))
+        owner_path, _, name = path.rpartition(".")
+        owner = model.get_submodule(owner_path)
+        role = _own_role(owner, name, gammas.get(owner_path, "gamma_unknown"))
         if role is None:
             role = "vector"
             if any(fnmatch(path, pattern) for pattern in spared):
@@ -245,16 +282,23 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
+    """Return the role of a parameter, as far as the class of its module tells it.
+
+    Args:
+        owner: The module that has the parameter.
+        name: The parameter's name in the module.
+        gamma: The role of the module's gamma, if it is a norm or stands for one.
+    """
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
-        if owner.ROLES[name] == GAMMA:
-            return gamma
-        return owner.ROLES[name]
+        role = owner.ROLES[name]
+        return gamma if role == GAMMA else role
     if affine.is_norm(owner):
         return {"weight": gamma, "bias": "beta"}.get(name)
     if name in ("gain", "skipinit_gain"):
         return name
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
+    # torch's weight norm calls the filters' norms so.
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
         return "gain"
     return None
@@ -269,32 +313,42 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
         anatomy = network.anatomy
     except TraceError:
         return {}
+
     gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
     for block in anatomy.blocks:
         for path in block.norms:
-            at_each_position = is_at_each_position(anatomy.traced.modules[path])
-            if (
-                at_each_position
-                and gammas[path] == "gamma_last"
-                and not _ends_in(path, block, anatomy)
-            ):
+            is_layernorm = is_at_each_position(anatomy.traced.modules[path])
+            if is_layernorm and gammas[path] == "gamma_last" and not _ends(path, block, anatomy):
                 gammas[path] = "gamma_other"
-    by_norm = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
+
+    # A norm may stand at several paths, and the anatomy names one of them.
+    by_identity = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
     gammas = {
-        path: by_norm[id(m)]
-        for path, m in twin.named_modules(remove_duplicate=False)
-        if id(m) in by_norm
+        path: by_identity[id(module)]
+        for path, module in twin.named_modules(remove_duplicate=False)
+        if id(module) in by_identity
     }
-    # In tune mode a convolution has absorbed the norm after it, with its gamma.
-    steps = provenance.of(model).plan.steps
-    absorbed = [
-        (edit.path, *read) for step in steps for edit in step.edits for read in edit.absorbed
-    ]
-    tuned = {conv: norm for conv, norm, absorption in absorbed if absorption.way is AbsorbMode.NORM}
-    return gammas | {conv: gammas[norm] for conv, norm in tuned.items() if norm in gammas}
+    tuned = {
+        conv_path: gammas[norm_path]
+        for conv_path, norm_path in _tuned_norms(model).items()
+        if norm_path in gammas
+    }
+    return gammas | tuned
 
 
-def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
+def _tuned_norms(model: nn.Module) -> dict[str, str]:
+    """Return the path of the norm, with its gamma, that each convolution in tune mode absorbed."""
+    norms: dict[str, str] = {}
+    for step in provenance.of(model).plan.steps:
+        for edit in step.edits:
+            for path, absorption in edit.absorbed:
+                if absorption.way is AbsorbMode.NORM:
+                    norms[edit.path] = path
+    return norms
+
+
+def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
+    """Whether the norm at a path ends a block's branch: no linear layer stands behind it."""
     for node in anatomy.traced.upwards(block.branch):
         if str(node.target) == path or isinstance(anatomy.traced.module(node), LINEAR):
             return str(node.target) == path
@@ -302,19 +356,22 @@ def _ends_in(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return `model`, or, where it has gammas of norms that are gone, a copy with these norms."""
+    """Return a copy with the norms that are gone, if some gammas of them are left; else `model`."""
     record = provenance.of(model)
-    affines = any(
+    has_gammas = any(
         isinstance(module, OwnLayer) and GAMMA in module.ROLES.values()
         for module in model.modules()
     )
-    if not (record.norms and affines):
+    if not (record.norms and has_gammas):
         return model
+
+    # The copy shares the tensors.
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":
-            home, _, name = path.rpartition(".")
-            twin.get_submodule(home).register_module(name, nn.BatchNorm2d(mean.numel()))
+            parent_path, _, child_name = path.rpartition(".")
+            norm = nn.BatchNorm2d(mean.numel())
+            twin.get_submodule(parent_path).register_module(child_name, norm)
     return twin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from timm.layers import FrozenBatchNormAct2d
@@ -10,7 +12,10 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.layers.known_norms import KINDS
 from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer
-from normswap.layers.site_norm import Floats, Record, SiteNorm, copy_tensors
+from normswap.layers.site_norm import Measured, SiteNorm, copy_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
@@ -37,17 +42,9 @@ class FrozenNorm(PlannedLayer):
     KEEPS_NORM = True
 
     @classmethod
-    def replacing(
-        cls,
-        old: nn.Module,
-        *,
-        like: Tensor,
-        mean: Floats = None,
-        std: Floats = None,
-        settings: Record = None,
-    ) -> nn.Module:
+    def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> nn.Module:
         """Return the frozen norm; the arguments are those of `SiteNorm.replacing`."""
-        live = SiteNorm.replacing(old, like=like, mean=mean, std=std, settings=settings)
+        live = SiteNorm.replacing(old, like=like, **measured)
         if live.act is None:
             new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
         else:
@@ -90,14 +87,6 @@ class EvalNorm(PlannedLayer, OwnLayer):
         return scale, self.bias.detach().double() - self.running_mean.double() * scale
 
     @classmethod
-    def replacing(
-        cls,
-        old: nn.Module,
-        *,
-        like: Tensor,
-        mean: Floats = None,
-        std: Floats = None,
-        settings: Record = None,
-    ) -> EvalNorm:
+    def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> EvalNorm:
         """Return the norm in eval mode; the arguments are those of `SiteNorm.replacing`."""
-        return cls(SiteNorm.replacing(old, like=like, mean=mean, std=std, settings=settings))
+        return cls(SiteNorm.replacing(old, like=like, **measured))

@@ -170,10 +170,11 @@ def pads(layer: _ConvNd) -> bool:
     if not is_own(layer):
         return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
 
-    for widths in _widths_by_size(layer):
-        if any(begin or end for begin, end in widths):
-            return True
-    return False
+    return any(_has_zeros(widths) for widths in _widths_by_size(layer))
+
+
+def _has_zeros(widths: Sequence[Widths]) -> bool:
+    return any(begin or end for begin, end in widths)
 
 
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,16 @@ from normswap.plan import Body
 Floats: TypeAlias = Sequence[float] | None
 # Eps, momentum and number of batches of a norm that stood there before, as far as they are known.
 Record: TypeAlias = Body | None
+
+
+class Measured(TypedDict, total=False):
+    """What is known of the input of a norm that is put back: see `SiteNorm.replacing`."""
+
+    mean: Floats
+    std: Floats
+    settings: Record
+
+
 _COPIED = ("weight", "bias", "running_mean", "running_var")
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from normswap.layers.folded import FoldFactors, folded
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
-from normswap.layers.site_norm import Floats, Record, SiteNorm
+from normswap.layers.site_norm import Measured, SiteNorm
 from normswap.plan import AbsorbMode, Absorption
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class TunedOptions(FoldFactors, Measured, total=False):
+    """The options of `folded` that concern the layer alone, and those of `SiteNorm.replacing`."""
 
 
 class Tuned(PlannedLayer):
@@ -27,10 +31,7 @@ class Tuned(PlannedLayer):
         *reads: nn.Module,
         like: Tensor,
         takes: Sequence[Absorption],
-        mean: Floats = None,
-        std: Floats = None,
-        settings: Record = None,
-        **fold_factors: Unpack[FoldFactors],
+        **options: Unpack[TunedOptions],
     ) -> nn.Module:
         """Return the convolution in tune mode.
 
@@ -39,10 +40,7 @@ class Tuned(PlannedLayer):
             reads: The norm behind it, and the neighbours that are folded.
             like: An empty tensor of the model's dtype; if that is float64, so is the result.
             takes: `NORM` for the norm, another mode for each neighbour that is folded.
-            mean: The measured mean of the norm's input, where no norm stands (`SiteNorm`).
-            std: The measured deviation of the norm's input, where no norm stands.
-            settings: Eps, momentum and number of batches that the norm had before.
-            fold_factors: Options of `folded`.
+            options: Options of `folded` and of `SiteNorm.replacing`.
         """
         norms: list[nn.Module] = []
         neighbours: list[nn.Module] = []
@@ -55,8 +53,14 @@ class Tuned(PlannedLayer):
                 neighbour_takes.append(absorption)
 
         (norm,) = norms
-        conv = folded(old, neighbours, like=like, takes=neighbour_takes, **fold_factors)
-        live = SiteNorm.replacing(norm, like=like, mean=mean, std=std, settings=settings)
+        measured = Measured(
+            mean=options.pop("mean", None),
+            std=options.pop("std", None),
+            settings=options.pop("settings", None),
+        )
+        factors = cast(FoldFactors, options)
+        conv = folded(old, neighbours, like=like, takes=neighbour_takes, **factors)
+        live = SiteNorm.replacing(norm, like=like, **measured)
         live.to(conv.weight)
 
         # The attributes move, as no constructor takes all that a convolution may carry.

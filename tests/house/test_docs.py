@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import tomllib
-from docs_pages import PAGES, ROOT, WITH_TABLES, Block, blocks, filled, without_tables
+from docs_pages import (
+    AFTER_TRAINING,
+    PAGES,
+    ROOT,
+    WITH_TABLES,
+    Block,
+    after_training,
+    blocks,
+    filled,
+    without_tables,
+)
 from support import needs
 from support.hub_server import hub_server, use_hub
 
@@ -139,6 +149,10 @@ def test_notebooks_are_linked() -> None:
 def test_tables_are_those_of_the_scripts(page: Path) -> None:
     text = page.read_text()
     assert text == filled(text)
+
+
+def test_advise_reads_the_table_of_the_script() -> None:
+    assert AFTER_TRAINING.read_text(encoding="utf-8") == after_training()
     rest = without_tables(text)
     tables = re.findall(r"(?:^\|.*\n)+", rest, re.M)
     assert len(tables) == rest.count("<!-- words -->"), "a table that no script wrote"
