@@ -1,1 +1,1 @@
-"""The troubles of BatchNorms: found, named, and what mends them."""
+"""What is wrong with the BatchNorms of a network, and what mends it."""

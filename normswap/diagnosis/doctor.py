@@ -1,4 +1,4 @@
-"""Diagnose: all checks on one network, the root of the trouble first."""
+"""Diagnose: run all checks on one network, and name the root of the trouble first."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -11,6 +11,7 @@ from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, sites_o
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import unfit_preprocessing
 from normswap.errors import NormswapError
+from normswap.graph.anatomy import Anatomy
 from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.plan import Body
@@ -56,61 +57,87 @@ def diagnose(
     name: str = "MODEL",
     data: str = "IMAGES",
 ) -> Diagnosis:
-    """Find what is wrong with the BatchNorms of `model`, which is not changed.
+    """Find what is wrong with the BatchNorms of a network, which is not changed.
 
     Args:
-        inputs: what it takes, as in `convert`.
-        images: batches of what it takes, such as images (N, C, H, W) or (images, labels), for the
-            checks of how its statistics fit them; at most 512 are looked at.
-        name: how the commands shall call the network.
-        data: how they shall call the images.
+        model: The network.
+        inputs: What the network takes, as in `convert`.
+        images: Batches of what the network takes, such as images (N, C, H, W) or (images, labels).
+            They serve the checks of how the statistics fit them. At most 512 images are looked at.
+        name: What the commands call the network.
+        data: What the commands call the images.
 
     Returns:
-        The faults; none where nothing is wrong.
+        The faults. There are none if nothing is wrong.
 
     Raises:
-        SourceError: `model` is no network; unusable images, or too few.
+        SourceError: `model` is no network, or the images are unusable or too few.
     """
-    network = (
-        model
-        if isinstance(model, Network)
-        else Network(network_input.require_module(model), inputs)
-    )
+    if isinstance(model, Network):
+        network = model
+    else:
+        network = Network(network_input.require_module(model), inputs)
+
+    notes: list[str] = []
+    anatomy: Anatomy | None = None
     try:
         anatomy = network.anatomy
-        notes = list[str]()
     except NormswapError as error:
-        anatomy = None
-        notes = [f"its forward was not looked at: {error}"]
-    sites = sites_of(network.module, anatomy)
-    batches = None if images is None else ImageBatches.read(network.module, images)
-    case = Case(network, anatomy, sites, name, data, batches)
-    faults, open_questions = _split(check(case) for check in CHECKS)
+        notes.append(f"its forward was not looked at: {error}")
+
+    case = Case(
+        network,
+        anatomy=anatomy,
+        sites=sites_of(network.module, anatomy),
+        name=name,
+        data=data,
+        images=None if images is None else ImageBatches.read(network.module, images),
+    )
+    faults, open_questions = _faults_and_questions(case, CHECKS)
     notes += open_questions
-    if not faults and not open_questions and sites and images is not None:
+
+    if not faults and not open_questions and case.sites and images is not None:
         # The first fault explains those behind it: images that are prepared wrongly fit no
         # statistics.
         for check in ON_IMAGES:
-            faults, open_questions = _split([check(case)])
+            faults, open_questions = _faults_and_questions(case, [check])
             if faults or open_questions:
                 notes += open_questions
                 break
-    if not faults and sites and images is None:
+
+    if not faults and case.sites and images is None:
         notes.append(f"{_NOT_LOOKED_AT}: normswap doctor {name} --data {data}")
-    return Diagnosis(tuple(faults), len(sites), tuple(notes))
+    return Diagnosis(tuple(faults), len(case.sites), tuple(notes))
 
 
-def _split(checks: Iterable[Iterable[Finding | str]]) -> tuple[list[Finding], list[str]]:
-    answers = [answer for check in checks for answer in check]
-    faults = [answer for answer in answers if isinstance(answer, Finding)]
-    return faults, [answer for answer in answers if isinstance(answer, str)]
+def _faults_and_questions(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], list[str]]:
+    """Run checks on a network; return the faults, and as text what cannot be decided."""
+    faults: list[Finding] = []
+    open_questions: list[str] = []
+    for check in checks:
+        for answer in check(case):
+            if isinstance(answer, Finding):
+                faults.append(answer)
+            else:
+                open_questions.append(answer)
+    return faults, open_questions
 
 
 def body_of(diagnosis: Diagnosis, source: str) -> Body:
-    """Return a diagnosis as a JSON-able record."""
-    rows = [
+    """Return a diagnosis as a JSON-able record.
+
+    Args:
+        diagnosis: The diagnosis.
+        source: What the user calls the network.
+    """
+    findings = [
         {**asdict(finding), "certainty": finding.certainty.name.lower()}
         for finding in diagnosis.faults
     ]
-    body = {"source": source, "norms": diagnosis.norms, "findings": rows}
-    return {**body, "faults": len(rows), "notes": list(diagnosis.notes)}
+    return {
+        "source": source,
+        "norms": diagnosis.norms,
+        "findings": findings,
+        "faults": len(findings),
+        "notes": list(diagnosis.notes),
+    }

@@ -1,6 +1,4 @@
-"""The records of a diagnosis: one network that is looked at, one trouble that was seen, all of
-them.
-"""
+"""The records of a diagnosis: the network that is looked at, one fault, all faults."""
 
 import copy
 import statistics
@@ -29,10 +27,9 @@ from normswap.models.calling import Example
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels says nothing.
-_FEWEST = 8
-# Kept and foretold means correlate by more than this where they are of the same weights (by 0.99
-# usually).
-_OF_THESE_WEIGHTS = 0.9
+_FEWEST_CHANNELS = 8
+# Stored and predicted means of the same weights correlate by more than this, usually by 0.99.
+_SAME_WEIGHTS = 0.9
 
 
 class Certainty(str, Enum):
@@ -44,15 +41,15 @@ class Certainty(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One trouble.
+    """One fault.
 
     Args:
-        name: of its kind, one word, the same for every network.
-        paths: of the norms that have it.
-        evidence: what was seen, with figures.
-        certainty: how sure it is.
-        cost: what it does to the network's use.
-        mend: the command, or the line of Python, that mends it.
+        name: The kind of fault in one word, the same for every network.
+        paths: The paths of the norms that have it.
+        evidence: What was seen, with figures.
+        certainty: How sure it is.
+        cost: What the fault does to the network's use.
+        mend: The command, or the line of Python, that mends all of it.
     """
 
     name: str
@@ -68,9 +65,9 @@ class Diagnosis:
     """What is wrong with a network.
 
     Args:
-        faults: a cause stands before what follows from it.
-        norms: how many norms with population statistics were looked at.
-        notes: what could not be looked at, and why.
+        faults: The faults. A cause stands before what follows from it.
+        norms: How many norms with population statistics were looked at.
+        notes: What could not be looked at, and why.
     """
 
     faults: tuple[Finding, ...]
@@ -80,11 +77,17 @@ class Diagnosis:
 
 @dataclass(frozen=True, eq=False)
 class StoredNorm:
-    """A norm with population statistics.
+    """A norm with population statistics, as the network stores it.
 
     Args:
-        mean, var: what it keeps, (C,) float64; empty where it keeps none.
-        gamma, beta: None where it has none.
+        path: The path of the norm.
+        module: The norm itself.
+        mean: The running mean (C,) in float64. It is empty if the norm keeps no statistics.
+        var: The running variance (C,) in float64. It is empty if the norm keeps no statistics.
+        gamma: The learned scale (C,) in float64, or None.
+        beta: The learned shift (C,) in float64, or None.
+        eps: The epsilon that is added to the variance.
+        momentum: The momentum of the running statistics, or None.
     """
 
     path: str
@@ -98,23 +101,22 @@ class StoredNorm:
 
     @property
     def at_init(self) -> Tensor:
-        """Which channels have the statistics of a norm that was just made, mean 0 and variance 1,
-        (C,); none: empty.
-        """
+        """Which channels have the mean 0 and the variance 1 of a new norm, (C,)."""
         return (self.mean == 0) & (self.var == 1)
 
     @property
     def starts_at_init(self) -> bool:
-        """Whether that is so of all channels."""
+        """Whether all channels have the statistics of a new norm."""
         return len(self.at_init) > 0 and bool(self.at_init.all())
 
     @property
     def is_untouched(self) -> bool:
-        """Whether gamma is one number, 1 or 0, and beta 0 in every channel, as in a norm that was
-        just made.
-        """
-        plain = self.gamma is None or any(bool((self.gamma == value).all()) for value in (0, 1))
-        return plain and (self.beta is None or bool((self.beta == 0).all()))
+        """Whether gamma and beta are those of a new norm: gamma 1 or 0 throughout, beta 0."""
+        has_new_gamma = self.gamma is None or any(
+            bool((self.gamma == value).all()) for value in (0, 1)
+        )
+        has_new_beta = self.beta is None or bool((self.beta == 0).all())
+        return has_new_gamma and has_new_beta
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +124,13 @@ class Case:
     """A network as the checks see it.
 
     Args:
-        anatomy: None where its forward cannot be recorded.
-        sites: its norms with population statistics, in order of the forward pass as far as that is
-            known.
-        name, data: how commands call the network and the images.
-        images: what the checks that need images look at; None where there are none.
+        network: The network.
+        anatomy: Its recorded graph, or None if its forward cannot be recorded.
+        sites: Its norms with population statistics, in the order of the forward pass as far as that
+            is known.
+        name: What commands call the network.
+        data: What commands call the images.
+        images: The images for the checks that need some, or None.
     """
 
     network: Network
@@ -138,41 +142,45 @@ class Case:
 
     @property
     def model(self) -> nn.Module:
-        """The network itself."""
+        """The module of the network."""
         return self.network.module
 
     @property
     def traced(self) -> Traced | None:
-        """Its recorded forward."""
+        """The recorded forward, or None."""
         return None if self.anatomy is None else self.anatomy.traced
 
     def calls(self, site: StoredNorm) -> list[fx.Node]:
-        """The calls of a norm in the recorded forward."""
-        return [] if self.traced is None else self.traced.calls.get(id(site.module), [])
+        """Return the calls of a norm in the recorded forward."""
+        if self.traced is None:
+            return []
+        return self.traced.calls.get(id(site.module), [])
 
     def layer_before(self, site: StoredNorm) -> Linearity | None:
-        """The convolution or linear map right before a norm; None where something else is."""
-        before = [node for call in self.calls(site)[:1] for node in inputs(call)]
-        module = self.traced.module(before[0]) if self.traced is not None and before else None
+        """Return the convolution or linear layer right before a norm, or None."""
+        calls = self.calls(site)
+        if self.traced is None or not calls:
+            return None
+
+        sources = inputs(calls[0])
+        module = self.traced.module(sources[0]) if sources else None
         return module if isinstance(module, LINEAR) else None
 
     def bias_before(self, site: StoredNorm) -> Tensor:
-        """The bias that is added right before a norm; 0 where there is none."""
-        return doubled(
-            getattr(self.layer_before(site), "bias", None), torch.zeros((), dtype=torch.float64)
-        )
+        """Return the bias of the layer right before a norm, or 0."""
+        bias = getattr(self.layer_before(site), "bias", None)
+        return doubled(bias, torch.zeros((), dtype=torch.float64))
 
     @cached_property
-    def foretold(self) -> dict[str, Pair]:
-        """Mean and variance of what norms read, by path, as far as the norms before and the weights
-        foretell it.
-        """
-        return {} if self.traced is None else weight_moments.foretold(self.traced)
+    def predicted(self) -> dict[str, Pair]:
+        """Mean and variance of each norm's input, by path, as the weights before predict them."""
+        return {} if self.traced is None else weight_moments.predicted_moments(self.traced)
 
     @cached_property
     def estimates(self) -> list[dict[str, Pair]]:
-        """Mean and variance (C,) of what reaches each norm, by path, in each part of the images;
-        none without them.
+        """Mean and variance (C,) of the input of each norm, by path, for each part of the images.
+
+        The list is empty if there are no images, or the network does not run on them.
         """
         if self.images is None:
             return []
@@ -186,132 +194,159 @@ class Case:
         ]
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
-        """A copy of the network with the statistics of these images."""
-        other = copy.deepcopy(self.model)
-        population.estimate_population(other, calls)
-        return other
+        """Return a copy of the network with the statistics of these images."""
+        model = copy.deepcopy(self.model)
+        population.estimate_population(model, calls)
+        return model
 
     def likeness(self, site: StoredNorm) -> float | None:
-        """Correlation of a norm's means with the foretold ones, without a bias that stands in both;
-        None of too few.
+        """Return the correlation of a norm's running means with the predicted means.
+
+        The bias of the layer before is in both and is left out. None says that nothing is predicted
+        or stored, or that the norm has too few channels.
         """
-        if site.path not in self.foretold or site.starts_at_init:
+        if site.path not in self.predicted or site.starts_at_init:
             return None
-        if len(site.mean) < _FEWEST or not bool(torch.isfinite(site.mean).all()):
+        if len(site.mean) < _FEWEST_CHANNELS or not bool(torch.isfinite(site.mean).all()):
             return None
+
         bias = self.bias_before(site)
-        return correlation(self.foretold[site.path][0] - bias, site.mean - bias)
+        predicted_mean, _ = self.predicted[site.path]
+        return correlation(predicted_mean - bias, site.mean - bias)
 
     @cached_property
     def of_other_weights(self) -> bool:
-        """Whether the statistics of most norms are those of other weights, be it that training went
-        on with them.
+        """Whether most norms keep statistics of other weights than the network has.
+
+        That is a fault, or training went on with frozen statistics.
         """
-        likenesses = [
-            likeness for site in self.sites if (likeness := self.likeness(site)) is not None
-        ]
-        return bool(likenesses) and statistics.median(likenesses) < _OF_THESE_WEIGHTS
+        likenesses = [self.likeness(site) for site in self.sites]
+        known = [likeness for likeness in likenesses if likeness is not None]
+        return bool(known) and statistics.median(known) < _SAME_WEIGHTS
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it, whatever eps and momentum this one has; None where
-        nobody knows.
-        """
-
-        def set_alike(bare: nn.Module) -> nn.Module:
-            set_here = dict(self.model.named_modules())
-            for path, norm in bare.named_modules():
-                if affine.is_batchnorm(norm) and path in set_here:
-                    vars(norm).update(
-                        {name: vars(set_here[path]).get(name) for name in ("eps", "momentum")}
-                    )
-            return bare
-
+        """The network as its library builds it, or None if nobody knows how."""
         try:
-            arch = provenance.of(self.model).arch or zoo.identify(self.model, set_alike)
+            arch = provenance.of(self.model).arch or zoo.identify(self.model, self._set_alike)
             return None if arch is None else zoo.skeleton(arch)
         except NormswapError:
             return None
 
+    def _set_alike(self, bare: nn.Module) -> nn.Module:
+        """Give the norms of a bare network the eps and momentum of this one, in place.
+
+        They may be what is wrong, so the architecture is recognized without them.
+        """
+        modules_here = dict(self.model.named_modules())
+        for path, norm in bare.named_modules():
+            if affine.is_batchnorm(norm) and path in modules_here:
+                settings = vars(modules_here[path])
+                vars(norm).update({name: settings.get(name) for name in ("eps", "momentum")})
+        return bare
+
     @property
     def recalibrate(self) -> str:
-        """The command that measures statistics anew."""
+        """The command that measures the statistics anew."""
         return f"normswap recalibrate {self.name} --data {self.data}"
 
     @property
     def recalibrate_and_measure(self) -> str:
-        """The same where the network may have been trained with the statistics that it keeps."""
+        """That command, for a network that may have been trained with the statistics it keeps."""
         return (
             f"{self.recalibrate}, and measure before and after: if the training ended with frozen"
             " statistics, they are right as they are, and this undoes it"
         )
 
 
-# Yields faults, and as text what cannot be told apart.
+# A check yields faults, and as text what cannot be decided.
 Check: TypeAlias = Callable[[Case], Iterator[Finding | str]]
 
 
 def rule(
     name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = ""
 ) -> Check:
-    """A check of each norm by itself, certain.
+    """Return a check of each norm by itself, whose findings are certain.
 
     Args:
-        evidence: "{}" stands for how many norms have it; mend: "{}" for the network's name; by
-            default new statistics.
+        name: The name of the finding.
+        hits: Whether a norm has the fault.
+        evidence: The evidence, in which "{}" stands for the number of norms that have the fault.
+        cost: What the fault does.
+        mend: The remedy, in which "{}" stands for the network's name. The default is to measure the
+            statistics anew.
     """
 
     def check(case: Case) -> Iterator[Finding | str]:
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
-            shown = evidence.format(share(sites, case.sites))
-            remedy = mend.format(case.name) or case.recalibrate
-            yield Finding(name, paths_of(sites), shown, Certainty.CERTAIN, cost, remedy)
+            yield Finding(
+                name,
+                paths=paths_of(sites),
+                evidence=evidence.format(count_text(sites, case.sites)),
+                certainty=Certainty.CERTAIN,
+                cost=cost,
+                mend=mend.format(case.name) or case.recalibrate,
+            )
 
     return check
 
 
 def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
-    """The norms with population statistics, each once."""
+    """Return the norms with population statistics, each once.
+
+    Args:
+        model: The network.
+        anatomy: Its recorded graph, which gives the order, or None.
+    """
     modules = dict(model.named_modules())
-    order = [norm.path for norm in getattr(anatomy, "norms", ())]
-    ordered = {path: modules[path] for path in [*order, *modules] if path in modules}
+    recorded = [norm.path for norm in getattr(anatomy, "norms", ())]
+    ordered = [path for path in dict.fromkeys([*recorded, *modules]) if path in modules]
     return tuple(
-        _site(path, module) for path, module in ordered.items() if affine.is_batchnorm(module)
+        _stored_norm(path, modules[path]) for path in ordered if affine.is_batchnorm(modules[path])
     )
 
 
-def _site(path: str, module: nn.Module) -> StoredNorm:
-    mean = var = torch.zeros(0, dtype=torch.float64)
+def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
+    mean = torch.zeros(0, dtype=torch.float64)
+    var = torch.zeros(0, dtype=torch.float64)
     if affine.has_moments(module):
         mean, var = affine.statistics(module)
-    gamma, beta = (_double(getattr(module, name, None)) for name in ("weight", "bias"))
     momentum = getattr(module, "momentum", None)
     if momentum is not None:
         momentum = float(momentum)
-    return StoredNorm(path, module, mean, var, gamma, beta, affine.epsilon(module), momentum)
+
+    return StoredNorm(
+        path=path,
+        module=module,
+        mean=mean,
+        var=var,
+        gamma=_tensor_or_none(module, "weight"),
+        beta=_tensor_or_none(module, "bias"),
+        eps=affine.epsilon(module),
+        momentum=momentum,
+    )
 
 
-def _double(value: object) -> Tensor | None:
+def _tensor_or_none(module: nn.Module, name: str) -> Tensor | None:
+    value = getattr(module, name, None)
     return value.detach().double() if isinstance(value, Tensor) else None
 
 
 def correlation(first: Tensor, second: Tensor) -> float:
-    """Pearson's; 0 where one is constant."""
+    """Return Pearson's correlation of two vectors; 0 if one of them is constant."""
     first = first - first.mean()
     second = second - second.mean()
     return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))
 
 
-def share(hit: Sized, norms: Sized) -> str:
-    """`3 of 22 norms`; `all 22 norms`."""
-    return (
-        f"all {len(norms)} norms"
-        if len(hit) == len(norms) > 1
-        else f"{len(hit)} of {len(norms)} norms"
-    )
+def count_text(hit: Sized, norms: Sized) -> str:
+    """Return how many norms are hit in words: `3 of 22 norms`, or `all 22 norms`."""
+    if len(hit) == len(norms) > 1:
+        return f"all {len(norms)} norms"
+    return f"{len(hit)} of {len(norms)} norms"
 
 
 def paths_of(sites: Iterable[StoredNorm]) -> tuple[str, ...]:
-    """Where the norms stand."""
+    """Return the paths of the norms."""
     return tuple(site.path for site in sites)

@@ -1,6 +1,4 @@
-"""The images that a diagnosis looks at: a few batches, kept, so that every check sees the same
-ones.
-"""
+"""The images of a diagnosis: a few batches in memory, so that all checks see the same."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from normswap.calibration.checked_batches import first_images
 from normswap.errors import SourceError
 from normswap.models.calling import Example, form
 
-# So many images are held in memory.
+# At most so many images are held in memory.
 MOST = 512
-# The share of a channel's variance that rounding to bytes leaves, where the other channels explain
-# the rest.
+# The share of a channel's variance that the other channels may leave unexplained in images without
+# colours: rounding to bytes leaves less.
 _COLOURLESS = 1e-4
-# The batches are cut into so many parts: how far these differ is the sampling error.
+# The number of parts of the images. How far these differ is the sampling error.
 PARTS = 4
 
 
@@ -32,63 +30,78 @@ class ImageBatches:
 
     @classmethod
     def read(cls, model: nn.Module, batches: Iterable[object]) -> ImageBatches:
-        """At most `MOST` images of what the network takes (`Example.read`); raises SourceError:
-        unusable, too few.
+        """Return the first `MOST` images of some batches, in batches of one size.
+
+        Args:
+            model: The network.
+            batches: What the network takes (`Example.read`).
+
+        Raises:
+            SourceError: The images are unusable or too few.
         """
-        mixed = cls(tuple(first_images(model, batches, MOST)))._mixed(model)
+        unsorted = cls(tuple(first_images(model, batches, MOST)))
+        mixed = unsorted._shuffled(model) if unsorted.images is not None else unsorted._cut()
         if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
             why = f"a diagnosis needs {2 * PARTS} at least, that can be split into {PARTS} batches"
             raise SourceError(f"{mixed.count} images are too few", why)
         return mixed
 
-    def _mixed(self, model: nn.Module) -> ImageBatches:
-        """The same in batches of one size; images in another order, as those of a folder come class
-        by class.
+    def _shuffled(self, model: nn.Module) -> ImageBatches:
+        """Return the images in another order, as those of a folder come class by class."""
+        assert self.images is not None
+        size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
+        whole_batches = order[: len(order) // size * size]
+        images = self.images[whole_batches.to(self.images.device)]
+
+        read = form(model).of
+        return ImageBatches(tuple(read(batch).like(model) for batch in images.split(size)))
+
+    def _cut(self) -> ImageBatches:
+        """Return the batches that have the size of the first, cut in `PARTS` if they are too few.
+
+        This is for inputs other than images, which cannot be put together.
         """
-        if self.images is None:
+        calls = list(self.calls)
+        if len(calls) < PARTS:
             cuts = [
                 call.take(torch.arange(call.count) % PARTS == part)
                 for call in self.calls
                 for part in range(PARTS)
             ]
-            calls = (
-                self.calls
-                if len(self.calls) >= PARTS or None in cuts
-                else [cut for cut in cuts if cut is not None]
-            )
-            return ImageBatches(tuple(call for call in calls if call.count == calls[0].count))
-        size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
-        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
-        images = self.images[order[: len(order) // size * size].to(self.images.device)]
-        return ImageBatches(
-            tuple(form(model).of(batch).like(model) for batch in images.split(size))
-        )
+            whole_cuts = [cut for cut in cuts if cut is not None]
+            # A call that cannot be cut gives None.
+            if len(whole_cuts) == len(cuts):
+                calls = whole_cuts
+        return ImageBatches(tuple(call for call in calls if call.count == calls[0].count))
 
     @property
     def count(self) -> int:
-        """How many images there are."""
+        """The number of images."""
         return sum(call.count for call in self.calls)
 
     @cached_property
     def images(self) -> Tensor | None:
-        """All of them, (N, C, H, W); None where the network takes something else."""
-        if not self.calls or not all(
-            call.only_images and call.images.ndim == 4 for call in self.calls
-        ):
+        """All images, (N, C, H, W), or None if the network takes something else."""
+        if not self.calls:
+            return None
+        if not all(call.only_images and call.images.ndim == 4 for call in self.calls):
             return None
         return torch.cat([call.images for call in self.calls])
 
     @cached_property
     def colourless(self) -> bool:
-        """Whether the three channels of all images hold the same picture, however each is scaled
-        and shifted.
+        """Whether the three channels of all images hold the same picture.
+
+        Each channel may be scaled and shifted.
         """
         images = self.images
         if images is None or images.shape[1] != 3:
             return False
+
         channels = images.transpose(0, 1).flatten(1).double()
-        alike = torch.corrcoef(channels).nan_to_num(1.0)
-        return bool((1 - alike.square() < _COLOURLESS).all())
+        correlations = torch.corrcoef(channels).nan_to_num(1.0)
+        return bool((1 - correlations.square() < _COLOURLESS).all())
 
     @property
     def parts(self) -> list[tuple[Example, ...]]:

@@ -1,8 +1,8 @@
-"""Checks of how images are prepared: which normalization, and which order of colours, makes the
-stem's statistics fit.
+"""Checks of how images are prepared: their normalization, and the order of their colours.
 
 A BatchNorm behind the stem keeps mean and variance of what the training images became there. Images
-that are prepared otherwise become something else; of several ways the right one is nearest.
+that are prepared otherwise become something else. Of several preparations the right one brings the
+input of that norm nearest to its statistics.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from normswap.diagnosis.drift import measured
+from normswap.diagnosis.drift import measured_drifts
 from normswap.diagnosis.findings import Case, Certainty, Finding
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import flag
@@ -24,6 +24,7 @@ from normswap.models.preprocessing import data_config
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _BYTE = 1 / 255
+# Usual pairs of mean and standard deviation.
 _USUAL = (
     _IMAGENET,
     ((0.5,), (0.5,)),
@@ -31,198 +32,286 @@ _USUAL = (
     ((0.0,), (_BYTE,)),
     (_IMAGENET[0], (_BYTE,)),
 )
-# In nats: a nearer fit is as good as chance lets it be.
+# A distance below this, in nats, is as near as chance lets it be.
 _FAR = 0.004
-# How many times nearer another way must be, in all and in every part, and how near, in nats: the
-# right one is very near, and a usual one that is nearly right is far nearer than a wrong one.
+# Another preparation is reported if it is so many times nearer, in all images and in every part,
+# and its distance is below so many nats. The right one is very near. A usual one that is nearly
+# right is not as near, but far nearer than a wrong one.
 _CLEARLY = ((2.0, 0.01), (5.0, 0.05))
-# By so much pixels may leave 0..1.
+# Pixels may leave 0..1 by so much, as they were rounded.
 _ROUNDED = 0.02
 _BATCH = 32
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Preparation:
+    """How pixels in 0..1 become the input of a network: (pixel - mean) / std per channel.
+
+    Args:
+        mean: The mean of each channel, or of all.
+        std: The standard deviation of each channel, or of all.
+        reverses: Whether the order of the channels is reversed.
+    """
+
     mean: tuple[float, ...]
     std: tuple[float, ...]
     reverses: bool
 
     def __str__(self) -> str:
-        numbers = (
-            ",".join(f"{number:.4g}" for number in values) for values in (self.mean, self.std)
-        )
-        return "mean {}, std {}".format(*numbers) + (", channels as BGR" if self.reverses else "")
+        text = f"mean {_joined(self.mean, '.4g')}, std {_joined(self.std, '.4g')}"
+        if self.reverses:
+            text += ", channels as BGR"
+        return text
 
-    def prepare(self, pixels: Tensor) -> Tensor:
-        """Images as a network takes them, of pixels (N, C, H, W)."""
-        mean, std = (
-            torch.tensor(values, dtype=pixels.dtype).reshape(-1, 1, 1)
-            for values in (self.mean, self.std)
-        )
-        return ((pixels.flip(1) if self.reverses else pixels) - mean) / std
+    def apply(self, pixels: Tensor) -> Tensor:
+        """Return the network's input for pixels (N, C, H, W)."""
+        if self.reverses:
+            pixels = pixels.flip(1)
+        return (pixels - _as_maps(self.mean, pixels)) / _as_maps(self.std, pixels)
 
     def undo(self, images: Tensor) -> Tensor:
-        """Pixels of images that were prepared so, where the order of colours is the usual one."""
-        mean, std = (
-            torch.tensor(values, dtype=images.dtype).reshape(-1, 1, 1)
-            for values in (self.mean, self.std)
-        )
-        return images * std + mean
+        """Return the pixels of images that were prepared so, with the usual order of colours."""
+        return images * _as_maps(self.std, images) + _as_maps(self.mean, images)
+
+
+def _as_maps(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return values per channel as (C, 1, 1)."""
+    return torch.tensor(values, dtype=like.dtype).reshape(-1, 1, 1)
+
+
+def _joined(values: tuple[float, ...], digits: str) -> str:
+    return ",".join(f"{value:{digits}}" for value in values)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A preparation to try on pixels.
+
+    Args:
+        preparation: The preparation.
+        pixels: The pixels (N, C, H, W).
+        given_as: How the images must have been given, in words, to be these pixels; empty for
+            images that were given as the network states.
+    """
+
+    preparation: _Preparation
+    pixels: Tensor
+    given_as: str = ""
+
+    @property
+    def prepared(self) -> Tensor:
+        return self.preparation.apply(self.pixels)
 
 
 def unfit_preprocessing(case: Case) -> Iterator[Finding]:
-    """Another way to prepare the images with which the first norm's statistics fit clearly better."""
+    """Find another preparation of the images that fits the first norm clearly better."""
     if case.images is None or case.images.images is None:
         return
     config = data_config(case.model)
     images = case.images.images.cpu()
-    if len(config["mean"]) != images.shape[1]:
+    channels = images.shape[1]
+    if len(config["mean"]) != channels:
         return
-    present = _Way(tuple(config["mean"]), tuple(config["std"]), reverses=False)
-    pixels = present.undo(images)
-    now = _distances(case.model, images)
-    if now is None or now[0] < _FAR:
+    present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
+    present_distances = _distances(case.model, images)
+    if present_distances is None or present_distances[0] < _FAR:
         return
-    tried = [(way, pixels, "") for way in _ways(present, images.shape[1])]
-    for values, form in _as_pixels(images, present):
-        tried += [(way, values, form) for way in _ways(present, images.shape[1], usual=False)]
-    best = present
-    least = now
-    told_as = ""
-    read = pixels
-    for way, values, form in tried:
-        distances = _distances(case.model, way.prepare(values))
+
+    # The trial that is nearest in all images.
+    best = _Trial(present, present.undo(images))
+    least = present_distances
+    for trial in _trials(present, images):
+        distances = _distances(case.model, trial.prepared)
         if distances is not None and distances[0] < least[0]:
-            best = way
+            best = trial
             least = distances
-            told_as = form
-            read = values
-    times = min(current / max(nearest, 1e-9) for nearest, current in zip(least, now, strict=True))
-    if not any(times > factor and least[0] < near for factor, near in _CLEARLY):
+
+    ratios = [
+        before / max(after, 1e-9) for after, before in zip(least, present_distances, strict=True)
+    ]
+    is_clear = any(min(ratios) > factor and least[0] < near for factor, near in _CLEARLY)
+    if not is_clear or not _fits_all_norms(case, best.prepared):
         return
-    if not _fits_all(case, best.prepare(read)):
-        return
-    evidence = (
-        f"the first norm's input on {case.images.count} images{told_as} is {now[0]:.2g} nats (KL"
-        f" divergence) from its statistics; with {best} it is {least[0]:.2g}"
+
+    yield Finding(
+        "preprocessing",
+        paths=tuple(site.path for site in case.sites[:1]),
+        evidence=(
+            f"the first norm's input on {case.images.count} images{best.given_as} is"
+            f" {present_distances[0]:.2g} nats (KL divergence) from its statistics; with"
+            f" {best.preparation} it is {least[0]:.2g}"
+        ),
+        certainty=Certainty.LIKELY,
+        cost="every layer sees other values than in training",
+        mend=_mend(case, best.preparation),
     )
-    cost = "every layer sees other values than in training"
-    paths = tuple(site.path for site in case.sites[:1])
-    yield Finding("preprocessing", paths, evidence, Certainty.LIKELY, cost, _mend(case, best))
 
 
-def _as_pixels(images: Tensor, present: _Way) -> Iterator[tuple[Tensor, str]]:
-    """Images that nobody normalized, or that were normalized otherwise, as pixels in 0..1, and how
-    they were given.
+def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
+    """Yield preparations to try: of the stated pixels, then of other readings of the images."""
+    channels = images.shape[1]
+    stated_pixels = present.undo(images)
+    for preparation in _preparations(present, channels):
+        yield _Trial(preparation, stated_pixels)
+    for pixels, given_as in _as_pixels(images, present):
+        for preparation in _preparations(present, channels, usual=False):
+            yield _Trial(preparation, pixels, given_as)
+
+
+def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, str]]:
+    """Yield other readings of images as pixels in 0..1, each with how the images were given.
+
+    Nobody normalized them, or they were normalized otherwise than the network states.
     """
     least, most = images.aminmax()
-    if least >= 0 and most <= 255:
-        yield (
-            (images, ", given as pixels in 0..1")
-            if most <= 1
-            else (images * _BYTE, ", given as pixels in 0..255")
-        )
+    if least >= 0 and most <= 1:
+        yield images, ", given as pixels in 0..1"
+    elif least >= 0 and most <= 255:
+        yield images * _BYTE, ", given as pixels in 0..255"
+
     half_done = ((present.mean, (1.0,)), ((0.0,), present.std))
     for mean, std in (*_USUAL, *half_done):
-        way = _Way(mean, std, reverses=False)
-        if len(mean) in (1, images.shape[1]) and way != present:
-            pixels = way.undo(images)
-            if pixels.min() > -_ROUNDED and pixels.max() < 1 + _ROUNDED:
-                yield pixels, f", given with {way}"
+        preparation = _Preparation(mean, std, reverses=False)
+        if len(mean) not in (1, images.shape[1]) or preparation == present:
+            continue
+        pixels = preparation.undo(images)
+        if pixels.min() > -_ROUNDED and pixels.max() < 1 + _ROUNDED:
+            yield pixels, f", given with {preparation}"
 
 
-def _ways(present: _Way, channels: int, *, usual: bool = True) -> Iterator[_Way]:
-    further = [pair for pair in _USUAL if len(pair[0]) in (1, channels)] if usual else []
-    values = ((present.mean, present.std), *further)
-    for mean, std in values:
-        for reverses in (False, True) if channels == 3 else (False,):
-            yield _Way(mean, std, reverses)
+def _preparations(
+    present: _Preparation, channels: int, *, usual: bool = True
+) -> Iterator[_Preparation]:
+    """Yield preparations to try, each with both orders of colours.
 
-
-def _fits_all(case: Case, images: Tensor) -> bool:
-    """Whether most norms fit images that are prepared otherwise: else not their preparation is
-    wrong.
+    Args:
+        present: The one that the network states.
+        channels: The number of channels of the images.
+        usual: Whether the usual ones are tried, too.
     """
-    drifts = measured(replace(case, images=ImageBatches.read(case.model, images.split(_BATCH))))
+    pairs = [(present.mean, present.std)]
+    if usual:
+        pairs += [pair for pair in _USUAL if len(pair[0]) in (1, channels)]
+
+    orders = (False, True) if channels == 3 else (False,)
+    for mean, std in pairs:
+        for reverses in orders:
+            yield _Preparation(mean, std, reverses)
+
+
+def _fits_all_norms(case: Case, images: Tensor) -> bool:
+    """Whether most norms fit images that are prepared otherwise.
+
+    If they do not, something else than the preparation is wrong.
+    """
+    batches = ImageBatches.read(case.model, images.split(_BATCH))
+    drifts = measured_drifts(replace(case, images=batches))
     return 2 * sum(drift.is_off for drift in drifts) <= len(drifts)
 
 
-def _mend(case: Case, way: _Way) -> str:
-    mean, std = (",".join(f"{number:.6g}" for number in values) for values in (way.mean, way.std))
-    numbers = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"
-    if not way.reverses:
-        # What was said before is replaced.
-        name = re.sub(r" --image-(mean|std) \S+", "", case.name)
-        return f"say it wherever images are read: {name} {numbers}"
-    return (
-        "reverse the colours of the stem, its weight becomes weight.flip(1), or those of the"
-        f" images; with {numbers}"
-    )
+def _mend(case: Case, preparation: _Preparation) -> str:
+    """Return what to type, or to change in the stem, for the network to get such images."""
+    mean = _joined(preparation.mean, ".6g")
+    std = _joined(preparation.std, ".6g")
+    options = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"
+    if preparation.reverses:
+        return (
+            "reverse the colours of the stem, its weight becomes weight.flip(1), or those of the"
+            f" images; with {options}"
+        )
+
+    # The options that were given before are replaced.
+    name = re.sub(r" --image-(mean|std) \S+", "", case.name)
+    return f"say it wherever images are read: {name} {options}"
 
 
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
-    """How far the first norm's statistics are from those of its input, of all images and of each of
-    some parts.
+    """Return how far the first norm's statistics are from those of its input.
 
-    KL divergence of normal distributions, in nats, the mean of the middle 80 % of channels; None
-    without statistics.
+    A distance is the KL divergence of normal distributions, in nats, averaged over the middle 80 %
+    of the channels.
+
+    Args:
+        model: The network.
+        images: The images (N, C, H, W).
+
+    Returns:
+        The distance for all images, then for each of `PARTS` parts. None says that there are no
+        usable statistics, or that the network does not run on such images.
     """
-    rows = []
+    norm: nn.Module | None = None
+    rows: list[Tensor] = []
     for batch in images.split(_BATCH):
-        observed = at_first_norm(model, batch)
-        if (
-            observed is None
-            or observed[1].ndim < 3
-            or observed[1].shape[1] != affine.channels(observed[0])
-        ):
+        observed = input_of_first_norm(model, batch)
+        if observed is None:
             return None
-        norm = observed[0]
-        values = observed[1].double().flatten(2)
+        norm, norm_input = observed
+        if norm_input.ndim < 3 or norm_input.shape[1] != affine.channels(norm):
+            return None
+        values = norm_input.double().flatten(2)
         rows.append(torch.stack([values.mean(2), values.square().mean(2)]))
-    sums = torch.cat(rows, 1)
+
+    assert norm is not None, "there are images"
     mean, var = affine.statistics(norm)
-    if bool((mean == 0).all()) or not bool(torch.isfinite(mean).all() and (var > 0).all()):
+    is_usable = bool(torch.isfinite(mean).all() and (var > 0).all())
+    if bool((mean == 0).all()) or not is_usable:
         return None
-    return [
-        _divergence(subset, mean, var)
-        for subset in (sums, *(sums[:, start::PARTS] for start in range(PARTS)))
-    ]
+
+    # (2, N, C): mean and mean square of each image.
+    image_moments = torch.cat(rows, 1)
+    parts = [image_moments[:, start::PARTS] for start in range(PARTS)]
+    return [_divergence(subset, mean, var) for subset in (image_moments, *parts)]
 
 
-def _divergence(sums: Tensor, mean: Tensor, var: Tensor) -> float:
-    mean = mean.to(sums.device)
-    var = var.to(sums.device)
-    observed, square = sums.mean(1)
-    spread = (square - observed.square()).clamp_min(0) + 1e-12
-    ratio = spread / (var + 1e-12)
-    divergences = (
-        ((ratio - 1 - ratio.log() + (observed - mean).square() / (var + 1e-12)) / 2).sort().values
-    )
-    cut = len(divergences) // 10
-    return float(divergences[cut : len(divergences) - cut].mean())
+def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
+    """Return the KL divergence of N(observed) from N(mean, var), the mean of the middle channels.
+
+    KL = (r - 1 - log r + (m - mean)^2 / var) / 2 with r = v / var, where m and v are the observed
+    mean and variance.
+
+    Args:
+        image_moments: Mean and mean square of each channel in each image, (2, N, C).
+        mean: The stored mean (C,).
+        var: The stored variance (C,).
+    """
+    mean = mean.to(image_moments.device)
+    var = var.to(image_moments.device)
+    observed_mean, observed_square = image_moments.mean(1)
+    observed_var = (observed_square - observed_mean.square()).clamp_min(0) + 1e-12
+    ratio = observed_var / (var + 1e-12)
+    shift = (observed_mean - mean).square() / (var + 1e-12)
+    divergences = ((ratio - 1 - ratio.log() + shift) / 2).sort().values
+
+    tenth = len(divergences) // 10
+    return float(divergences[tenth : len(divergences) - tenth].mean())
 
 
-class _SeenError(Exception):
+class _NormReachedError(Exception):
     """Ends a forward at the first norm."""
 
 
 @torch.inference_mode()
-def at_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] | None:
-    """The first norm with statistics of its own, and what reaches it of images (N, C, H, W), as it
-    is in eval mode.
+def input_of_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor] | None:
+    """Return the first norm that keeps statistics, and its input in eval mode.
 
-    None where there is none, or the network does not run on them.
+    Args:
+        model: The network.
+        images: The images (N, C, H, W) on which it runs.
+
+    Returns:
+        The norm and its input. None says that there is no such norm, or that the network does not
+        run on these images.
     """
     reached: list[tuple[nn.Module, Tensor]] = []
 
-    def look(module: nn.Module, args: tuple[object, ...]) -> None:
+    def stop(module: nn.Module, args: tuple[object, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             reached.append((module, args[0]))
-            raise _SeenError
+            raise _NormReachedError
 
     norms = [module for module in model.modules() if affine.has_moments(module)]
-    hooks = hooked(norm.register_forward_pre_hook(look) for norm in norms)
-    # The end at the norm is suppressed, and whatever the network raises: others will say it.
+    hooks = hooked(norm.register_forward_pre_hook(stop) for norm in norms)
+    # This runs the user's forward, which may raise anything; other checks report that.
     with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call(model)
-    return next(iter(reached), None)
+    return reached[0] if reached else None

@@ -1,6 +1,4 @@
-"""Checks of the numbers that norms keep: broken ones, ones that no training left, channels that are
-switched off.
-"""
+"""Checks of the numbers that norms store: broken ones, untrained ones, channels switched off."""
 
 from collections.abc import Iterator
 
@@ -8,183 +6,244 @@ import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.diagnosis.findings import Case, Certainty, Finding, StoredNorm, paths_of, rule, share
+from normswap.diagnosis.findings import (
+    Case,
+    Certainty,
+    Finding,
+    StoredNorm,
+    count_text,
+    paths_of,
+    rule,
+)
 from normswap.layers.planned_layer import Linearity
 
-# From this share of a norm's channels on, gammas of 0 are a fault.
+# If more than this share of a norm's channels has a gamma of 0, that is a fault.
 _SWITCHED_OFF = 0.1
 # Variances below this share of eps count as 0.
 _TINY = 1e-3
-# Below this share of the median filter's squared length a filter counts as 0.
+# A filter counts as 0 below this share of the median filter's squared length.
 _DECAYED = 1e-6
-# The fewest filters whose lengths say something, and standard errors of their variance.
-_FILTERS = 8
+# The lengths of fewer filters say nothing.
+_FEWEST_FILTERS = 8
+# The variance of the lengths may exceed what chance makes by so many standard errors.
 _CHANCE = 4.0
+# At most so many norms are named in the evidence.
+_NAMED = 4
 
 
 def _is_broken(value: Tensor | None) -> bool:
+    """Whether a tensor holds NaN or infinity."""
     return value is not None and not bool(torch.isfinite(value).all())
+
+
+def _has_broken_statistics(case: Case, site: StoredNorm) -> bool:
+    return _is_broken(site.mean) or _is_broken(site.var)
+
+
+def _has_broken_parameters(case: Case, site: StoredNorm) -> bool:
+    return _is_broken(site.gamma) or _is_broken(site.beta)
+
+
+def _has_negative_variance(case: Case, site: StoredNorm) -> bool:
+    return bool((site.var < 0).any())
 
 
 broken_statistics = rule(
     "not-finite",
-    lambda case, site: _is_broken(site.mean) or _is_broken(site.var),
-    "mean or var holds NaN or infinity in {}",
-    "every answer is NaN or constant",
+    _has_broken_statistics,
+    evidence="mean or var holds NaN or infinity in {}",
+    cost="every answer is NaN or constant",
 )
 broken_parameters = rule(
     "not-finite",
-    lambda case, site: _is_broken(site.gamma) or _is_broken(site.beta),
-    "gamma or beta holds NaN or infinity in {}",
-    "every answer is NaN or constant",
-    "load the weights again, from a checkpoint before they broke",
+    _has_broken_parameters,
+    evidence="gamma or beta holds NaN or infinity in {}",
+    cost="every answer is NaN or constant",
+    mend="load the weights again, from a checkpoint before they broke",
 )
 negative_variance = rule(
     "negative-variance",
-    lambda case, site: bool((site.var < 0).any()),
-    "variances are negative in {}: statistics were mixed up, or subtracted from one another",
-    "the square root is NaN, or of the wrong number",
+    _has_negative_variance,
+    evidence=(
+        "variances are negative in {}: statistics were mixed up, or subtracted from one another"
+    ),
+    cost="the square root is NaN, or of the wrong number",
 )
 
 
 def never_updated(case: Case) -> Iterator[Finding]:
-    """Statistics as a norm is made with, mean 0 and variance 1."""
+    """Find statistics of a new norm, mean 0 and variance 1."""
     yield from _never_updated_in_part(case)
     hit = [site for site in case.sites if site.starts_at_init]
+
     trained = [site for site in hit if not site.is_untouched]
     if trained:
-        evidence = f"mean 0 and variance 1 in {share(trained, case.sites)}, with trained gammas"
-        cost = "in eval mode they do not normalize; training mode hides it"
+        count = count_text(trained, case.sites)
         yield Finding(
-            "never-updated", paths_of(trained), evidence, Certainty.CERTAIN, cost, case.recalibrate
+            "never-updated",
+            paths=paths_of(trained),
+            evidence=f"mean 0 and variance 1 in {count}, with trained gammas",
+            certainty=Certainty.CERTAIN,
+            cost="in eval mode they do not normalize; training mode hides it",
+            mend=case.recalibrate,
         )
+
     fresh = [site for site in hit if site.is_untouched and _reads_fresh_weights(case, site)]
     if fresh:
-        where = share(fresh, case.sites)
-        evidence = (
-            f"{where}, and the convolutions before them, are as they were made: they were not"
-            " loaded"
-        )
-        mend = (
-            "load the weights again, with load_state_dict(strict=True): it says which names differ"
-        )
+        count = count_text(fresh, case.sites)
         yield Finding(
             "not-loaded",
-            paths_of(fresh),
-            evidence,
-            Certainty.LIKELY,
-            "these layers compute noise",
-            mend,
+            paths=paths_of(fresh),
+            evidence=(
+                f"{count}, and the convolutions before them, are as they were made: they were not"
+                " loaded"
+            ),
+            certainty=Certainty.LIKELY,
+            cost="these layers compute noise",
+            mend=(
+                "load the weights again, with load_state_dict(strict=True): it says which names"
+                " differ"
+            ),
         )
 
 
 def _never_updated_in_part(case: Case) -> Iterator[Finding]:
-    counts = {site: int((site.at_init).sum()) for site in case.sites if not site.starts_at_init}
+    """Find norms with the statistics of a new norm in some of their channels."""
+    counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
-        channels = (
-            f"{sum(counts[site] for site in hit)} of {sum(_width(site) for site in hit)} channels"
-        )
-        evidence = (
-            f"mean 0 and variance 1 in {channels} of {share(hit, case.sites)}, not in the rest"
-        )
-        cost = "in eval mode these channels are not normalized; training mode hides it"
+        new_channels = sum(counts[site] for site in hit)
+        all_channels = sum(_width(site) for site in hit)
         yield Finding(
-            "never-updated", paths_of(hit), evidence, Certainty.CERTAIN, cost, case.recalibrate
+            "never-updated",
+            paths=paths_of(hit),
+            evidence=(
+                f"mean 0 and variance 1 in {new_channels} of {all_channels} channels of"
+                f" {count_text(hit, case.sites)}, not in the rest"
+            ),
+            certainty=Certainty.CERTAIN,
+            cost="in eval mode these channels are not normalized; training mode hides it",
+            mend=case.recalibrate,
         )
 
 
 def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
     """Whether the layer before a norm has weights that no training has moved.
 
-    Fresh weights are independent and of one distribution. The squared lengths of the C filters, of
-    n weights each, differ by what chance makes then: their relative variance is (k - 1) / n, where
-    k is the kurtosis of the weights. Training makes some filters many times as long as others.
+    Fresh weights are independent and of one distribution. Then the squared lengths of the filters,
+    of n weights each, differ only by chance: their relative variance is (k - 1) / n, where k is the
+    kurtosis of the weights. Training makes some filters many times as long as others.
     """
     layer = case.layer_before(site)
-    squares = torch.zeros(0, 1) if layer is None else _filters(layer).square()
-    if len(squares) < _FILTERS:
+    if layer is None:
         return False
-    count = squares.shape[1]
-    lengths = squares.sum(1)
-    within = (squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)).mean()
+    squares = _filters(layer).square()
+    if len(squares) < _FEWEST_FILTERS:
+        return False
+
     # The kurtosis of n normal numbers is expected as 3 n / (n + 2).
-    kurtosis = within * (count + 2) / count
-    by_chance = (kurtosis - 1) / count * lengths.mean().square()
-    return bool(lengths.var() < (1 + _CHANCE * (2 / len(lengths)) ** 0.5) * by_chance)
+    count = squares.shape[1]
+    kurtosis_by_filter = squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)
+    kurtosis = kurtosis_by_filter.mean() * (count + 2) / count
+
+    lengths = squares.sum(1)
+    variance_by_chance = (kurtosis - 1) / count * lengths.mean().square()
+    margin = 1 + _CHANCE * (2 / len(lengths)) ** 0.5
+    return bool(lengths.var() < margin * variance_by_chance)
 
 
 def zero_variance(case: Case) -> Iterator[Finding]:
-    """A variance of 0, or far below eps, where the weights before it say that something varies."""
-    hit = []
+    """Find variances of 0, or far below eps, though the weights before make something vary."""
+    hit: list[StoredNorm] = []
     for site in case.sites:
         if not len(site.var) or site.starts_at_init:
             continue
         missing = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
         if float(missing.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
+
     if hit:
-        evidence = (
-            f"variances of 0, or below {_TINY:g} eps, in more than {_SWITCHED_OFF:.0%} of the"
-            " channels"
-        )
-        cost = "what reaches them is multiplied by 1 / sqrt(eps), some hundred times too much"
         yield Finding(
-            "zero-variance", paths_of(hit), evidence, Certainty.LIKELY, cost, case.recalibrate
+            "zero-variance",
+            paths=paths_of(hit),
+            evidence=(
+                f"variances of 0, or below {_TINY:g} eps, in more than {_SWITCHED_OFF:.0%} of the"
+                " channels"
+            ),
+            certainty=Certainty.LIKELY,
+            cost="what reaches them is multiplied by 1 / sqrt(eps), some hundred times too much",
+            mend=case.recalibrate,
         )
 
 
 def _reached(case: Case, site: StoredNorm) -> Tensor:
-    """Which channels something reaches, (C,).
+    """Return which channels of a norm have an input that varies, (C,).
 
-    Nothing does where mean and variance are 0 but for a bias, where the norm before and the weights
-    foretell the variance 0, and where the weights have decayed to 0.
+    A channel has none if one of these holds: its mean and variance are 0 but for a bias, the norm
+    before and the weights predict the variance 0, or its filter has decayed to 0.
     """
-    values = site.var if site.gamma is None or len(site.var) else site.gamma
-    reached = torch.ones_like(values, dtype=torch.bool)
+    channel_values = site.var
+    if site.gamma is not None and not len(site.var):
+        channel_values = site.gamma
+    reached = torch.ones_like(channel_values, dtype=torch.bool)
+    least_variance = _TINY * site.eps
+
     if len(site.mean):
-        varies = site.var.abs() >= _TINY * site.eps
-        reached &= varies | ((site.mean - case.bias_before(site)).square() >= _TINY * site.eps)
-    if site.path in case.foretold:
-        reached &= case.foretold[site.path][1].to(values) >= _TINY * site.eps
+        varies = site.var.abs() >= least_variance
+        has_mean = (site.mean - case.bias_before(site)).square() >= least_variance
+        reached &= varies | has_mean
+
+    if site.path in case.predicted:
+        _, predicted_var = case.predicted[site.path]
+        reached &= predicted_var.to(channel_values) >= least_variance
+
     layer = case.layer_before(site)
-    lengths = torch.zeros(0) if layer is None else _filters(layer).square().sum(1)
-    if len(lengths) == len(values):
-        reached &= lengths.to(values) >= _DECAYED * lengths.median()
+    if layer is not None:
+        lengths = _filters(layer).square().sum(1)
+        if len(lengths) == len(channel_values):
+            reached &= lengths.to(channel_values) >= _DECAYED * lengths.median()
     return reached
 
 
 def _filters(layer: Linearity) -> Tensor:
-    """The weights that make each output channel, (C, n) float64."""
+    """Return the weights that make each output channel, (C, n) in float64."""
     weight = layer.weight.detach().double()
+    # Transposed convolutions store (I, C / groups, *kernel).
     if isinstance(layer, _ConvNd) and layer.transposed:
         weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(1)
 
 
 def dead_gammas(case: Case) -> Iterator[Finding]:
-    """More than a tenth of a norm's channels with a gamma of 0."""
-    zeros = {
-        site: int(((site.gamma == 0) & _reached(case, site)).sum())
-        for site in case.sites
-        if site.gamma is not None
-    }
+    """Find norms with a gamma of 0 in more than a tenth of their channels."""
+    zeros: dict[StoredNorm, int] = {}
+    for site in case.sites:
+        is_new = site.starts_at_init and site.is_untouched
+        if site.gamma is not None and not is_new:
+            zeros[site] = int(((site.gamma == 0) & _reached(case, site)).sum())
+
     hit = [site for site, count in zeros.items() if count > _SWITCHED_OFF * _width(site)]
-    hit = [site for site in hit if not (site.starts_at_init and site.is_untouched)]
     if hit:
-        counts = ", ".join(f"{zeros[site]} of {_width(site)} at {site.path}" for site in hit[:4])
-        cost = (
-            "the channels are constant, and learn slowly or, behind a ReLU with beta <= 0, never"
-            " again"
-        )
-        mend = (
-            "go back to a checkpoint before they died, or train on with a smaller rate and no decay"
-            " of gammas"
-        )
+        counts = [f"{zeros[site]} of {_width(site)} at {site.path}" for site in hit]
+        named = ", ".join(counts[:_NAMED])
+        if len(counts) > _NAMED:
+            named += f", and in {len(counts) - _NAMED} more norms"
         yield Finding(
-            "dead-gammas", paths_of(hit), f"gammas are 0: {counts}", Certainty.CERTAIN, cost, mend
+            "dead-gammas",
+            paths=paths_of(hit),
+            evidence=f"gammas are 0: {named}",
+            certainty=Certainty.CERTAIN,
+            cost=(
+                "the channels are constant, and learn slowly or, behind a ReLU with beta <= 0,"
+                " never again"
+            ),
+            mend=(
+                "go back to a checkpoint before they died, or train on with a smaller rate and no"
+                " decay of gammas"
+            ),
         )
 
 
 def _width(site: StoredNorm) -> int:
+    """Return the number of channels of a norm, as far as its tensors tell."""
     return len(site.mean if site.gamma is None else site.gamma)

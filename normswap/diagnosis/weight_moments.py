@@ -1,5 +1,4 @@
-"""Mean and variance of what reaches each norm, foretold from the norms before it and the weights
-between.
+"""Mean and variance of each norm's input, predicted from the norms before it and the weights.
 
 The output of a BatchNorm has mean beta and deviation |gamma| (Ioffe & Szegedy 2015, section 3),
 whatever its statistics are. Taken as normal and independent, they are followed through activations,
@@ -7,8 +6,8 @@ sums and convolutions to the next norm:
 
     E[W x + b] = W E[x] + b,    Var[W x] = W^2 Var[x]
 
-Correlations, borders and gates are left out: the means come near, the variances by an order of
-magnitude.
+Correlations, borders and gates are left out. So the predicted means come near, and the variances
+come within an order of magnitude.
 """
 
 import operator
@@ -28,6 +27,7 @@ from normswap.layers.activations import (
 )
 from normswap.layers.known_norms import Pair
 
+# 64 quantiles of N(0, 1).
 _POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()
 _POOLS = (
     nn.AvgPool2d,
@@ -37,62 +37,89 @@ _POOLS = (
     nn.AvgPool3d,
     nn.AdaptiveAvgPool3d,
 )
+_LINEAR_FORWARDS = {nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
 
 
-def foretold(traced: Traced) -> dict[str, Pair]:
-    """Mean and variance (C,), float64, of what each norm reads, by path; those that can be
-    foretold.
+def predicted_moments(traced: Traced) -> dict[str, Pair]:
+    """Return mean and variance, (C,) float64, of the input of each norm, by path.
+
+    Norms whose input cannot be predicted are left out.
     """
     moments: dict[fx.Node, Pair] = {}
-    read: dict[str, Pair] = {}
+    norm_inputs: dict[str, Pair] = {}
     for node in traced.nodes:
         module = traced.module(node)
-        if module is not None and affine.has_moments(module):
-            before = inputs(node)
-            if len(before) == 1 and before[0] in moments and len(traced.calls[id(module)]) == 1:
-                read[str(node.target)] = moments[before[0]]
-            mean, deviation = affine.moments(module)
-            act = affine.activation(module)
-            pair = (mean, deviation.square())
-            moments[node] = (act and _applied(act, pair)) or pair
+        if module is None or not affine.has_moments(module):
+            output = _output_moments(traced, node, moments)
+            if output is not None:
+                moments[node] = output
             continue
-        after = _after(traced, node, moments)
-        if after is not None:
-            moments[node] = after
-    return read
+
+        # A norm that is called twice normalizes a mixture.
+        sources = inputs(node)
+        is_called_once = len(traced.calls[id(module)]) == 1
+        if len(sources) == 1 and sources[0] in moments and is_called_once:
+            norm_inputs[str(node.target)] = moments[sources[0]]
+        moments[node] = _norm_output(module)
+    return norm_inputs
 
 
-def _after(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair | None:
+def _norm_output(norm: nn.Module) -> Pair:
+    """Return mean and variance of a norm's output, after its activation if that can be applied."""
+    mean, deviation = affine.moments(norm)
+    pair = (mean, deviation.square())
+    act = affine.activation(norm)
+    if act is None:
+        return pair
+    return _activated(act, pair) or pair
+
+
+def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair]) -> Pair | None:
+    """Return mean and variance of a node's value, or None if they cannot be predicted.
+
+    Args:
+        traced: The recorded forward.
+        node: A node that is no norm.
+        moments: Mean and variance of the nodes before it.
+    """
     sources = inputs(node)
     module = traced.module(node)
-    read_moments = [moments[source] for source in sources if source in moments]
-    if not read_moments or len(read_moments) != len(sources):
+    read = [moments[source] for source in sources if source in moments]
+    if not read or len(read) != len(sources):
         return None
-    if is_add(node) and len({len(mean) for mean, _ in read_moments}) == 1:
-        return read_moments[0][0] + read_moments[1][0], read_moments[0][1] + read_moments[1][1]
+
+    widths = {len(mean) for mean, _ in read}
+    if is_add(node) and len(widths) == 1:
+        (first_mean, first_var), (second_mean, second_var) = read[0], read[1]
+        return first_mean + second_mean, first_var + second_var
     if node.target is torch.cat and [*listed(node)] == sources:
-        return torch.cat([mean for mean, _ in read_moments]), torch.cat(
-            [var for _, var in read_moments]
-        )
-    if len(read_moments) != 1:
+        return torch.cat([mean for mean, _ in read]), torch.cat([var for _, var in read])
+
+    if len(read) != 1:
         return None
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return _weighted(module, read_moments[0])
-    if (
-        is_identity(module)
-        or node.target in ("contiguous", operator.pos)
-        or keeps_forward(module, _POOLS)
-    ):
-        return read_moments[0]
+        return _weighted(module, read[0])
+    if _keeps_moments(node, module):
+        return read[0]
     if (module is not None and is_activation(module)) or is_activation_call(node.target):
-        return _applied(lambda x: apply(traced, node, (x,), node.kwargs), read_moments[0])
+        return _activated(lambda x: apply(traced, node, (x,), node.kwargs), read[0])
     return None
 
 
-def _applied(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
-    """Mean and variance of an activation's output, by 64 quantiles of a normal input."""
+def _keeps_moments(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a node passes its input on; an average is counted, too, as its mean is the same."""
+    is_copy = node.target in ("contiguous", operator.pos)
+    return is_identity(module) or is_copy or keeps_forward(module, _POOLS)
+
+
+def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
+    """Return mean and variance of an activation's output for a normal input, by 64 quantiles.
+
+    None says that the activation does not take such a tensor, or returns another shape.
+    """
     mean, var = pair
     x = (mean[:, None] + var.sqrt()[:, None] * _POINTS.to(mean))[None]
+    # This is foreign code, which may refuse the tensor.
     try:
         y = act(x)
     except Exception:
@@ -103,15 +130,15 @@ def _applied(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 
 
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
+    """Return mean and variance of W x + b, or None for a layer with a forward of its own."""
     weight = module.weight.detach().double()
     groups = getattr(module, "groups", 1)
-    if type(module).forward not in _FORWARDS or len(pair[0]) != weight.shape[1] * groups:
+    if type(module).forward not in _LINEAR_FORWARDS or len(pair[0]) != weight.shape[1] * groups:
         return None
+
     mean, var = (moment.reshape(groups, -1, 1) for moment in pair)
-    rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
-    mean = (rows.sum(3) @ mean).flatten()
+    filters = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
+    output_mean = (filters.sum(3) @ mean).flatten()
+    output_var = (filters.square().sum(3) @ var).flatten()
     bias = doubled(module.bias, torch.zeros((), dtype=torch.float64))
-    return mean + bias, (rows.square().sum(3) @ var).flatten()
-
-
-_FORWARDS = {nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
+    return output_mean + bias, output_var

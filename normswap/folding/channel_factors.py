@@ -272,7 +272,9 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
 
         kernel_ones = [1] * (weight.ndim - 2)
         weight = weight * out_factors.view(-1, 1, *kernel_ones)
-        standardized.set_effective_weight(module, weight * in_factors.view(*in_factors.shape, *kernel_ones))
+        standardized.set_effective_weight(
+            module, weight * in_factors.view(*in_factors.shape, *kernel_ones)
+        )
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out_factors)
 

@@ -519,7 +519,9 @@ def test_what_a_relu_leaves_of_a_normal_distribution_is_foretold() -> None:
     nn.init.constant_(conv.weight, 2.0)
     nn.init.constant_(conv.bias, 1.0)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), conv, nn.BatchNorm2d(4)).eval()
-    mean, variance = weight_moments.foretold(inspect(model, torch.randn(2, 3, 8, 8)).traced)["3"]
+    mean, variance = weight_moments.predicted_moments(
+        inspect(model, torch.randn(2, 3, 8, 8)).traced
+    )["3"]
     of_relu = 1 / (2 * math.pi) ** 0.5
     assert mean.tolist() == pytest.approx([1 + 6 * of_relu] * 4, rel=0.01)
     assert variance.tolist() == pytest.approx([12 * (0.5 - of_relu**2)] * 4, rel=0.05)

@@ -224,7 +224,7 @@ def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
     batches = images(model)
     norms(model)[0].running_mean.add_(norms(model)[0].running_var.sqrt())
     case = _case(model, batches)
-    first = drift.measured(case)[0]
+    first = drift.measured_drifts(case)[0]
     norm = norms(model)[0]
     values = (
         model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
@@ -300,7 +300,7 @@ def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
     ]
     mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
 
-    assert [*drift._little_by_little(mixed, sites)] == []
+    assert [*drift._many_small_drifts(mixed, sites)] == []
 
 
 def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
@@ -313,9 +313,9 @@ def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
     case = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=twice))
     estimate_population(model, [call.images for call in twice])
     norms(model)[-1].running_var.mul_(1.1)
-    assert [*drift._little_by_little(case, [_drift(site, 0.0) for site in case.sites])] == []
+    assert [*drift._many_small_drifts(case, [_drift(site, 0.0) for site in case.sites])] == []
     norms(model)[-1].running_var.mul_(4.0)
-    assert len([*drift._little_by_little(case, [_drift(site, 0.0) for site in case.sites])]) == 1
+    assert len([*drift._many_small_drifts(case, [_drift(site, 0.0) for site in case.sites])]) == 1
 
 
 def _drift(site: Any, mean: float) -> drift.Drift:
@@ -328,15 +328,11 @@ def test_images_are_the_cause_where_the_first_norm_sees_other_variances_at_the_s
     case = _case(model, images(model))
     drifts = [_drift(site, 0.0) for site in case.sites]
 
-    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [
-        "wrong-statistics"
-    ]
+    assert [drift._far_off(case, drifts, [drifts[3]]).name] == ["wrong-statistics"]
 
     mean, var = drifts[0].seen
     drifts[0] = dataclasses.replace(drifts[0], seen=(mean, 2 * var))
-    assert [finding.name for finding in drift._far_off(case, drifts, [drifts[3]])] == [
-        "drifted-domain"
-    ]
+    assert [drift._far_off(case, drifts, [drifts[3]]).name] == ["drifted-domain"]
 
 
 @pytest.mark.parametrize(("share", "name"), [(0.4, "drifted-domain"), (0.6, "zero-betas")])
@@ -376,7 +372,7 @@ def test_another_normalization_has_to_fit_each_part_of_the_images(
 
 def test_the_error_is_that_of_a_mean_over_parts() -> None:
     parts = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mean, error = drift._typical(parts)
+    mean, error = drift._median_size(parts)
     assert mean == pytest.approx(
         statistics.median(abs(statistics.mean(column)) for column in parts.T.tolist())
     )

@@ -346,6 +346,6 @@ class ByName(nn.Module):
 
 def test_the_first_norm_is_the_first_whose_input_is_seen() -> None:
     model = ByName().eval()
-    seen = normalization.at_first_norm(model, torch.randn(2, 3, 4, 4))
+    seen = normalization.input_of_first_norm(model, torch.randn(2, 3, 4, 4))
     assert seen is not None
     assert seen[0] is model.second
