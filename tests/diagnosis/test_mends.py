@@ -1,19 +1,22 @@
-"""Law of what is said: the command that a finding names is run, and the finding is gone."""
+"""A law of what the doctor prints: its remedy is run, and all of the fault is gone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.command_line import MODEL, QUICK, Capture, here, named_commands, run_json
-from test_doctor import FAULTS, opened
+from test_doctor import FAULTS, norms, opened
+from torch import nn
 
 import normswap
+from normswap.diagnosis.findings import Finding
 
 __all__ = ["here"]  # a fixture
 
 
-# Faults that stand in a file of weights that can be read: others are in the network, and mended by
-# a line of Python.
+# Faults that a file of weights can have. Others are in the network, and are mended by a line of
+# Python.
 IN_WEIGHTS = (
     "NaN in a variance",
     "infinite mean",
@@ -29,6 +32,10 @@ IN_WEIGHTS = (
 )
 
 
+def findings(model: nn.Module, name: str) -> list[Finding]:
+    return [finding for finding in normswap.diagnose(model).faults if finding.name == name]
+
+
 def test_small_numbers_are_no_fault() -> None:
     """A layer gives a two-hundredth of what it gave, and its norm knows that."""
     model = opened("demo")
@@ -36,6 +43,7 @@ def test_small_numbers_are_no_fault() -> None:
         model.get_parameter("layer1.0.conv1.weight").mul_(0.005)
         model.get_buffer("layer1.0.bn1.running_mean").mul_(0.005)
         model.get_buffer("layer1.0.bn1.running_var").mul_(0.005**2)
+
     assert normswap.diagnose(model).faults == ()
 
 
@@ -48,18 +56,68 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
     plant(model)
     torch.nn.init.ones_(model.get_parameter("fc.bias"))
     torch.save(model.state_dict(), "faulty.pth")
-    images = (
-        ("--data", "demo", "--samples", "96", "--workers", "0")
-        if fault == "shuffled channels"
-        else ()
-    )
+    images: tuple[str, ...] = ()
+    if fault == "shuffled channels":
+        images = ("--data", "demo", "--samples", "96", "--workers", "0")
+
     ill = run_json(capfd, "doctor", MODEL, "--weights", "faulty.pth", *images, code=1)
     finding = next(each for each in ill["findings"] if each["name"] == name)
     (words,) = named_commands(finding["mend"])
     run_json(capfd, *words, *QUICK[words[0]], "-o", "mended")
-    mended = normswap.load("mended")
 
+    mended = normswap.load("mended")
     assert normswap.diagnose(mended).faults == ()
     assert bool((mended.get_parameter("fc.bias") == 1).all()), (
         "another network than the one with the fault"
     )
+
+
+@pytest.mark.parametrize(
+    "wrong_eps",
+    [[1e-2], [1e-2] * 8, [1e-2] * 6 + [1e-4] * 6, [1e-2] * 22],
+    ids=["one norm", "eight norms", "twelve norms, two values", "all norms"],
+)
+def test_the_line_for_eps_mends_every_norm(wrong_eps: list[float]) -> None:
+    model = opened("demo")
+    other = nn.GroupNorm(2, 4, eps=0.5)
+    model.add_module("other", other)
+    for norm, eps in zip(norms(model), wrong_eps, strict=False):
+        norm.eps = eps
+
+    found = findings(model, "eps")
+    assert sum(len(finding.paths) for finding in found) == len(wrong_eps)
+    for finding in found:
+        exec(finding.mend, {"model": model})
+
+    assert findings(model, "eps") == []
+    assert {norm.eps for norm in norms(model)} == {1e-5}
+    assert other.eps == 0.5
+
+
+def put_behind(model: nn.Module, path: str, count: int) -> None:
+    """Put more norms behind one, with statistics that fit."""
+    norm: Any = model.get_submodule(path)
+    chain = [norm]
+    for _ in range(count):
+        more = nn.BatchNorm2d(norm.num_features).eval()
+        with torch.no_grad():
+            more.running_mean.copy_(chain[-1].bias)
+            more.running_var.copy_(chain[-1].weight.square())
+        chain.append(more)
+    model.set_submodule(path, nn.Sequential(*chain))
+
+
+def test_the_command_for_double_norms_mends_every_pair() -> None:
+    model = opened("demo")
+    put_behind(model, "layer1.1.bn2", 1)
+    put_behind(model, "layer2.0.bn1", 2)
+
+    (finding,) = findings(model, "double-norm")
+    assert len(finding.paths) == 5
+    ((command, _, *options),) = named_commands(finding.mend)
+    assert (command, options[:2]) == ("convert", ["--to", "folded"])
+    assert set(options[2::2]) == {"--only"}
+
+    mended = normswap.convert(model, "folded", only=options[3::2]).model
+    assert findings(mended, "double-norm") == []
+    assert len(norms(mended)) == len(norms(model)) - 3
