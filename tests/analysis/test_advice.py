@@ -3,8 +3,8 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -43,7 +43,7 @@ def preactivated() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "batch", "how", "chosen", "refused"),
+    ("make", "batch", "purpose", "chosen", "refused"),
     [
         (blocks, 256, {}, "batchnorm", []),
         (blocks, 16, {}, "batchnorm", []),
@@ -57,23 +57,26 @@ def preactivated() -> nn.Module:
     ],
 )
 def test_the_rules(
-    make: Any, batch: int, how: dict[str, bool], chosen: str, refused: list[str]
+    make: Callable[[], nn.Module],
+    batch: int,
+    purpose: dict[str, bool],
+    chosen: str,
+    refused: list[str],
 ) -> None:
     model = make()
-    found, not_possible = advice.advise(Network(model), "net", batch, **how)
-    assert found[0].scheme == chosen
-    assert list(not_possible) == refused
+    is_private = bool(purpose.get("private"))
 
-    for one in found:
-        assert ("--for opacus" in one.command) == bool(how.get("private"))
-        if one.command:
-            words = one.command.split()
-            purpose = "opacus" if how.get("private") else None
-            assert list(
-                conversion.plan_steps(
-                    Network(model), words[words.index("--to") + 1], purpose=purpose
-                )
-            )
+    possible, not_possible = advice.advise(Network(model), "net", batch, **purpose)
+
+    assert possible[0].scheme == chosen
+    assert list(not_possible) == refused
+    for advised in possible:
+        assert ("--for opacus" in advised.command) == is_private
+        if advised.command:
+            words = advised.command.split()
+            target = words[words.index("--to") + 1]
+            options = {"purpose": "opacus"} if is_private else {}
+            assert list(conversion.plan_steps(Network(model), target, **options))
 
 
 @pytest.mark.parametrize(
@@ -87,21 +90,20 @@ def test_the_rules(
     ],
 )
 def test_where_targets_ended_on_a_network_of_this_kind(
-    make: Any, batch: int, private: bool, about: str
+    make: Callable[[], nn.Module], batch: int, private: bool, about: str
 ) -> None:
     network = Network(make())
+
     task, ended = advice.elsewhere(network, batch, private=private)
+
     assert task.startswith(about)
-
-    targets = {
-        advised.target for advised in advice.advise(network, "net", batch, private=private)[0]
-    }
-
-    assert targets <= ended.keys()
+    possible, _ = advice.advise(network, "net", batch, private=private)
+    assert {advised.target for advised in possible} <= ended.keys()
 
     table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
     section = next(part for part in table.split("\n## ") if part.startswith(about))
-    assert re.findall(r"\| `skipinit` \|.*\| (.*?) \| \d \|", section)[0] == ended["skipinit"]
+    measured = re.findall(r"\| `skipinit` \|.*\| (.*?) \| \d \|", section)
+    assert measured[0] == ended["skipinit"]
 
 
 def test_bad_questions() -> None:
@@ -129,29 +131,32 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         "elsewhere",
         "measured",
     }
+    is_exact = {
+        advised["scheme"]: advised["exact"] for advised in (body["choose"], *body["others"])
+    }
+    assert is_exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
 
-    exact = {one["scheme"]: one["exact"] for one in (body["choose"], *body["others"])}
-    assert exact == {"skipinit": True, "groupnorm": False, "frozen-bn": True, "tune": True}
+
+def test_the_command_foretells_nothing_from_other_networks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert main(["advise", str(shipped.FOLDER), "--private"]) == 0
 
     out = capfd.readouterr().out
     assert "--to skipinit --for opacus" in out
     assert "on this one nothing was measured" in " ".join(out.split())
-    assert not re.search(r"\d %", out), "nothing is foretold from other networks"
+    assert not re.search(r"\d %", out)
 
-    how = [
-        "resnet18",
-        "--weights",
-        "random",
-        "--num-classes",
-        "10",
-        "--arch-arg",
-        "channels=8,16,24,32",
-    ]
 
-    assert main(["advise", *how, "--batch-size", "4", "--json"]) == 0
+def test_the_command_that_is_advised_can_be_typed(capfd: pytest.CaptureFixture[str]) -> None:
+    network = ["resnet18", "--weights", "random", "--num-classes", "10"]
+    network += ["--arch-arg", "channels=8,16,24,32"]
+    assert main(["advise", *network, "--batch-size", "4", "--json"]) == 0
 
     command = shlex.split(json.loads(capfd.readouterr().out)["choose"]["command"])
-    assert command[: 2 + len(how)] == ["normswap", "convert", *how]
+    assert command[: 2 + len(network)] == ["normswap", "convert", *network]
     assert main([*command[1:], "--dry-run"]) == 0
+
+
+def test_the_command_wants_a_batch() -> None:
     assert main(["advise", str(shipped.FOLDER), "--batch-size", "0"]) == 2

@@ -1,4 +1,4 @@
-"""The fixture that tries a scheme on small networks notices one that is wrong, and one that breaks."""
+"""The fixture that tries a scheme on small networks notices a wrong one, and one that breaks."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,9 @@ from normswap.plan import Edit
 
 def halved(anatomy: Anatomy) -> PlanBuilder:
     """Claims to keep the function, and halves what the classifier says."""
+    classifier = str(anatomy.classifier)
     builder = PlanBuilder(anatomy)
-    builder.replacements[str(anatomy.classifier)] = Edit(
-        str(anatomy.classifier), "Folded", {"gain": 0.5}
-    )
+    builder.replacements[classifier] = Edit(classifier, "Folded", {"gain": 0.5})
     return builder
 
 
@@ -40,7 +39,8 @@ def test_a_scheme_that_keeps_its_word_passes(check_scheme: Callable[..., None]) 
 def test_what_is_wrong_is_told_from_what_is_refused() -> None:
     normswap.register_scheme("halved", normswap.Scheme(halved))
     normswap.register_scheme("broken", normswap.Scheme(broken))
-    with pytest.raises(VerificationError, match=r"halved does not keep what it claims: .* wrong"):
+
+    with pytest.raises(VerificationError, match=r"halved .* wrong"):
         check(NETWORKS["ResNet"], "halved")
     with pytest.raises(KeyError):
         check(NETWORKS["ResNet"], "broken")
@@ -48,5 +48,6 @@ def test_what_is_wrong_is_told_from_what_is_refused() -> None:
 
 def test_a_target_that_fails_on_the_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     normswap.register_scheme("broken", normswap.Scheme(broken))
+
     with pytest.raises(KeyError):
         check(NETWORKS["ResNet"], "affine")

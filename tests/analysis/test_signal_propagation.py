@@ -1,5 +1,4 @@
-"""Signal propagation: measured against hooks, against theory, and before and after exact
-conversions.
+"""Signal propagation: against hooks, against theory, and before and after exact conversions.
 
 `PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints
 signals.md.
@@ -45,20 +44,28 @@ def fresh(name: str, seed: int = 0, **kwargs: object) -> nn.Module:
 
 
 def test_one_constant_factor_is_taken_off_the_branch() -> None:
-    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to the branch."""
-    block = Net(lambda m, x: x + m.conv2(m.conv1(x).relu()) * 3.0 * 0.5, conv1=conv(), conv2=conv())
+    """x + 0.5 (3 f(x)): the scalar of the branch, and before it a gain that belongs to f."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return x + net.conv2(net.conv1(x).relu()) * 3.0 * 0.5
+
+    block = Net(forward, conv1=conv(), conv2=conv())
     model = nn.Sequential(nn.Conv2d(3, 4, 3), block, nn.ReLU()).double().eval()
     x = noise(seed=1).double()
-    seen: list[Tensor] = []
-    model.get_submodule("1.conv2").register_forward_hook(lambda m, a, y: seen.append(y.clone()))
+    branch_ends: list[Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        branch_ends.append(output.clone())
+
+    model.get_submodule("1.conv2").register_forward_hook(keep)
     with torch.no_grad():
         model(x)
-    (point,) = signal_propagation(Network(model, x))
-    of_branch = float(seen[0].var((0, 2, 3), correction=0).mean())
 
-    assert (point.branch_variance, point.added_variance) == pytest.approx(
-        (9 * of_branch, 2.25 * of_branch)
-    )
+    (point,) = signal_propagation(Network(model, x))
+
+    variance = float(branch_ends[0].var((0, 2, 3), correction=0).mean())
+    assert point.branch_variance == pytest.approx(9 * variance)
+    assert point.added_variance == pytest.approx(2.25 * variance)
 
 
 def test_the_model_is_left_alone() -> None:
@@ -66,7 +73,9 @@ def test_the_model_is_left_alone() -> None:
     x = noise(6, seed=1).double()
     before = copy.deepcopy(model.state_dict())
     model.train()
+
     signal_propagation(Network(model, x), batch_statistics=True)
+
     assert model.training
     assert model.bn1.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -82,18 +91,20 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
     assert half.branch_variance == pytest.approx(one.branch_variance)
     assert half.added_variance == pytest.approx(0.25 * half.branch_variance)
     assert half.variance < one.variance
-    assert 0.3 < one.branch_variance < 3  # f was divided by its own deviation
+    # f was divided by its own deviation.
+    assert 0.3 < one.branch_variance < 3
 
 
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:
-    """timm's nf_resnet50 without the two things the analytic variance knows nothing of: the stem's
-    filters are scaled by ReLU's gamma though no ReLU comes before them, and the shortcuts average
-    2x2 pixels, which takes variance away unless the pixels agree.
+    """Take two things off timm's nf_resnet50, in place, that the analytic variance leaves out.
+
+    The stem's filters are scaled by ReLU's gamma though no ReLU comes before them. The shortcuts
+    average 2x2 pixels, which takes variance away unless the pixels agree.
     """
     for module in model.modules():
         if type(module).__name__ == "DownsampleAvg" and not isinstance(module.pool, nn.Identity):
             module.pool = nn.AvgPool2d(1, stride=2)
-    stem = next(m for m in model.modules() if isinstance(m, ScaledStdConv2d))
+    stem = next(module for module in model.modules() if isinstance(module, ScaledStdConv2d))
     with torch.no_grad():
         stem.gain.div_(1.7139588594436646)
     return model
@@ -101,20 +112,20 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
 
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
-    seen = inspection.inspect(model)
+
     # 1 + alpha^2 after a projection, whose skip starts anew from variance 1, and alpha^2 more after
     # each further block: the code of the ICLR 2022 blog post, "Multi-layer SPPs".
-    wanted: list[float] = []
-    for block in seen.blocks:
-        wanted.append((1.0 if block.skip == "projection" else wanted[-1]) + 0.2**2)
-
-    assert wanted[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
+    expected: list[float] = []
+    for block in inspection.inspect(model).blocks:
+        skip_variance = 1.0 if block.skip == "projection" else expected[-1]
+        expected.append(skip_variance + 0.2**2)
+    assert expected[:4] == pytest.approx([1.04, 1.08, 1.12, 1.04])
 
     points = signal_propagation(Network(model), noise(4, 96))
-    assert [p.variance for p in points] == pytest.approx(wanted, rel=0.2)
-    assert (
-        max(p.mean_sq for p in points) < 0.1
-    )  # scaled weight standardization keeps the means near 0
+
+    # Scaled weight standardization keeps the means near 0.
+    assert [point.variance for point in points] == pytest.approx(expected, rel=0.2)
+    assert max(point.mean_sq for point in points) < 0.1
 
 
 def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Point]:
@@ -123,9 +134,7 @@ def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Poin
 
 
 def fully_connected(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
-    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendix B has them, and appendix
-    C.
-    """
+    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendices B and C have them."""
 
     def layer(inputs: int = width) -> nn.Module:
         linear = nn.Linear(inputs, width, bias=False)
@@ -148,18 +157,17 @@ def wide_resnet(
     relu: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> list[list[Point]]:
-    """The network of De & Smith's Table 1; the bordering zeros are left out, as section 2.1 has
-    none.
+    """The network of De & Smith's Table 1, at several seeds.
 
-    Without ReLUs the weights of its blocks are smaller by sqrt(2).
+    The bordering zeros are left out, as section 2.1 has none. Without ReLUs the weights of its
+    blocks are smaller by sqrt(2).
     """
     network: Any = timm.create_model(
         "wide_resnet_cifar", depth=depth, width=width, norm=norm, per_image=True
     ).to(dtype)
-    network = network if norm else swapped(network.eval(), "skipinit", alpha=1)
-    weights = [
-        module.weight for module in network.stages.modules() if isinstance(module, nn.Conv2d)
-    ]
+    if not norm:
+        network = swapped(network.eval(), "skipinit", alpha=1)
+    convs = [module for module in network.stages.modules() if isinstance(module, nn.Conv2d)]
 
     for module in network.modules():
         module.padding_mode = "circular"
@@ -170,16 +178,16 @@ def wide_resnet(
     for seed in range(seeds):
         torch.manual_seed(seed)
         network.init_weights()
-        for weight in weights:
-            weight.data *= 1 if relu else math.sqrt(0.5)
+        for conv_layer in convs:
+            conv_layer.weight.data *= 1 if relu else math.sqrt(0.5)
         x = noise(8, 8 + 8 * norm, seed).to(dtype)
         points.append(signal_propagation(Network(network, x), batch_statistics=norm))
 
     return points
 
 
-def second(points: list[Point]) -> list[float]:
-    """E[x^2] of what the next block reads."""
+def mean_squares(points: list[Point]) -> list[float]:
+    """E[x^2] of each block's output."""
     return [point.variance + point.mean_sq for point in points]
 
 
@@ -194,7 +202,7 @@ def of_papers(
     )
     yield (
         "De & Smith, figure 2 (a), linear, no norm: skip",
-        second(plain),
+        mean_squares(plain),
         "2^(l - 1)",
         2.0 ** (block - 1),
     )
@@ -205,9 +213,9 @@ def of_papers(
         "2^(l - 1)",
         2.0 ** (block - 1),
     )
-    yield "figure 2 (b), linear, BatchNorm: skip", second(normed), "l", block
+    yield "figure 2 (b), linear, BatchNorm: skip", mean_squares(normed), "l", block
     yield "the same: branch", [point.branch_variance for point in normed[1:]], "1", block**0
-    yield "figure 5, ReLU, BatchNorm: skip", second(relu), "l", block
+    yield "figure 5, ReLU, BatchNorm: skip", mean_squares(relu), "l", block
     yield (
         "the same: moving variance",
         [point.variance for point in relu],
@@ -223,7 +231,9 @@ def of_papers(
     )
 
     for layers, wide in shapes:
-        skips = [second(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)]
+        skips = [
+            mean_squares(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)
+        ]
         added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
         yield (
             f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip",
@@ -252,7 +262,7 @@ def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], s
     torch.manual_seed(0)
     points = stacked(layer, layer(2)(layer(2, 3)[-1](images)), depth)
     block = np.arange(2, 200)
-    skip = np.array(second(points))
+    skip = np.array(mean_squares(points))
     moving_mean = [point.mean_sq for point in points]
     yield "figure 2 (c), convolutions, ReLU, BatchNorm: skip", list(skip), "l, a little less", block
     yield (
@@ -265,34 +275,35 @@ def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], s
 
 
 def growth(depth: int, width: int, seeds: int, kind: str = "", **args: Any) -> str:
-    """A row: E[x^2] at block l by 2^l, which is the paper's 2^(l - 1) for a stem that gives 2, over
-    random networks.
+    """A row of the table: E[x^2] at block l by 2^l, over random networks.
+
+    2^l is the paper's 2^(l - 1) for a stem that gives 2.
     """
-    skips = np.array(
-        [second(points) for points in wide_resnet(depth, width, norm=False, seeds=seeds, **args)]
-    )
-    over = skips / 2.0 ** np.arange(2, skips.shape[1] + 2)
-    columns = [over[:, place] for place in (2, 5, -1)]
-    cells = [
-        f"{column.mean():.2f} ± {column.std(ddof=1) / math.sqrt(seeds):.2f}" for column in columns
-    ]
-    ends = f"{np.median(over[:, -1]):.2f} | {np.log2(over[:, -1]).std(ddof=1):.1f}"
+    networks = wide_resnet(depth, width, norm=False, seeds=seeds, **args)
+    skips = np.array([mean_squares(points) for points in networks])
+    ratios = skips / 2.0 ** np.arange(2, skips.shape[1] + 2)
+
+    cells: list[str] = []
+    for block in (2, 5, -1):
+        column = ratios[:, block]
+        standard_error = column.std(ddof=1) / math.sqrt(seeds)
+        cells.append(f"{column.mean():.2f} ± {standard_error:.2f}")
+    last = ratios[:, -1]
+    ends = f"{np.median(last):.2f} | {np.log2(last).std(ddof=1):.1f}"
     return f"| {depth}-{width}{kind} | {seeds} | {' | '.join(cells)} | {ends} |"
 
 
 def after_reset() -> list[float]:
     """E[x^2] of blocks 2, 3 and 4 of a ResNet-50's second stage, where the branch adds 1."""
     points = signal_propagation(Network(fresh("resnet50"), noise(8, 64)), batch_statistics=True)
-    return [value - 1 for value in second(points)[4:7]]
+    return [value - 1 for value in mean_squares(points)[4:7]]
 
 
 def slope(role: str) -> float:
-    """Figure 6 of Kim et al. for a class of gammas: log-log slope of the first update of gamma /
-    |gamma| by |gamma|.
-    """
-    powers = (-3, 0, 3)
-    updates = []
+    """Figure 6 of Kim et al. for a class of gammas.
 
+    It is the log-log slope of the first update of gamma / |gamma| by |gamma|.
+    """
     network = fresh("resnet18", channels=(16, 32, 64, 128), num_classes=10).double().train()
     for module in network.modules():
         # A larger eps is seen beside the variance that a small gamma leaves.
@@ -305,25 +316,24 @@ def slope(role: str) -> float:
         if norm.role == role
     ]
 
+    powers = (-3, 0, 3)
+    updates: list[float] = []
     for power in powers:
         network.zero_grad()
         for gamma in gammas:
             nn.init.constant_(gamma, 2.0**power)
         F.cross_entropy(network(x), torch.arange(8)).backward()
         size = torch.nn.utils.get_total_norm(gammas)
-        updates.append(
-            math.log2(float(torch.nn.utils.get_total_norm([g.grad for g in gammas]) / size))
-        )
+        update = torch.nn.utils.get_total_norm([gamma.grad for gamma in gammas])
+        updates.append(math.log2(float(update / size)))
 
     return float(np.polyfit(powers, updates, 1)[0])
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
     for name, values, formula, theory in of_papers(12, 200, 2, ((16, 8),)):
-        assert np.mean(values / theory[: len(values)]) == pytest.approx(1, rel=0.15), (
-            name,
-            formula,
-        )
+        ratio = np.mean(values / theory[: len(values)])
+        assert ratio == pytest.approx(1, rel=0.15), (name, formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
     assert slope("last") > -1
@@ -338,15 +348,11 @@ def test_awake_revives_what_timm_zeroes() -> None:
     ):
         asleep = timm.create_model(name, **args)
         x = noise(2, 32)
-        dead = [
-            p.added_variance for p in signal_propagation(Network(asleep, x), batch_statistics=True)
-        ]
-        alive = [
-            p.added_variance
-            for p in signal_propagation(Network(awake(asleep), x), batch_statistics=True)
-        ]
+        dead = signal_propagation(Network(asleep, x), batch_statistics=True)
+        alive = signal_propagation(Network(awake(asleep), x), batch_statistics=True)
 
-        assert max(dead) == 0 < min(alive)
+        assert max(point.added_variance for point in dead) == 0
+        assert min(point.added_variance for point in alive) > 0
 
 
 @pytest.mark.parametrize(
@@ -359,7 +365,9 @@ def test_awake_revives_what_timm_zeroes() -> None:
 def test_transformers(name: str, args: dict[str, int]) -> None:
     points = signal_propagation(Network(timm.create_model(name, **args), noise(1, 224)))
     assert len(points) == 24
-    assert all(0 < p.variance < 100 and p.added_variance > 0 for p in points)
+    for point in points:
+        assert 0 < point.variance < 100
+        assert point.added_variance > 0
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
@@ -383,11 +391,12 @@ CURVES = {
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_pictures(tmp_path: Path, suffix: str) -> None:
     file = plots.plot(CURVES, tmp_path / f"a.{suffix}")
+
     assert file.stat().st_size > 5000
     if suffix == "svg":
         text = file.read_text()
         assert all(f"<!-- {label}" in text for label in ("small", "exploding", "residual block"))
-    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_every_other_stage_is_shaded() -> None:
@@ -407,7 +416,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(OutputError, match="cannot write"):
         plots.plot(CURVES, tmp_path / "taken.png")
-    assert [f.name for f in tmp_path.iterdir()] == ["taken.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.png"]
 
 
 if __name__ == "__main__":
@@ -440,11 +449,12 @@ if __name__ == "__main__":
             )
         )
     print("""
-De & Smith, section 2.1, alpha = 1: E[x^2] of what block l reads, by 2^(l - 1) and the stem's 2: mean over networks and
-its standard error; of the last block median and deviation of log2, too. The mean is the paper's. Of finite width each
-drifts: the chances of blocks multiply, and the product spreads like a log-normal one, whose median is below its mean.
-ReLUs widen that: their outputs have a mean, so that all images and pixels of a channel come to agree, and only channels
-are left to average over.
+De & Smith, section 2.1, alpha = 1: E[x^2] of the input of block l, by 2^(l - 1) and the stem's 2:
+mean over networks and its standard error; for the last block median and deviation of log2, too. The
+mean is the paper's. A network of finite width drifts: the chances of blocks multiply, and the
+product spreads like a log-normal one, whose median is below its mean. ReLUs widen that: their
+outputs have a mean, so that all images and pixels of a channel come to agree, and only channels are
+left to average over.
 
 | network | networks | l = 4 | l = 7 | last | median | deviation of log2 |
 |---|---|---|---|---|---|---|""")

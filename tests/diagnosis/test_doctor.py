@@ -1,6 +1,4 @@
-"""One fault is planted in a trained network: the doctor names it first, and says nothing of
-networks that are well.
-"""
+"""The doctor names a fault that is planted in a trained network, and none in healthy ones."""
 
 import copy
 import itertools
@@ -24,6 +22,8 @@ from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
 
+# Changes a network in place.
+Plant = Callable[[nn.Module], None]
 ZOO = [kind for kind in zoo_networks.KINDS if kind != "vit"]
 
 
@@ -48,27 +48,32 @@ def norms(model: nn.Module) -> list[Any]:
     ]
 
 
-def at(model: nn.Module, place: float) -> Any:
-    every = norms(model)
-    return every[int(place * (len(every) - 1))]
+def norm_at(model: nn.Module, depth: float) -> Any:
+    """The norm at a depth of the network from 0 to 1."""
+    all_norms = norms(model)
+    return all_norms[int(depth * (len(all_norms) - 1))]
 
 
-def fill(
-    name: str, value: float, place: float = 0.5, part: slice = slice(None)
-) -> Callable[[nn.Module], None]:
+def fill(name: str, value: float, part: slice = slice(None)) -> Plant:
+    """Fill some channels of a tensor of the norm in the middle."""
+
     def plant(model: nn.Module) -> None:
         with torch.no_grad():
-            getattr(at(model, place), name)[part] = value
+            getattr(norm_at(model, 0.5), name)[part] = value
 
     return plant
 
 
-def everywhere(**values: Any) -> Callable[[nn.Module], None]:
+def everywhere(**values: Any) -> Plant:
     def plant(model: nn.Module) -> None:
         for norm in norms(model):
             vars(norm).update(values)
 
     return plant
+
+
+def another_eps(model: nn.Module) -> None:
+    norm_at(model, 0.5).eps = 1e-2
 
 
 def reset(model: nn.Module) -> None:
@@ -77,24 +82,22 @@ def reset(model: nn.Module) -> None:
 
 
 def reset_one(model: nn.Module) -> None:
-    at(model, 0.5).reset_running_stats()
+    norm_at(model, 0.5).reset_running_stats()
 
 
 def exchanged(model: nn.Module) -> None:
     """Two inner norms of one width have each other's statistics."""
-    every = norms(model)
-    one, two = next(
-        (a, b)
-        for a in every[1:]
-        for b in every[3:]
-        if a is not b and len(a.weight) == len(b.weight) > 15
+    all_norms = norms(model)
+    first, second = next(
+        pair
+        for pair in itertools.product(all_norms[1:], all_norms[3:])
+        if pair[0] is not pair[1] and len(pair[0].weight) == len(pair[1].weight) > 15
     )
 
     for name in ("running_mean", "running_var"):
-        first = getattr(one, name).clone()
-        second = getattr(two, name).clone()
-        getattr(one, name).copy_(second)
-        getattr(two, name).copy_(first)
+        kept = getattr(first, name).clone()
+        getattr(first, name).copy_(getattr(second, name))
+        getattr(second, name).copy_(kept)
 
 
 def stale(model: nn.Module) -> None:
@@ -121,13 +124,13 @@ def shuffled(model: nn.Module) -> None:
 
 def twice(model: nn.Module) -> None:
     """A second norm behind one of them, with statistics that fit."""
-    path, norm = next((p, m) for p, m in model.named_modules() if p.endswith("1.bn2"))
+    path = next(path for path, module in model.named_modules() if path.endswith("1.bn2"))
+    norm: Any = model.get_submodule(path)
     second = nn.BatchNorm2d(norm.num_features)
     with torch.no_grad():
         second.running_mean.copy_(norm.bias)
         second.running_var.copy_(norm.weight.square())
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, nn.Sequential(norm, second.eval()))
+    model.set_submodule(path, nn.Sequential(norm, second.eval()))
 
 
 def one_for_two(model: nn.Module) -> None:
@@ -147,17 +150,17 @@ def untracked(model: nn.Module) -> None:
 
 
 def awake(model: nn.Module) -> None:
-    at(model, 0.5).train()
+    norm_at(model, 0.5).train()
 
 
 def thawed(model: nn.Module) -> None:
-    for parameter in (parameter for norm in norms(model)[:5] for parameter in norm.parameters()):
-        parameter.requires_grad_(False)
+    for norm in norms(model)[:5]:
+        norm.requires_grad_(False)
     model.train()
 
 
 def mixed_up(model: nn.Module) -> None:
-    norm = at(model, 0.3)
+    norm = norm_at(model, 0.3)
     mean = norm.running_mean.clone()
     norm.running_mean.copy_(norm.running_var)
     norm.running_var.copy_(mean)
@@ -170,7 +173,7 @@ def fused(model: nn.Module) -> None:
             model.set_submodule(path, nn.Identity())
 
 
-FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+FAULTS: dict[str, tuple[Plant, str]] = {
     "NaN in a variance": (fill("running_var", float("nan"), part=slice(0, 1)), "not-finite"),
     "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
     "NaN in a gamma": (fill("weight", float("nan"), part=slice(0, 1)), "not-finite"),
@@ -184,7 +187,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "gammas of 0": (fill("weight", 0.0), "dead-gammas"),
     "half of the gammas are 0": (fill("weight", 0.0, part=slice(0, None, 2)), "dead-gammas"),
     "another eps everywhere": (everywhere(eps=1e-3), "eps"),
-    "another eps in one norm": (lambda model: setattr(at(model, 0.5), "eps", 1e-2), "eps"),
+    "another eps in one norm": (another_eps, "eps"),
     "momentum 0": (everywhere(momentum=0.0), "momentum"),
     "Keras' momentum": (everywhere(momentum=0.99), "momentum"),
     "statistics never updated": (reset, "never-updated"),
@@ -203,7 +206,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 
 
 def half_updated(model: nn.Module) -> None:
-    norm = at(model, 0.5)
+    norm = norm_at(model, 0.5)
     half = len(norm.running_mean) // 2
     norm.running_mean[half:] = 0.0
     norm.running_var[half:] = 1.0
@@ -211,9 +214,7 @@ def half_updated(model: nn.Module) -> None:
 
 @torch.no_grad()
 def not_loaded(model: nn.Module) -> None:
-    """Three convolutions and their norms as they were made, as `load_state_dict(strict=False)`
-    leaves them.
-    """
+    """Three convolutions and their norms are new, as after `load_state_dict(strict=False)`."""
     torch.manual_seed(0)
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     for conv, norm in [*zip(convs, norms(model), strict=True)][9:12]:
@@ -225,9 +226,7 @@ def not_loaded(model: nn.Module) -> None:
     ("plant", "name"),
     [(half_updated, "never-updated"), (not_loaded, "not-loaded")],
 )
-def test_what_was_never_updated_is_told_apart(
-    plant: Callable[[nn.Module], None], name: str
-) -> None:
+def test_what_was_never_updated_is_told_apart(plant: Plant, name: str) -> None:
     model = opened("demo")
     plant(model)
     assert diagnosed(model, "demo").faults[0].name == name
@@ -259,7 +258,8 @@ def test_decayed_filters_of_transposed_convolutions_are_told_by_what_they_make(g
     for _ in range(20):
         model.train()(torch.randn(16, 3, 8, 8))
     up.weight[:, :2] *= 1e-8  # of each group
-    dead = [at + group * 16 // groups for group in range(groups) for at in range(2)]
+    group_size = 16 // groups
+    dead = [channel for channel in range(16) if channel % group_size < 2]
     model[4].running_var[dead] = 0.0
     faults = normswap.diagnose(model.eval(), inputs=torch.randn(2, 3, 8, 8)).faults
 
@@ -276,9 +276,8 @@ def settled(net: Any, side: int = 12, times: int = 60) -> Any:
 
 
 def names(model: nn.Module) -> list[str]:
-    return [
-        fault.name for fault in normswap.diagnose(model, inputs=torch.randn(2, 3, 12, 12)).faults
-    ]
+    diagnosis = normswap.diagnose(model, inputs=torch.randn(2, 3, 12, 12))
+    return [fault.name for fault in diagnosis.faults]
 
 
 def behind_a_relu() -> Any:
@@ -327,9 +326,9 @@ class Twice(nn.Module):
         self.norm = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.first(x)).mean((2, 3)) + self.norm(self.second(x.flip(-1))).mean(
-            (2, 3)
-        )
+        image = self.norm(self.first(x))
+        mirror_image = self.norm(self.second(x.flip(-1)))
+        return image.mean((2, 3)) + mirror_image.mean((2, 3))
 
 
 def test_one_norm_behind_two_layers_is_shared() -> None:
@@ -338,8 +337,9 @@ def test_one_norm_behind_two_layers_is_shared() -> None:
 
 @pytest.fixture(scope="module")
 def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
-    """A network that tells six noisy pictures apart, trained on with frozen statistics a little,
-    and long; pictures.
+    """A network that tells six noisy pictures apart, and pictures.
+
+    It was trained on with frozen statistics: a little, and long.
     """
     torch.manual_seed(0)
     kinds = torch.randn(6, 3, 12, 12)
@@ -348,12 +348,11 @@ def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
         labels = torch.randint(6, (64,))
         return kinds[labels] * torch.rand(64, 1, 1, 1) * 2 + torch.randn(64, 3, 12, 12), labels
 
-    layers = [
-        (nn.Conv2d(fan, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for fan in (3, 16, 16)
-    ]
-    net = nn.Sequential(
-        *[layer for three in layers for layer in three], nn.Flatten(), nn.Linear(16 * 144, 6)
-    )
+    layers: list[nn.Module] = []
+    for fan_in in (3, 16, 16):
+        layers += [nn.Conv2d(fan_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 144, 6))
+
     stages = []
     for frozen, rate, steps in ((False, 1e-3, 300), (True, 3e-3, 60), (True, 1e-2, 300)):
         optimizer = torch.optim.Adam(net.parameters(), rate)
@@ -363,6 +362,7 @@ def frozen_in_training() -> tuple[list[nn.Module], list[torch.Tensor]]:
             nn.functional.cross_entropy(net.train(not frozen)(x), y).backward()
             optimizer.step()
         stages.append(copy.deepcopy(net.eval()))
+
     return stages[1:], [draw()[0] for _ in range(4)]
 
 
@@ -375,9 +375,7 @@ def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
     with_images: bool,
     is_long: bool,
 ) -> None:
-    """Its statistics are not those of its weights: both explanations are named, and nothing else is
-    sure.
-    """
+    """Its statistics are not those of its weights: both explanations are named, nothing is sure."""
     stages, images = frozen_in_training
     diagnosis = normswap.diagnose(
         stages[is_long], inputs=images[0][:2], images=images if with_images else None
@@ -393,17 +391,17 @@ def test_what_was_not_looked_at_without_images_is_said() -> None:
 
 
 def faulty(fault: str, name: str) -> tuple[Diagnosis, str]:
-    """Channels in another order look like statistics that were frozen in training, until answers to
+    """Plant a fault, and diagnose; returns the diagnosis and the name that it must give.
+
+    Channels in another order look like statistics that were frozen in training, until answers to
     images are seen.
     """
     plant, expected = FAULTS[fault]
     model = opened(name)
     plant(model)
-    images = (
-        make_loader(model, "demo", workers=0, samples=96, batch_size=12)
-        if fault == "shuffled channels"
-        else None
-    )
+    images = None
+    if fault == "shuffled channels":
+        images = make_loader(model, "demo", workers=0, samples=96, batch_size=12)
     return diagnosed(model, name, images=images), expected
 
 
@@ -426,9 +424,7 @@ def test_it_is_named_in_another_network(fault: str) -> None:
 
 
 class Pyramid(nn.Sequential):
-    """The last of its three convolutions is the head of two levels, with a norm of its own for
-    each.
-    """
+    """Three convolutions, of which the last is the head of two levels, with a norm for each."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         stem, down, head, stem_norm, fine_norm, coarse_norm = self
@@ -438,9 +434,7 @@ class Pyramid(nn.Sequential):
 
 @torch.no_grad()
 def of_timm(name: str, **options: Any) -> nn.Module:
-    """Weights as they are drawn, gammas and betas as after a training, and the statistics that
-    noise has in it.
-    """
+    """Weights as drawn, gammas and betas as after a training, and the statistics of noise."""
     net = timm.create_model(name, num_classes=10, **options)
     for norm in norms(net):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -448,14 +442,27 @@ def of_timm(name: str, **options: Any) -> nn.Module:
     return settled(net, side=64, times=40)
 
 
+def siamese() -> nn.Module:
+    conv = nn.Conv2d(3, 8, 3)
+    return settled(Twice(conv, conv))
+
+
+def called_twice() -> nn.Module:
+    same = nn.Identity()
+    return settled(Twice(same, same, 3))
+
+
+def pyramid() -> nn.Module:
+    convs = [nn.LazyConv2d(16, 3, stride) for stride in (1, 2, 1)]
+    return settled(Pyramid(*convs, *map(nn.BatchNorm2d, 3 * [16])))
+
+
 ALONE: dict[str, Callable[[], nn.Module]] = {
     "dead channels behind a ReLU": lambda: behind_a_relu()[0],
     "dead channels behind a norm": lambda: behind_a_dead_norm()[0],
-    "siamese": lambda: settled(Twice(conv := nn.Conv2d(3, 8, 3), conv)),
-    "called twice": lambda: settled(Twice(same := nn.Identity(), same, 3)),
-    "pyramid": lambda: settled(
-        Pyramid(*(nn.LazyConv2d(16, 3, s) for s in (1, 2, 1)), *map(nn.BatchNorm2d, 3 * [16]))
-    ),
+    "siamese": siamese,
+    "called twice": called_twice,
+    "pyramid": pyramid,
     "pre-activation": lambda: of_timm(
         "resnetv2_50", layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)
     ),
@@ -476,9 +483,7 @@ def test_a_healthy_network_has_no_fault(name: str) -> None:
 
 
 def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
-    """Its convolutions have absorbed the norms: what stands in the bias tells nothing of
-    statistics.
-    """
+    """Its convolutions have absorbed the norms, so their biases tell nothing of statistics."""
     folded = normswap.convert(opened("demo"), "folded")
     assert diagnosed(folded.model).faults == ()
     assert diagnosed(normswap.convert(folded, "batchnorm").model).faults == ()
@@ -505,23 +510,26 @@ def test_frozen_norms_are_counted_while_their_statistics_move(*, training: bool)
     model = opened("demo")
     thawed(model)
     model.train(training)
+
     faults = [fault for fault in diagnosed(model).faults if fault.name == "thawed"]
-    assert [f"frozen in 5 of {len(norms(model))}" in fault.evidence for fault in faults] == [
-        True
-    ] * training
+    assert len(faults) == training
+    for fault in faults:
+        assert f"frozen in 5 of {len(norms(model))}" in fault.evidence
 
 
-def test_what_a_relu_leaves_of_a_normal_distribution_is_foretold() -> None:
-    """Of N(0, 1): the mean is 1 / sqrt(2 pi), the variance 1/2 less its square; and 3 inputs of
-    weight 2 make it 6.
+def test_what_a_relu_leaves_of_a_normal_distribution_is_predicted() -> None:
+    """Of N(0, 1) the mean is 1 / sqrt(2 pi), the variance 1/2 less its square.
+
+    Three inputs of weight 2 multiply the mean by 6, and the variance by 12.
     """
     conv = nn.Conv2d(3, 4, 1)
     nn.init.constant_(conv.weight, 2.0)
     nn.init.constant_(conv.bias, 1.0)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), conv, nn.BatchNorm2d(4)).eval()
-    mean, variance = weight_moments.predicted_moments(
-        inspect(model, torch.randn(2, 3, 8, 8)).traced
-    )["3"]
+
+    traced = inspect(model, torch.randn(2, 3, 8, 8)).traced
+    mean, variance = weight_moments.predicted_moments(traced)["3"]
+
     of_relu = 1 / (2 * math.pi) ** 0.5
     assert mean.tolist() == pytest.approx([1 + 6 * of_relu] * 4, rel=0.01)
     assert variance.tolist() == pytest.approx([12 * (0.5 - of_relu**2)] * 4, rel=0.05)

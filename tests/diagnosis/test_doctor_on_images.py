@@ -1,11 +1,9 @@
-"""The doctor reads off images how they are prepared, whether statistics and eps fit them, how the
-modes agree.
-"""
+"""The doctor on images: how they are prepared, and whether statistics and eps fit them."""
 
 import copy
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,16 +15,21 @@ from torch import Tensor, nn
 import normswap
 from normswap.calibration.population import estimate_population
 from normswap.diagnosis import drift, normalization
-from normswap.diagnosis.findings import Certainty, Diagnosis, Finding
+from normswap.diagnosis.findings import Case, Certainty, Diagnosis, Finding, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import SourceError
 from normswap.images.datasets import make_loader
+from normswap.models.calling import Example
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
+from normswap.storage.checkpoint import open_model
+from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
 
 COUNT = 96
 BATCH = 12
+# Changes a network in place, and returns its images, perhaps others than before.
+Plant = Callable[[nn.Module, list[Tensor]], list[Tensor]]
 
 
 def trained() -> nn.Module:
@@ -48,18 +51,21 @@ def faults(diagnosis: Diagnosis) -> list[str]:
     return [finding.name for finding in diagnosis.faults]
 
 
+def as_maps(model: nn.Module, name: str) -> Tensor:
+    """The network's mean or std of each channel, as (C, 1, 1)."""
+    return torch.tensor(data_config(model)[name]).reshape(-1, 1, 1)
+
+
 def pixels(model: nn.Module, batch: Tensor) -> Tensor:
-    mean, std = (
-        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
-    )
-    return (batch * std + mean).clamp(0, 1)
+    return (batch * as_maps(model, "std") + as_maps(model, "mean")).clamp(0, 1)
+
+
+def normalized(model: nn.Module, pixels: Tensor) -> Tensor:
+    return (pixels - as_maps(model, "mean")) / as_maps(model, "std")
 
 
 def blue_first(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    mean, std = (
-        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
-    )
-    return [(pixels(model, batch).flip(1) - mean) / std for batch in batches]
+    return [normalized(model, pixels(model, batch).flip(1)) for batch in batches]
 
 
 def unnormalized(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
@@ -87,10 +93,12 @@ def other_weights(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 def at_night(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Dark images of little contrast, with grain."""
-    noise = torch.Generator().manual_seed(0)
-    return [
-        batch * 0.15 - 1.4 + 0.6 * torch.randn(batch.shape, generator=noise) for batch in batches
-    ]
+    generator = torch.Generator().manual_seed(0)
+    dark: list[Tensor] = []
+    for batch in batches:
+        grain = torch.randn(batch.shape, generator=generator)
+        dark.append(batch * 0.15 - 1.4 + 0.6 * grain)
+    return dark
 
 
 def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
@@ -100,10 +108,7 @@ def about_zero(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 def divided(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Divided by the deviations, but the means were forgotten."""
-    return [
-        pixels(model, batch) / torch.tensor(data_config(model)["std"]).reshape(-1, 1, 1)
-        for batch in batches
-    ]
+    return [pixels(model, batch) / as_maps(model, "std") for batch in batches]
 
 
 @torch.no_grad()
@@ -127,7 +132,7 @@ def small_variances(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return batches
 
 
-PLANTED: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
+PLANTED: dict[str, tuple[Plant, str, str]] = {
     "BGR": (blue_first, "preprocessing", "channels as BGR"),
     "not normalized": (unnormalized, "preprocessing", "given as pixels in 0..1"),
     "0..255": (in_bytes, "preprocessing", "given as pixels in 0..255"),
@@ -147,7 +152,9 @@ def test_a_planted_fault_is_named(fault: str) -> None:
     plant, name, words = PLANTED[fault]
     model = trained()
     batches = plant(model, images(model))
+
     diagnosis = normswap.diagnose(model, images=batches)
+
     assert faults(diagnosis) == [name]
     assert words in diagnosis.faults[0].evidence
     assert diagnosis.faults[0].mend
@@ -155,10 +162,8 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def grey(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """Brightness alone, in all three channels."""
-    mean, std = (
-        torch.tensor(data_config(model)[name]).reshape(-1, 1, 1) for name in ("mean", "std")
-    )
-    return [(pixels(model, batch).mean(1, keepdim=True) - mean) / std for batch in batches]
+    brightness = [pixels(model, batch).mean(1, keepdim=True) for batch in batches]
+    return [normalized(model, batch) for batch in brightness]
 
 
 def without_betas(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
@@ -176,13 +181,14 @@ def roots(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 def sharpened(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     """A little: the means stay, and no norm is far off."""
-    smooth = [
-        nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False) for batch in batches
-    ]
-    return [batch + (batch - other) for batch, other in zip(batches, smooth, strict=True)]
+    sharp: list[Tensor] = []
+    for batch in batches:
+        smooth = nn.functional.avg_pool2d(batch, 3, 1, 1, count_include_pad=False)
+        sharp.append(batch + (batch - smooth))
+    return sharp
 
 
-SUBTLE: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, str]] = {
+SUBTLE: dict[str, tuple[Plant, str, str]] = {
     "no colours": (grey, "grey-images", "one picture"),
     "betas not loaded": (without_betas, "zero-betas", "whose gammas were trained"),
     "deviations": (roots, "deviations-for-variances", "squares of the kept variances"),
@@ -194,7 +200,9 @@ SUBTLE: dict[str, tuple[Callable[[nn.Module, list[Tensor]], list[Tensor]], str, 
 def test_a_cause_is_named_where_no_norm_by_itself_is_far_off(fault: str) -> None:
     plant, name, words = SUBTLE[fault]
     model = trained()
+
     diagnosis = normswap.diagnose(model, images=plant(model, images(model)))
+
     assert faults(diagnosis) == [name]
     assert words in diagnosis.faults[0].evidence
 
@@ -209,53 +217,66 @@ def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
     model = trained()
     batches = images(trained())
     before = copy.deepcopy(model.state_dict())
+
     assert faults(normswap.diagnose(model, images=batches[:2])) == []
     assert faults(normswap.diagnose(model, images=batches)) == []
+
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     with pytest.raises(SourceError, match="too few"):
         normswap.diagnose(model, images=[batches[0][:6]])
 
 
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
-    """Against sums written out: a first norm sees what its convolution makes of the images, in
-    either mode.
-    """
+    """Against sums written out: a first norm sees what its convolution makes of the images."""
     model = trained()
     batches = images(model)
-    norms(model)[0].running_mean.add_(norms(model)[0].running_var.sqrt())
-    case = _case(model, batches)
-    first = drift.measured_drifts(case)[0]
     norm = norms(model)[0]
-    values = (
-        model.get_submodule("0")(torch.cat(batches)).detach().double().transpose(0, 1).flatten(1)
-    )
-    shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
+    norm.running_mean.add_(norm.running_var.sqrt())
 
+    first = drift.measured_drifts(case_of(model, batches))[0]
+
+    maps = model.get_submodule("0")(torch.cat(batches)).detach().double()
+    values = maps.transpose(0, 1).flatten(1)
+    shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
     assert first.mean == pytest.approx(float(shift.abs().median()), rel=1e-3)
     assert 0 < first.error < 0.1
     assert first.is_off
 
 
-def _case(model: nn.Module, batches: list[Tensor]) -> Any:
-    from normswap.diagnosis.findings import Case, sites_of
-    from normswap.diagnosis.image_batches import ImageBatches
-    from normswap.surgery.network import Network
-
+def case_of(model: nn.Module, batches: list[Tensor]) -> Case:
     return Case(
         Network(model),
-        None,
-        sites_of(model, None),
-        "net",
-        "data",
-        ImageBatches.read(model, batches),
+        anatomy=None,
+        sites=sites_of(model, None),
+        name="net",
+        data="data",
+        images=ImageBatches.read(model, batches),
     )
+
+
+def calls_of(case: Case) -> tuple[Example, ...]:
+    assert case.images is not None
+    return case.images.calls
+
+
+def with_calls(case: Case, calls: Iterable[Example]) -> Case:
+    return dataclasses.replace(case, images=ImageBatches(tuple(calls)))
+
+
+def drift_of(site: Any, mean: float = 0.0, error: float = 0.0, **fields: Any) -> drift.Drift:
+    """A drift of which only what is named differs from 0."""
+    seen = (torch.zeros(1), torch.ones(1)) if site is None else (site.mean, site.var)
+    rest = {"log_var": 0.0, "log_error": 0.0, "seen": seen, **fields}
+    return drift.Drift(site, mean=mean, error=error, **rest)
 
 
 @pytest.mark.slow
 def test_the_command(capfd: Capture) -> None:
     command = ("doctor", MODEL, "--data", "demo", "--samples", "96", "--workers", "0")
+
     well = run_json(capfd, *command)
     assert (well["faults"], well["findings"]) == (0, [])
+
     ill = run_json(capfd, *command, "--image-mean", "0", "--image-std", "1", code=1)
     assert ill["findings"][0]["name"] == "preprocessing"
     assert ill["findings"][0]["mend"].partition(MODEL)[2].startswith(" --image-mean 0.485")
@@ -266,85 +287,78 @@ def test_the_command(capfd: Capture) -> None:
     "name", ["demo", "depthwise", "efficient", "dense", "regnet", "preact", "plain_norm_after"]
 )
 def test_no_healthy_network_has_a_fault(name: str) -> None:
-    from normswap.storage.checkpoint import open_model
-
     model = open_model("demo") if name == "demo" else zoo_networks.trained(name)
     assert normswap.diagnose(model, images=images(model)).faults == ()
 
 
 def test_chance_is_taken_off_what_a_norm_is_off() -> None:
-    site: Any = None
-    there = (torch.zeros(1), torch.ones(1))
-    assert not drift.Drift(
-        site, 0.5, 0.1, 0.0, 0.0, there
-    ).is_off  # 0.5 - 3 x 0.1 is no more than 0.3
-    assert drift.Drift(site, 0.7, 0.1, 0.0, 0.0, there).is_off
-    assert not drift.Drift(site, 0.0, 0.0, 0.9, 0.1, there).is_off
-    assert drift.Drift(site, 0.0, 0.0, 1.1, 0.1, there).is_off
+    # 0.5 - 3 x 0.1 is no more than 0.3.
+    assert not drift_of(None, mean=0.5, error=0.1).is_off
+    assert drift_of(None, mean=0.7, error=0.1).is_off
+    assert not drift_of(None, log_var=0.9, log_error=0.1).is_off
+    assert drift_of(None, log_var=1.1, log_error=0.1).is_off
 
 
 def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
-    """Every other batch is dark: statistics of one half are no more than such images make of it by
-    chance.
-    """
+    """Every other batch is dark: the network has the statistics of the bright half."""
     model = trained()
-    case = _case(model, images(model))
-    estimate_population(model, [call.images for call in case.images.calls[::2]])
-    sites = [
-        drift.Drift(site, 0.0, 0.0, 0.0, 0.0, (torch.zeros(1), torch.ones(1)))
-        for site in case.sites
-    ]
-    dark = [
-        call.map(lambda x: 0.3 * x - 1) if at % 2 else call
-        for at, call in enumerate(case.images.calls)
-    ]
-    mixed = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=tuple(dark)))
+    case = case_of(model, images(model))
+    estimate_population(model, [call.images for call in calls_of(case)[::2]])
+    zeros_and_ones = (torch.zeros(1), torch.ones(1))
+    drifts = [drift_of(site, seen=zeros_and_ones) for site in case.sites]
 
-    assert [*drift._many_small_drifts(mixed, sites)] == []
+    half_dark = list(calls_of(case))
+    half_dark[1::2] = [call.map(lambda x: 0.3 * x - 1) for call in half_dark[1::2]]
+
+    assert [*drift._many_small_drifts(with_calls(case, half_dark), drifts)] == []
 
 
 def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
-    """Every image comes twice, once in either half: chance is nothing, and yet a few per cent are
-    none.
-    """
+    """Every image comes twice, once in either half, so that chance is nothing."""
     model = trained()
-    case = _case(model, images(model))
-    twice = tuple(call for call in case.images.calls for _ in range(2))
-    case = dataclasses.replace(case, images=dataclasses.replace(case.images, calls=twice))
+    once = case_of(model, images(model))
+    twice = [call for call in calls_of(once) for copies in range(2)]
+    case = with_calls(once, twice)
     estimate_population(model, [call.images for call in twice])
+    drifts = [drift_of(site) for site in case.sites]
+
     norms(model)[-1].running_var.mul_(1.1)
-    assert [*drift._many_small_drifts(case, [_drift(site, 0.0) for site in case.sites])] == []
+    assert [*drift._many_small_drifts(case, drifts)] == []
+
     norms(model)[-1].running_var.mul_(4.0)
-    assert len([*drift._many_small_drifts(case, [_drift(site, 0.0) for site in case.sites])]) == 1
-
-
-def _drift(site: Any, mean: float) -> drift.Drift:
-    return drift.Drift(site, mean, 0.0, 0.0, 0.0, (site.mean, site.var))
+    assert len([*drift._many_small_drifts(case, drifts)]) == 1
 
 
 def test_images_are_the_cause_where_the_first_norm_sees_other_variances_at_the_same_means() -> None:
     """A later norm alone is far off."""
     model = trained()
-    case = _case(model, images(model))
-    drifts = [_drift(site, 0.0) for site in case.sites]
-
-    assert [drift._far_off(case, drifts, [drifts[3]]).name] == ["wrong-statistics"]
+    case = case_of(model, images(model))
+    drifts = [drift_of(site) for site in case.sites]
+    assert drift._far_off(case, drifts, [drifts[3]]).name == "wrong-statistics"
 
     mean, var = drifts[0].seen
     drifts[0] = dataclasses.replace(drifts[0], seen=(mean, 2 * var))
-    assert [drift._far_off(case, drifts, [drifts[3]]).name] == ["drifted-domain"]
+    assert drift._far_off(case, drifts, [drifts[3]]).name == "drifted-domain"
 
 
 @pytest.mark.parametrize(("share", "name"), [(0.4, "drifted-domain"), (0.6, "zero-betas")])
 def test_betas_of_0_are_the_cause_where_most_norms_have_none(share: float, name: str) -> None:
     """Of all norms: those whose gammas were never trained count as well."""
     model = trained()
-    for at, norm in enumerate(norms(model)):
+    for number, norm in enumerate(norms(model)):
         nn.init.zeros_(norm.bias)
-        if at >= share * len(norms(model)):
+        if number >= share * len(norms(model)):
             nn.init.ones_(norm.weight)
-    case = _case(model, images(model))
-    finding = Finding("drifted-domain", (), "these are others", Certainty.LIKELY, "", "")
+
+    case = case_of(model, images(model))
+    finding = Finding(
+        "drifted-domain",
+        paths=(),
+        evidence="these are others",
+        certainty=Certainty.LIKELY,
+        cost="",
+        mend="",
+    )
     assert drift._with_cause(case, finding).name == name
 
 
@@ -358,12 +372,14 @@ def test_another_normalization_has_to_fit_each_part_of_the_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = trained()
-    case = _case(model, images(model))
-    asked = []
+    case = case_of(model, images(model))
+    asked: list[Tensor] = []
 
     def distances(model: nn.Module, images: Tensor) -> list[float]:
         asked.append(images)
-        return [1.0] * 5 if len(asked) == 1 else [0.001, 0.001, 0.9, 0.001, 0.001]
+        if len(asked) == 1:
+            return [1.0] * 5
+        return [0.001, 0.001, 0.9, 0.001, 0.001]
 
     monkeypatch.setattr(normalization, "_distances", distances)
     assert [*normalization.unfit_preprocessing(case)] == []
@@ -372,9 +388,11 @@ def test_another_normalization_has_to_fit_each_part_of_the_images(
 
 def test_the_error_is_that_of_a_mean_over_parts() -> None:
     parts = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    columns = parts.T.tolist()
+
     mean, error = drift._median_size(parts)
-    assert mean == pytest.approx(
-        statistics.median(abs(statistics.mean(column)) for column in parts.T.tolist())
-    )
-    errors = [statistics.stdev(column) / 4**0.5 for column in parts.T.tolist()]
+
+    sizes = [abs(statistics.mean(column)) for column in columns]
+    errors = [statistics.stdev(column) / 4**0.5 for column in columns]
+    assert mean == pytest.approx(statistics.median(sizes))
     assert error == pytest.approx(statistics.median(errors))

@@ -1,5 +1,6 @@
-"""Under autocast a converted network stays in half precision: a float32 number times a bf16 map
-gives a float32 map.
+"""Under autocast a converted network stays in half precision.
+
+A float32 number times a bfloat16 map would give a float32 map.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import timm
 import torch
 from support.model_sources import SMALL_IMAGES
-from torch import nn
+from torch import Tensor, nn
 
 import normswap
 from normswap.schemes.catalogue import TARGETS
@@ -33,21 +34,23 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("scheme", sorted(set(TARGETS) - {"rmsnorm", "batchnorm"}))
 @pytest.mark.one_in(2)
 def test_no_layer_makes_float32_of_bf16(network: nn.Module, scheme: str) -> None:
-    model = normswap.convert(
-        network, scheme, input_size=(3, 64, 64), **KEEPING.get(scheme, {})
-    ).model
-    widened = []
+    options = KEEPING.get(scheme, {})
+    model = normswap.convert(network, scheme, input_size=(3, 64, 64), **options).model
+    widening_layers: list[str] = []
 
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if args and args[0].dtype == torch.bfloat16 and output.dtype != torch.bfloat16:
-            widened.append(type(module).__name__)
+            widening_layers.append(type(module).__name__)
 
     for module in model.modules():
         module.register_forward_hook(look)
     images = torch.randn(4, 3, 64, 64)
+
     for training in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
             answers = model.train(training)(images)
-        assert (answers.dtype, widened) == (torch.bfloat16, [])
+        assert (answers.dtype, widening_layers) == (torch.bfloat16, [])
+
     answers.float().square().mean().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} <= {torch.float32}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert {grad.dtype for grad in gradients if grad is not None} <= {torch.float32}
