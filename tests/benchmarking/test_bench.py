@@ -1,5 +1,6 @@
 """`normswap bench`: what is timed, what is not, and the arithmetic between."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,21 +59,31 @@ def test_figures_of_a_row() -> None:
 
 
 def test_relative_l2() -> None:
-    assert timing.relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(
-        0.1
-    )
-    for other in ([1.0], [float("nan"), 4.0], [float("inf"), 4.0]):
-        assert timing.relative_l2(torch.tensor(other), torch.tensor([3.0, 4.0])) == float("inf")
+    expected = torch.tensor([3.0, 4.0])
+    assert timing.relative_l2(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
+    for values in ([1.0], [float("nan"), 4.0], [float("inf"), 4.0]):
+        assert timing.relative_l2(torch.tensor(values), expected) == float("inf")
     assert timing.relative_l2(torch.ones(2), torch.zeros(2)) == float("inf")
 
 
 def test_nobody_always_runs_first() -> None:
     order: list[int] = []
-    contenders = [Contender(str(i), "torch", lambda x, i=i: order.append(i) or x) for i in range(3)]
+
+    def contender(number: int) -> Contender:
+        def run(images: Tensor) -> Tensor:
+            order.append(number)
+            return images
+
+        return Contender(str(number), "torch", run)
+
+    contenders = [contender(number) for number in range(3)]
     rows = timing.run(contenders, IMAGES, device=CPU, threads=1, seconds=1e-9)
+
+    # Each answers once before; a turn is one or more passes in a row.
     assert [row["status"] for row in rows] == ["ok"] * 3
-    turns = [i for at, i in enumerate(order[3:]) if order[3:][at - 1] != i or not at]
-    assert len({tuple(turns[i : i + 3]) for i in range(0, 36, 3)}) > 2
+    turns = [number for number, passes in itertools.groupby(order[3:])]
+    rounds = {tuple(turns[start : start + 3]) for start in range(0, 36, 3)}
+    assert len(rounds) > 2
 
 
 def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
@@ -86,7 +97,9 @@ def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
         times(2.01),
         times(4, expected=lambda y: 2 * y),
     ]
+
     rows = timing.run(contenders, IMAGES, device=CPU, threads=1, seconds=0.01)
+
     assert [row["status"] for row in rows] == ["failed", "ok", "ok", "wrong", "ok"]
     assert rows[0]["reason"] == "no such luck"
     assert rows[3]["error"] == pytest.approx(0.005, rel=1e-3)
@@ -116,13 +129,13 @@ def test_a_gpu_and_int8_may_be_further_off(
 
 @pytest.mark.slow
 def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None:
-    """Files for one image, with pixels in and probabilities out, or not, beside the source, itself
-    and folded.
-    """
+    """Files for one image, with pixels in and probabilities out, or not, beside the source."""
     assert main(["convert", *SMALL, "--to", "skipinit", "-o", "skip"]) == 0
     assert main(["export", "skip", "-o", "a.onnx", *SIZE, "--normalize", "--softmax"]) == 0
     assert main(["export", "skip", "-o", "a.pt2", *SIZE]) == 0
+
     body = bench(capfd, "skip", "a.onnx", "a.pt2", *SIZE, "--batch-size", "2,1")
+
     assert body["settings"]["size"] == [3, 32, 32]
     found = [(row["form"], row["runtime"], row["batch"], row["status"]) for row in body["rows"]]
     forms = [("skipinit", "torch"), ("folded", "torch"), ("a.onnx", "onnx"), ("a.pt2", "pt2")]
@@ -132,12 +145,15 @@ def test_a_converted_network_and_its_exports(here: Path, capfd: Capture) -> None
         assert row["error"] < 1e-4
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
     assert body["rows"][0]["speedup"] == 1
+
     assert main(["bench", "a.onnx", "--batch-size", "1", *SHORT]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == "next: normswap evaluate a.onnx --data IMAGES"
+
     assert main(["bench", "demo", "a.onnx"]) == 2
-    assert "takes images of 3x32x32: demo is timed on 3x64x64" in " ".join(
-        capfd.readouterr().err.split()
-    )
+    message = " ".join(capfd.readouterr().err.split())
+    assert "3x32x32" in message
+    assert "3x64x64" in message
+
     assert main(["bench", "demo", "resnet18"]) == 2
     assert "resnet18 is no exported file" in capfd.readouterr().err
 
@@ -157,12 +173,13 @@ def test_a_wrong_folded_network_is_caught_and_one_that_is_refused_is_noted(
         raise RefusedError("nothing to fold")
 
     monkeypatch.setattr(conversion, "convert", wrong)
+
     body = bench(capfd, *SMALL, *SIZE, "--batch-size", "1")
-    assert [(row["form"], row["status"]) for row in body["rows"]] == [
-        ("original", "ok"),
-        ("folded", "wrong"),
-    ]
+    assert [row["form"] for row in body["rows"]] == ["original", "folded"]
+    assert [row["status"] for row in body["rows"]] == ["ok", "wrong"]
+
     monkeypatch.setattr(conversion, "convert", refuse)
+
     body = bench(capfd, MODEL, "--batch-size", "1")
     assert [row["form"] for row in body["rows"]] == ["original"]
     assert "is not folded: nothing to fold" in body["notes"][0]
@@ -187,19 +204,22 @@ def test_bad_input_gives_one_line(capfd: Capture, arguments: list[str], line: st
 def test_what_takes_or_gives_something_else_is_not_timed(
     forward: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = (
-        "from torch import nn\nclass Own(nn.Module):\n    def __init__(self):\n       "
-        " super().__init__()\n"
-    )
-    code += "        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)\n"
-    code += f"    def forward(self, {forward}):\n        return [self.norm(self.conv(images))]\n"
+    code = f"""
+from torch import nn
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    def forward(self, {forward}):
+        return [self.norm(self.conv(images))]
+"""
     (here / "own_to_time.py").write_text(code)
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "own_to_time", raising=False)
-    rows = bench(capfd, "own_to_time:Own", "--weights", "random", *SIZE, "--batch-size", "1")[
-        "rows"
-    ]
-    assert {row["status"] for row in rows} == {"failed"}
+
+    body = bench(capfd, "own_to_time:Own", "--weights", "random", *SIZE, "--batch-size", "1")
+
+    assert {row["status"] for row in body["rows"]} == {"failed"}
 
 
 @pytest.mark.gpu

@@ -1,6 +1,4 @@
-"""Labels become outputs: by name, WordNet id or number; what partly matches is refused, what is
-chosen is said.
-"""
+"""Labels become outputs by name, WordNet id or number; labels that partly match are refused."""
 
 from pathlib import Path
 
@@ -60,10 +58,11 @@ def numbered(*names: str) -> dict[str, int]:
 def test_outputs_of_labels(
     labels: tuple[str, ...], outputs: Outputs, expected: list[int], note: str
 ) -> None:
-    output_of, said = label_map(numbered(*labels), outputs, "photos")
+    output_of, printed = label_map(numbered(*labels), outputs, "photos")
+
     assert [output_of[number] for number in range(len(labels))] == expected
-    assert note in said
-    assert bool(note) == bool(said)
+    assert note in printed
+    assert bool(note) == bool(printed)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,9 @@ def test_outputs_of_labels(
 def test_refused(labels: tuple[str, ...], outputs: Outputs, words: list[str]) -> None:
     with pytest.raises(SourceError) as caught:
         label_map(numbered(*labels), outputs, "photos")
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_a_network_that_says_nothing_is_asked_by_running_it() -> None:
@@ -126,10 +127,12 @@ def labels_of(data: Path, **options: object) -> list[int]:
     ("labels", "encoding"), [(("horse", "bird"), "utf-8"), (("7", "2"), "utf-8-sig")]
 )
 def test_csv(tmp_path: Path, labels: tuple[str, str], encoding: str) -> None:
-    for i in range(2):
-        photograph(tmp_path / "flat" / f"{i}.png")
-    rows = "".join(f"flat/{i}.png,{label}\n" for i, label in enumerate(labels))
-    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}", encoding=encoding)
+    lines = ["file,label\n"]
+    for number, label in enumerate(labels):
+        photograph(tmp_path / "flat" / f"{number}.png")
+        lines.append(f"flat/{number}.png,{label}\n")
+    (tmp_path / "labels.csv").write_text("".join(lines), encoding=encoding)
+
     assert labels_of(tmp_path / "labels.csv") == [7, 2]
 
 
@@ -148,25 +151,27 @@ def test_csv(tmp_path: Path, labels: tuple[str, str], encoding: str) -> None:
 def test_bad_csv(tmp_path: Path, text: str, words: list[str]) -> None:
     photograph(tmp_path / "0.png")
     (tmp_path / "labels.csv").write_bytes(text.encode("latin-1"))
+
     with pytest.raises(SourceError) as caught:
         labels_of(tmp_path / "labels.csv")
-    assert "labels.csv" in str(caught.value)
-    assert all(word in str(caught.value) for word in words) or "tiger" in text, str(caught.value)
+
+    message = str(caught.value)
+    assert "labels.csv" in message
+    assert all(word in message for word in words) or "tiger" in text, message
 
 
 def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
     for part, count in (("train", 3), ("val", 2), ("test", 1)):
-        for i in range(count):
-            photograph(tmp_path / part / "cat" / f"{i}.png")
+        for number in range(count):
+            photograph(tmp_path / part / "cat" / f"{number}.png")
 
     loader = make_loader(CONFIG, str(tmp_path), workers=0)
     assert loader.count == 2  # not all parts together
     assert loader.notes[0] == f"images of {tmp_path / 'val'}"
 
-    counts = {"training": 3, "val": 2, "valid": 2, "test": 1}
-    assert {
-        split: make_loader(CONFIG, str(tmp_path), workers=0, split=split).count for split in counts
-    } == counts
+    for split, count in {"training": 3, "val": 2, "valid": 2, "test": 1}.items():
+        assert make_loader(CONFIG, str(tmp_path), workers=0, split=split).count == count
+
     assert "images of" not in str(make_loader(CONFIG, str(tmp_path / "test"), workers=0).notes)
     with pytest.raises(SourceError, match="no part holdout"):
         make_loader(CONFIG, str(tmp_path), split="holdout")
@@ -175,9 +180,10 @@ def test_the_part_is_chosen_and_said(tmp_path: Path) -> None:
 def test_the_class_of_trains_is_no_part(tmp_path: Path) -> None:
     for name in ("bus", "train"):
         photograph(tmp_path / name / "0.png")
-    loader = make_loader(
-        {**CONFIG, "num_classes": 2, "label_names": []}, str(tmp_path), workers=0, split="train"
-    )
+    config = {**CONFIG, "num_classes": 2, "label_names": []}
+
+    loader = make_loader(config, str(tmp_path), workers=0, split="train")
+
     assert loader.count == 2
 
 
@@ -194,10 +200,12 @@ def test_commands_say_how_labels_were_read(
 ) -> None:
     for name in ("cat", "dog"):
         photograph(tmp_path / "val" / name / "0.png")
+
     assert main(["evaluate", MODEL, "--data", str(tmp_path), "--workers", "0"]) == 0
-    said = capfd.readouterr().err
-    assert f"note: images of {tmp_path / 'val'}" in said
-    assert "note: labels by name: 2 of the network's 10 classes" in said
+
+    printed = capfd.readouterr().err
+    assert f"note: images of {tmp_path / 'val'}" in printed
+    assert "note: labels by name: 2 of the network's 10 classes" in printed
 
 
 def test_commands_refuse_names_that_partly_match(
@@ -207,40 +215,28 @@ def test_commands_refuse_names_that_partly_match(
     for name in ("bird", "plane"):
         photograph(tmp_path / "photos" / name / "0.png")
     data = ["--workers", "0", "--data", "photos"]
-    said = ("photos: 1 of 2 labels are no classes of the network (plane)",)
+    words = ("photos", "1 of 2 labels", "(plane)")
 
-    refused(("evaluate", MODEL, *data), said, tmp_path, capfd)
-    refused(("export", MODEL, *data, "-o", "net.onnx"), said, tmp_path, capfd)
+    refused(("evaluate", MODEL, *data), words, tmp_path, capfd)
+    refused(("export", MODEL, *data, "-o", "net.onnx"), words, tmp_path, capfd)
     assert main(["convert", MODEL, "--to", "folded", "-o", "folded"]) == 0
-    refused(("verify", "folded", *data), said, tmp_path, capfd)
+    refused(("verify", "folded", *data), words, tmp_path, capfd)
 
 
 def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Labels are not needed, nor as many classes as the network has."""
-    for i in range(8):
-        photograph(tmp_path / "photos" / f"{i}.png", 30 * i)
+    for number in range(8):
+        photograph(tmp_path / "photos" / f"{number}.png", 30 * number)
+    for number in range(32):
+        photograph(tmp_path / "classes" / "x" / f"{number}.png", 7 * number)
     out = str(tmp_path / "out")
+
     fit = ("--to", "groupnorm", "--only", "layer4", "--calibrate", str(tmp_path / "photos"))
+    body = run_json(capfd, "convert", MODEL, *fit, "-o", out)
+    assert body["steps"][0]["report"]["kept"]["count"] == 2
 
-    assert (
-        run_json(capfd, "convert", MODEL, *fit, "-o", out)["steps"][0]["report"]["kept"]["count"]
-        == 2
-    )
-
-    for i in range(32):
-        photograph(tmp_path / "classes" / "x" / f"{i}.png", 7 * i)
-    run_json(
-        capfd,
-        "recalibrate",
-        MODEL,
-        "--data",
-        str(tmp_path / "classes"),
-        "-o",
-        out,
-        "--force",
-        "--workers",
-        "0",
-    )
+    data = ("--data", str(tmp_path / "classes"), "--workers", "0")
+    run_json(capfd, "recalibrate", MODEL, *data, "-o", out, "--force")
 
 
 @pytest.mark.slow
@@ -249,12 +245,12 @@ def test_an_encoder_is_compared_by_its_features(
 ) -> None:
     """Its images may lie in class folders; they have no meaning to it."""
     monkeypatch.chdir(tmp_path)
-    for i in range(6):
-        file = tmp_path / "photos" / ("cat", "dog")[i % 2] / f"{i}.png"
+    for number in range(6):
+        file = tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(
-            np.random.default_rng(i).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-        ).save(file)
+        generator = np.random.default_rng(number)
+        pixels = generator.integers(0, 255, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
 
     data = ("--data", "photos", "--workers", "0")
     assert main(["convert", MODEL, "--num-classes", "0", "--to", "groupnorm", "-o", "encoder"]) == 0
@@ -300,7 +296,7 @@ class Table(nn.Module):
         return self.drop(self.logits[images[:, 0, 0, 0].long()])
 
 
-def pairs(labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+def batches(labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     images = torch.arange(float(len(labels)))[:, None, None, None].expand(-1, 3, 2, 2)
     return list(zip(images.split(size), labels.split(size), strict=True))
 
@@ -308,17 +304,19 @@ def pairs(labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("classes", [2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_evaluate(classes: int, dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(40, classes, generator=draw, dtype=dtype)
-    labels = torch.randint(classes, (40,), generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, classes, generator=generator, dtype=dtype)
+    labels = torch.randint(classes, (40,), generator=generator)
     model = Table(logits).train()
-    calls = list[tuple[int, int]]()
     model.frozen.eval()
-    found = evaluate(
-        model, pairs(labels, 15), progress=lambda done, total: calls.append((done, total))
-    )
-    rank = (logits > logits.gather(1, labels[:, None])).sum(1)
+    calls: list[tuple[int, int]] = []
 
+    def progress(done: int, total: int) -> None:
+        calls.append((done, total))
+
+    found = evaluate(model, batches(labels, 15), progress=progress)
+
+    rank = (logits > logits.gather(1, labels[:, None])).sum(1)
     assert found.top1 == pytest.approx(100 * (rank == 0).float().mean().item())
     assert found.top5 == pytest.approx(100 * (rank < 5).float().mean().item())
     assert found.loss == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-6)
@@ -330,10 +328,13 @@ def test_evaluate(classes: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"), [([0, 3], "label 3 is no class"), ([0, -1], "label -1"), ([], "no images")]
+    ("labels", "token"), [([0, 3], "label 3 is no class"), ([0, -1], "label -1"), ([], "no images")]
 )
-def test_evaluate_refuses(labels: list[int], said: str) -> None:
+def test_evaluate_refuses(labels: list[int], token: str) -> None:
     model = Table(torch.zeros(4, 3)).train()
-    with pytest.raises(SourceError, match=said):
-        evaluate(model, pairs(torch.tensor(labels), 2) if labels else [])
+    data = batches(torch.tensor(labels), 2) if labels else []
+
+    with pytest.raises(SourceError, match=token):
+        evaluate(model, data)
+
     assert model.training

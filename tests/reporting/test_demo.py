@@ -26,6 +26,7 @@ def result() -> Body:
 
 def test_ships_what_it_promises() -> None:
     sizes = {file.name: file.stat().st_size for file in shipped.FOLDER.iterdir()}
+
     assert set(sizes) == {"config.json", "model.safetensors", "images.tar"}
     assert sizes["model.safetensors"] <= 3 << 20
     assert sizes["images.tar"] <= 1 << 20

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +34,52 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Reported:
+    """A conversion with its report.
+
+    Args:
+        origin: The directory of the source network.
+        folder: The directory of the result.
+        facts: What the report says, as data.
+        text: The page.
+    """
+
+    origin: Path
+    folder: Path
+    facts: Facts
+    text: str
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, Facts, str]]:
-    """For every case: the source's directory, the result's, the facts, the page."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reported]:
+    """The conversion and report of every case."""
     home = tmp_path_factory.mktemp("report")
     sources = {kind: source(home / kind, kind) for kind in NETWORKS}
 
-    found = {}
+    reported: dict[str, Reported] = {}
     for name, (kind, scheme, options) in CASES.items():
         done = normswap.convert(open_model(str(sources[kind])), scheme, **options)
         folder = normswap.save(done, home / name)
         facts = report.collect(folder)
         with pytest.MonkeyPatch.context() as patch:
+            # Most of the time goes into drawing.
             if name not in ("v1-skipinit", "v2-folded"):
-                patch.setattr(
-                    figures, "_svg", lambda axes: "data:"
-                )  # most of the time goes into drawing
-            found[name] = sources[kind], folder, facts, page.render(facts)
-
-    return found
+                patch.setattr(figures, "_svg", lambda axes: "data:")
+            text = page.render(facts)
+        reported[name] = Reported(sources[kind], folder, facts, text)
+    return reported
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, made: Any) -> tuple[Path, Path, Facts, str]:
+def case(request: pytest.FixtureRequest, made: dict[str, Reported]) -> Reported:
     return made[request.param]
 
 
 @pytest.mark.slow
-def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> None:
-    _, folder, facts, _ = case
-    state = load_file(folder / "model.safetensors")
+def test_alphas_are_those_in_the_file(case: Reported) -> None:
+    facts = case.facts
+    state = load_file(case.folder / "model.safetensors")
     stored = {
         name.removesuffix(".alpha").removesuffix(".then"): float(value)
         for name, value in state.items()
@@ -77,112 +93,121 @@ def test_alphas_are_those_in_the_file(case: tuple[Path, Path, Facts, str]) -> No
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
 
 
-def test_sites_verdict_and_versions_are_the_stored_ones(
-    case: tuple[Path, Path, Facts, str],
-) -> None:
-    _, folder, facts, text = case
-    stored = read_header(folder).report
+def test_sites_verdict_and_versions_are_the_stored_ones(case: Reported) -> None:
+    facts = case.facts
+    text = case.text
+    header = read_header(case.folder)
+    stored = header.report
+
     assert stored is not None
     assert facts.report == stored
+    assert ("changes the function" in text) is not stored.exact
     assert [error.site for error in stored.sites] == [block.path for block in facts.blocks]
-    assert all(f"<code>{error.site}</code>" in text for error in stored.sites)
+    for error in stored.sites:
+        assert f"<code>{error.site}</code>" in text
+
     assert facts.digest in text
     assert "`" not in text
-    assert all(
-        f"{name} {version}" in text for name, version in read_header(folder).versions.items()
-    )
-    assert ("changes the function" in text) is not stored.exact
+    for name, version in header.versions.items():
+        assert f"{name} {version}" in text
 
 
-def test_every_norm_has_an_outcome(case: tuple[Path, Path, Facts, str]) -> None:
-    origin, folder, facts, _ = case
-    listed = [norm for block in facts.blocks for norm in block.norms] + list(facts.others)
-    assert sorted(norm.path for norm in listed) == sorted(
-        n.path for n in normswap.inspect(open_model(str(origin))).norms
-    )
+def test_every_norm_has_an_outcome(case: Reported) -> None:
+    listed = list(case.facts.others)
+    for block in case.facts.blocks:
+        listed += block.norms
+    source_norms = normswap.inspect(open_model(str(case.origin))).norms
+    assert sorted(norm.path for norm in listed) == sorted(norm.path for norm in source_norms)
 
-    modules = dict(normswap.load(folder).named_modules())
+    modules = dict(normswap.load(case.folder).named_modules())
     layers_by_outcome = {
         "gone": ("Vacant",),
         "scalar": ("Scale", "Chain"),
         "bias": ("ChannelBias",),
         "affine": ("ChannelAffine",),
+        "replaced": ("GroupNorm",),
     }
-    layers_by_outcome["replaced"] = ("GroupNorm",)
-
     for norm in listed:
         assert type(modules[norm.path]).__name__ in layers_by_outcome[norm.outcome]
         assert norm.said != "stays as it is"
-        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), (
-            norm.said
-        )  # words, not the plan's own terms
+        # These are words, not the plan's own terms.
+        assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said
 
 
-def test_signal_of_source_and_result(made: Any) -> None:
-    facts = made["v1-skipinit"][2]
+def test_signal_of_source_and_result(made: dict[str, Reported]) -> None:
+    facts = made["v1-skipinit"].facts
     for before, after in zip(facts.signal["before"], facts.signal["after"], strict=True):
         assert before.block == after.block
         assert after.variance == pytest.approx(before.variance, rel=1e-4)
         assert after.mean_sq == pytest.approx(before.mean_sq, rel=1e-4)
         assert after.added_variance == pytest.approx(before.branch_variance, rel=1e-3)
-    changed = made["v1-reset"][2].signal
+    changed = made["v1-reset"].facts.signal
     assert changed["after"][-1].variance != pytest.approx(changed["before"][-1].variance, rel=1e-2)
 
 
-def test_a_lost_source_is_said(made: Any, tmp_path: Path, undrawn: None) -> None:
+def test_a_lost_source_is_said(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> None:
     gone = tmp_path / "gone"
-    shutil.copytree(made["v1-skipinit"][0], gone)
+    shutil.copytree(made["v1-skipinit"].origin, gone)
     folder = normswap.save(normswap.convert(open_model(str(gone)), "skipinit"), tmp_path / "result")
     shutil.rmtree(gone)
+
     facts = report.collect(folder)
+
     assert set(facts.signal) == {"after"}
     assert len(facts.notes) == 1
     check(page.render(facts))
 
 
-def test_a_network_without_report_or_steps(made: Any, tmp_path: Path, undrawn: None) -> None:
-    folder = normswap.save(open_model(str(made["v1-skipinit"][0])), tmp_path / "plain")
+def test_a_network_without_report_or_steps(
+    made: dict[str, Reported], tmp_path: Path, undrawn: None
+) -> None:
+    folder = normswap.save(open_model(str(made["v1-skipinit"].origin)), tmp_path / "plain")
     facts = report.collect(folder)
     text = page.render(facts)
+
     assert "not verified" in text
     assert facts.alphas == ()
-    assert {norm.outcome for block in facts.blocks for norm in block.norms} == {"kept"}
+    for block in facts.blocks:
+        assert {norm.outcome for norm in block.norms} == {"kept"}
     check(text)
 
 
-def test_two_steps(made: Any, tmp_path: Path, undrawn: None) -> None:
-    again = normswap.convert(normswap.load(made["v2-folded"][1]), "skipinit")
+def test_two_steps(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> None:
+    again = normswap.convert(normswap.load(made["v2-folded"].folder), "skipinit")
     facts = report.collect(normswap.save(again, tmp_path / "twice"))
     text = page.render(facts)
+
     assert [step["scheme"] for step in facts.steps] == ["folded", "skipinit"]
     assert "resnetv2_18 converted to folded, then skipinit" in text
     assert len(facts.alphas) == len(facts.blocks)
     check(text)
 
 
-def test_scalars_that_were_trained(made: Any, tmp_path: Path, undrawn: None) -> None:
-    done = normswap.convert(open_model(str(made["v1-skipinit"][0])), "regularized-skipinit")
+def test_scalars_that_were_trained(
+    made: dict[str, Reported], tmp_path: Path, undrawn: None
+) -> None:
+    done = normswap.convert(open_model(str(made["v1-skipinit"].origin)), "regularized-skipinit")
     model: Any = normswap.load(normswap.save(done, tmp_path / "before"))
     with torch.no_grad():
         model.layer2[1].bn2.alpha.fill_(0.25)
         model.layer2[1].bn2.bias.fill_(-0.5)
 
     facts = report.collect(normswap.save(model, tmp_path / "trained"))
-    assert [a.block for a in facts.alphas if a.planned != pytest.approx(a.value, rel=1e-6)] == [
-        "layer2.1"
+    moved = [
+        alpha for alpha in facts.alphas if alpha.planned != pytest.approx(alpha.value, rel=1e-6)
     ]
-
-    trained = facts.alphas[3]
+    assert [alpha.block for alpha in moved] == ["layer2.1"]
+    (trained,) = moved
+    assert trained is facts.alphas[3]
     assert (trained.value, trained.bias) == (0.25, -0.5)
 
     text = page.render(facts)
     assert f'<td class="n">{trained.planned:.6g}</td>' in text
     assert '<td class="n">-0.5</td>' in text
-
     check(text)
 
 
-def test_accuracy_on_data(made: Any, tmp_path: Path, undrawn: None) -> None:
+def test_accuracy_on_data(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> None:
     generator = torch.Generator().manual_seed(0)
     for label in range(10):
         (tmp_path / "data" / str(label)).mkdir(parents=True)
@@ -190,11 +215,10 @@ def test_accuracy_on_data(made: Any, tmp_path: Path, undrawn: None) -> None:
         Image.fromarray(pixels.numpy()).save(tmp_path / "data" / str(label) / "one.png")
 
     out = tmp_path / "page.html"
-    folder = str(made["v1-skipinit"][1])
-    assert (
-        main(["report", folder, "-o", str(out), "--data", str(tmp_path / "data"), "--workers", "0"])
-        == 0
-    )
+    folder = str(made["v1-skipinit"].folder)
+    data = ["--data", str(tmp_path / "data"), "--workers", "0"]
+
+    assert main(["report", folder, "-o", str(out), *data]) == 0
 
     text = out.read_text()
     assert "top-1" in text
@@ -202,13 +226,13 @@ def test_accuracy_on_data(made: Any, tmp_path: Path, undrawn: None) -> None:
     assert "the first 10 images" in text
 
 
-def test_html_is_balanced_and_loads_nothing(case: tuple[Path, Path, Facts, str]) -> None:
-    _, _, facts, text = case
-    checker = check(text)
+def test_html_is_balanced_and_loads_nothing(case: Reported) -> None:
+    checker = check(case.text)
+
     assert checker.seen.count("h1") == 1
     assert checker.seen.count("table") == checker.seen.count("caption")
-    assert checker.seen.count("img") == 1 + 3 + bool(facts.alphas)
-    assert not re.search(r"\bnan\b|\binf\b", text.lower())
+    assert checker.seen.count("img") == 1 + 3 + bool(case.facts.alphas)
+    assert not re.search(r"\bnan\b|\binf\b", case.text.lower())
 
 
 @pytest.mark.parametrize(
@@ -231,16 +255,13 @@ def test_the_checker_notices(bad: str) -> None:
         check(f"<style></style>{bad}")
 
 
-def test_names_are_escaped(made: Any) -> None:
+def test_names_are_escaped(made: dict[str, Reported]) -> None:
     evil = "<script>alert('&\"1')</script>"
-    facts = made["v1-skipinit"][2]
-    block = replace(
-        facts.blocks[0],
-        path=evil,
-        stage=evil,
-        norms=tuple(replace(norm, path=evil, said=evil) for norm in facts.blocks[0].norms),
-    )
+    facts = made["v1-skipinit"].facts
+    norms = tuple(replace(norm, path=evil, said=evil) for norm in facts.blocks[0].norms)
+    block = replace(facts.blocks[0], path=evil, stage=evil, norms=norms)
     stored = facts.report
+    assert stored is not None
     site = replace(stored.sites[0], site=evil)
     facts = replace(
         facts,
@@ -256,20 +277,27 @@ def test_names_are_escaped(made: Any) -> None:
         report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])),
         signal_inputs=evil,
         signal={
-            name: (replace(p[0], block=evil, stage=evil), *p[1:])
-            for name, p in facts.signal.items()
+            name: (replace(points[0], block=evil, stage=evil), *points[1:])
+            for name, points in facts.signal.items()
         },
     )
-    text = page.render(facts)
-    check(text)
 
+    text = page.render(facts)
+
+    check(text)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
 
 
+def linear(share: float) -> float:
+    """The light of an sRGB channel, from 0 to 1."""
+    if share <= 0.04045:
+        return share / 12.92
+    return ((share + 0.055) / 1.055) ** 2.4
+
+
 def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    red, green, blue = (linear(int(colour[start : start + 2], 16) / 255) for start in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -277,37 +305,35 @@ def luminance(colour: str) -> float:
 def test_contrast(theme: int) -> None:
     """WCAG 2.1: 4.5 for text, 3 for graphics."""
     css = (Path(normswap.__file__).parent / "reporting/report.css").read_text()
-    colours = dict(
-        re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme])
-    )
+    variables = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", variables))
 
-    def contrast(one: str, two: str) -> float:
-        low, high = sorted((luminance(colours[one]), luminance(colours[two])))
+    def contrast(ink: str, ground: str) -> float:
+        low, high = sorted((luminance(colours[ink]), luminance(colours[ground])))
         return (high + 0.05) / (low + 0.05)
 
     for ground in ("paper", "card", "band"):
         assert all(contrast(text, ground) >= 4.5 for text in ("ink", "quiet", "link"))
-        assert all(contrast(f"c{i}", ground) >= 3 for i in range(1, 6))
-    assert (
-        min(
-            contrast("good", "good-paper"),
-            contrast("bad", "bad-paper"),
-            contrast("ink", "note-paper"),
-        )
-        >= 4.5
-    )
+        assert all(contrast(f"c{number}", ground) >= 3 for number in range(1, 6))
+    for text, ground in (("good", "good-paper"), ("bad", "bad-paper"), ("ink", "note-paper")):
+        assert contrast(text, ground) >= 4.5
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes of every figure that a test draws."""
-    axes: list[Any] = []
-    monkeypatch.setattr(figures, "_svg", lambda one: axes.append(one) or "")
-    return axes
+    all_axes: list[Any] = []
+
+    def keep(axes: Any) -> str:
+        all_axes.append(axes)
+        return ""
+
+    monkeypatch.setattr(figures, "_svg", keep)
+    return all_axes
 
 
-def test_points_are_the_measured_values(made: Any, drawn: list[Any]) -> None:
-    facts = made["v1-skipinit"][2]
+def test_points_are_the_measured_values(made: dict[str, Reported], drawn: list[Any]) -> None:
+    facts = made["v1-skipinit"].facts
     assert facts.report is not None
 
     figures.sites(facts, facts.report)
@@ -319,23 +345,22 @@ def test_points_are_the_measured_values(made: Any, drawn: list[Any]) -> None:
 
     for axes, name in zip(drawn[1:], ("variance", "mean_sq", "added_variance"), strict=True):
         for line, network in zip(axes.get_lines(), ("before", "after"), strict=True):
-            assert list(line.get_ydata()) == [
-                getattr(point, name) for point in facts.signal[network]
-            ]
+            measured = [getattr(point, name) for point in facts.signal[network]]
+            assert list(line.get_ydata()) == measured
 
     figures.alphas(facts)
     assert list(drawn[-1].get_lines()[0].get_ydata()) == [alpha.value for alpha in facts.alphas]
 
 
 def test_command(
-    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    made: dict[str, Reported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = str(made["v1-skipinit"][1])
+    folder = str(made["v1-skipinit"].folder)
     assert main(["report", folder]) == 0
 
     written = tmp_path / "v1-skipinit.html"
-    assert written.read_text() == made["v1-skipinit"][3]
+    assert written.read_text() == made["v1-skipinit"].text
     assert capsys.readouterr().out.startswith("written to v1-skipinit.html: ")
 
     monkeypatch.setattr(figures, "_svg", lambda axes: "data:")
@@ -344,14 +369,14 @@ def test_command(
     assert main(["report", folder, "--force", "--json"]) == 0
 
     body = as_documented(capsys.readouterr().out, "report")
-    assert body["digest"] == made["v1-skipinit"][2].digest
-    assert [p.name for p in tmp_path.iterdir()] == ["v1-skipinit.html"]
+    assert body["digest"] == made["v1-skipinit"].facts.digest
+    assert [path.name for path in tmp_path.iterdir()] == ["v1-skipinit.html"]
 
 
 def test_bad_input_is_one_line(
-    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: dict[str, Reported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made["v1-skipinit"][1]
+    folder = made["v1-skipinit"].folder
     precious = tmp_path / "notes.txt"
     precious.write_text("precious")
     damaged = tmp_path / "damaged"
@@ -363,7 +388,7 @@ def test_bad_input_is_one_line(
         [str(tmp_path / "none"), "-o", out],
         [str(tmp_path), "-o", out],
         [str(damaged), "-o", out],
-        [str(made["v1-skipinit"][0]), "-o", out],
+        [str(made["v1-skipinit"].origin), "-o", out],
         [str(folder), "-o", str(tmp_path)],
         [str(folder), "-o", str(precious), "--force"],
         [str(folder), "-o", str(tmp_path / "no" / "out.html")],
@@ -380,7 +405,7 @@ def test_bad_input_is_one_line(
     assert not Path(out).exists()
 
 
-ROOM = {"normswap.reporting.figures", "normswap.reporting.page"}
+DRAWING = {"normswap.reporting.figures", "normswap.reporting.page"}
 BLOCK = """
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
@@ -390,7 +415,9 @@ class Absent(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 import importlib.util
 real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name in ("matplotlib", "jinja2") else real(name, *rest)
+def find_spec(name, *rest):
+    return None if name in ("matplotlib", "jinja2") else real(name, *rest)
+importlib.util.find_spec = find_spec
 """
 
 
@@ -412,30 +439,32 @@ def test_the_core_imports_neither(tmp_path: Path) -> None:
         "normswap." + ".".join(file.relative_to(home).with_suffix("").parts)
         for file in home.rglob("*.py")
     }
-    rooms = {name for name in names if not name.endswith("__init__")} - ROOM
+    others = {name for name in names if not name.endswith("__init__")} - DRAWING
     done = without(
-        f"import importlib\nfor name in {sorted(rooms)}: importlib.import_module(name)", tmp_path
+        f"import importlib\nfor name in {sorted(others)}: importlib.import_module(name)", tmp_path
     )
 
     assert done.returncode == 0, done.stderr
-
-    for name in ("figures", "page"):  # the list says no more than is so
+    # The list says no more than is so.
+    for name in ("figures", "page"):
         assert "No module named" in without(f"import normswap.reporting.{name}", tmp_path).stderr
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
+    ("command", "drawing"),
     [
         ("report demo -o a.html", "the report"),
         pytest.param("spp demo -o a.png", "a picture (a.png)", marks=pytest.mark.slow),
     ],
 )
-def test_commands_that_draw_say_what_is_missing(command: str, what: str, tmp_path: Path) -> None:
+def test_commands_that_draw_say_what_is_missing(command: str, drawing: str, tmp_path: Path) -> None:
     words = command.split()
+
     done = without(f"from normswap.cli.app import main; sys.exit(main({words}))", tmp_path)
+
     assert done.returncode == 2
-    assert (
-        done.stderr == f"error: {what} needs the package matplotlib: it is not installed. "
+    assert done.stderr == (
+        f"error: {drawing} needs the package matplotlib: it is not installed. "
         "In the clone of normswap: pip install -e '.[plots]'\n"
     )
     assert done.stdout == ""
