@@ -149,13 +149,13 @@ def test_notebooks_are_linked() -> None:
 def test_tables_are_those_of_the_scripts(page: Path) -> None:
     text = page.read_text()
     assert text == filled(text)
+    rest = without_tables(text)
+    tables = re.findall(r"(?:^\|.*\n)+", rest, re.M)
+    assert len(tables) == rest.count("<!-- words -->"), "a table that no script wrote"
 
 
 def test_advise_reads_the_table_of_the_script() -> None:
     assert AFTER_TRAINING.read_text(encoding="utf-8") == after_training()
-    rest = without_tables(text)
-    tables = re.findall(r"(?:^\|.*\n)+", rest, re.M)
-    assert len(tables) == rest.count("<!-- words -->"), "a table that no script wrote"
 
 
 OTHER_TOOLS = {
