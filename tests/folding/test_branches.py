@@ -1,5 +1,6 @@
-"""Branches that are summed become one convolution under `folded`: exact, and as many as timm's own
-result has.
+"""Branches that are summed become one convolution under `folded`.
+
+The result is exact, and has as many convolutions as timm's own result.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,13 @@ Body = Callable[[Any, Tensor], Tensor]
 
 
 class ConvNorm(nn.Sequential):
-    def __init__(self, kernel: int, **how: Any) -> None:
-        how = {"padding": kernel // 2, "bias": False, "groups": 1, "out": 4, **how}
-        super().__init__(nn.Conv2d(4, how.pop("out"), kernel, **how), nn.BatchNorm2d(4))
+    def __init__(self, kernel: int, **options: Any) -> None:
+        options = {"padding": kernel // 2, "bias": False, **options}
+        super().__init__(nn.Conv2d(4, 4, kernel, **options), nn.BatchNorm2d(4))
 
 
 class Summed(nn.Module):
-    """x + conv(x) + ..., what follows it, and an activation; or whatever `body` makes of its parts."""
+    """x + conv(x) + ..., then a module, and an activation; or what `body` does with the parts."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class Summed(nn.Module):
     def total(self, x: Tensor) -> Tensor:
         total: Any = 0
         for arm in self.arms:
-            total += arm(x)  # in place, as MobileOne does
+            # In place, as MobileOne does.
+            total += arm(x)
         for _ in range(self.skips):
             total = total + x
         return self.then(total).relu()
@@ -76,9 +78,11 @@ def convolutions(net: nn.Module) -> int:
     return sum(isinstance(module, nn.modules.conv._ConvNd) for module in net.modules())
 
 
-def apart(a: nn.Module, b: nn.Module) -> float:
+def apart(source: nn.Module, result: nn.Module) -> float:
+    """The relative L2 distance of two networks' outputs."""
     with torch.no_grad():
-        return float((a(images()) - b(images())).norm() / a(images()).norm())
+        reference = source(images())
+        return float((reference - result(images())).norm() / reference.norm())
 
 
 MERGED = {
@@ -108,7 +112,8 @@ def test_one_convolution(case: str, tmp_path: Path) -> None:
     assert [step.scheme for step in done.plan.steps] == ["folded", "merged-branches"]
 
     used = [module for module in done.model.modules() if isinstance(module, nn.Conv2d)]
-    assert len(used) == 2  # the stem's, and that of all branches
+    # The stem's convolution, and the one of all branches.
+    assert len(used) == 2
     assert not any(
         isinstance(module, nn.BatchNorm2d | ChannelAffine) for module in done.model.modules()
     )
@@ -150,8 +155,8 @@ def test_what_is_no_one_convolution_stays(case: str) -> None:
     assert apart(net, done.model) < 1e-12
 
 
-# DropPath before some of the branches: which of the arms it is before, and how many convolutions
-# are left
+# DropPath before some branches: the kernel of each branch, the forward, and how many convolutions
+# are left.
 DROPPED: dict[str, tuple[tuple[int, ...], Body, int]] = {
     "two of three": (
         (5, 3, 1),
@@ -198,9 +203,11 @@ def test_part_of_a_network() -> None:
     assert convolutions(done.model) == 3
     assert any(isinstance(module, nn.BatchNorm2d) for module in done.model.modules())
     assert apart(net, done.model) < 1e-12
-    assert not branches.find(
-        PlanBuilder(inspect(nn.Sequential(nn.Conv2d(3, 4, 1)).double().eval(), images()))
-    )
+
+
+def test_a_network_without_sums_has_no_branches() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1)).double().eval()
+    assert not branches.find(PlanBuilder(inspect(net, images())))
 
 
 @pytest.mark.slow
@@ -241,4 +248,4 @@ def test_a_weight_that_another_layer_has_too_is_left_alone() -> None:
     net = built(net)
     net.then[1].weight = net.arms[0][0].weight
     found = branches.find(PlanBuilder(inspect(net, images())))
-    assert all("arms.0.0" not in (one.main, *one.others) for one in found)
+    assert all("arms.0.0" not in (merge.main, *merge.others) for merge in found)

@@ -1,5 +1,6 @@
-"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539) and their kin: always
-exact, or refused.
+"""Graphs that fusers get silently wrong (pytorch/pytorch#104593, #197539), and graphs like them.
+
+Each is folded exactly, or refused.
 """
 
 import operator
@@ -27,9 +28,7 @@ from normswap.surgery import applying
 
 
 def trained(model: nn.Module, alpha: float | None = None) -> None:
-    """Move every parameter, so that no scalar is 1 and no bias 0 any more; then set the scalars to
-    `alpha`.
-    """
+    """Move every parameter, so that no scalar is 1 and no bias 0; then set scalars to `alpha`."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,17 +91,13 @@ def test_skipinit_is_exact_or_refused(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.fuser], ids=str)
 def test_float32_too_where_torch_fuses_wrongly(case: Case) -> None:
-    """As a user would meet it: the cases that `torch.fx.experimental.optimization.fuse` was seen to
-    get wrong.
-    """
+    """The cases that `torch.fx.experimental.optimization.fuse` was seen to get wrong."""
     model, x = build(case)
     reference = outputs(model, x)
     model.float()
     planned, _ = step(model, "folded")
-    assert (
-        distance(reference, outputs(applying.apply_step(model, planned), x.float()).double())
-        <= 1e-5
-    )
+    result = applying.apply_step(model, planned)
+    assert distance(reference, outputs(result, x.float()).double()) <= 1e-5
 
 
 def test_an_aliased_conv_stays_one() -> None:
@@ -124,7 +119,7 @@ def test_the_checker_notices_a_wrong_fold() -> None:
     assert distance(outputs(model, x), outputs(wrong, x)) > 1e-3
 
 
-# what is done to the output of a convolution
+# What a forward does with the output of a convolution.
 DONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "relu": lambda m, y: y.relu(),
     "relu_": lambda m, y: y.relu_(),
@@ -169,7 +164,7 @@ def behind_a_gate_read_elsewhere(m: Any, x: Tensor) -> Tensor:
     return m.scale(y * m.b(y).sigmoid()) + m.c(y.relu())
 
 
-# a scalar, and whether what is before it absorbs it
+# A forward with a scalar, and whether the layers before it absorb it.
 SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "behind a convolution": (lambda m, x: m.scale(m.a(x)) + m.b(x), True),
     "behind a convolution, twice": (lambda m, x: m.scale(m.a(x)) + m.scale(m.a(x.flip(-1))), True),
@@ -268,11 +263,8 @@ def test_converted_to_other_schemes(arch: str) -> None:
             planned, _ = step(start, scheme, **options)
             assert distance(reference, run(applying.apply_step(start, planned), x)) <= 1e-12
 
-    for scheme, options in (
-        ("skipinit", {}),
-        ("fixup", {}),
-        ("residual-scale", {"rule": "szegedy"}),
-    ):
+    rescalings = [("skipinit", {}), ("fixup", {}), ("residual-scale", {"rule": "szegedy"})]
+    for scheme, options in rescalings:
         planned, builder = step(folded, scheme, **options)
         if not builder.refusals:
             assert distance(reference, run(applying.apply_step(folded, planned), x)) <= 1e-12
@@ -287,7 +279,8 @@ def test_learned_gains_of_any_sign() -> None:
             result: Any = applied(model, planned)
             assert distance(run(model, x), run(result, x)) <= 1e-12
             gone = result.stages[0][0].skipinit_gain is None
-            assert gone is (arch == "nf_resnet26" or gain == 0)  # a gate passes no negative scalars
+            # A gate passes no negative scalars.
+            assert gone is (arch == "nf_resnet26" or gain == 0)
             assert gone or any("skipinit" in note or "factor" in note for note in builder.notes)
 
 

@@ -18,9 +18,8 @@ from normswap.layers import channel_norm
 from normswap.surgery import applying
 
 TOLERANCE = 1e-12
-SMALL: dict[
-    str, tuple[str, dict[str, Any], int, int]
-] = {  # name, arguments, size, LayerScales that stay
+# timm's name, its arguments, the side of the images, and how many LayerScales stay.
+SMALL: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "vit": ("vit_tiny_patch16_224", {"init_values": 0.1, "img_size": 32, "depth": 2}, 32, 0),
     "dinov2": ("vit_small_patch14_dinov2", {"img_size": 28, "depth": 2}, 28, 0),
     "efficientformer v2": (
@@ -29,8 +28,8 @@ SMALL: dict[
         64,
         0,
     ),
-    # all blocks but the last mix their tokens by pooling: no linear layer is before the first
-    # LayerScale of those
+    # All blocks but the last mix their tokens by pooling: no linear layer comes before their first
+    # LayerScale.
     "efficientformer": (
         "efficientformer_l1",
         {"embed_dims": (12, 24, 56, 112)},
@@ -76,11 +75,9 @@ def test_unfold_gives_the_architecture_back() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     model = randomize(timm.create_model(arch, **args)).double().eval()
-    back = normswap.convert(
-        normswap.convert(model, "folded", input_size=x.shape[1:]).model,
-        "unfold",
-        input_size=x.shape[1:],
-    ).model
+    size = x.shape[1:]
+    result = normswap.convert(model, "folded", input_size=size).model
+    back = normswap.convert(result, "unfold", input_size=size).model
 
     assert scaled(back) == scaled(model)
     assert back.state_dict().keys() == model.state_dict().keys()
@@ -90,31 +87,31 @@ def test_unfold_gives_the_architecture_back() -> None:
 class Branch(nn.Module):
     """x + gamma f(x), with something in the way."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, obstacle: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.linear = nn.Linear(4, 4)
-        self.scale = LayerScale(4, 0.5, what == "in place")
-        self.what = what
+        self.scale = LayerScale(4, 0.5, obstacle == "in place")
+        self.obstacle = obstacle
 
     def forward(self, x: Tensor) -> Tensor:
         f = self.linear(self.norm(x))
-        if self.what == "twice":
+        if self.obstacle == "twice":
             return x + self.scale(self.scale(f))
-        if self.what == "read elsewhere":
+        if self.obstacle == "read elsewhere":
             return x + self.scale(f) + f
-        if self.what == "activation":
+        if self.obstacle == "activation":
             return x + self.scale(f.relu())
-        if self.what == "gamma read":
+        if self.obstacle == "gamma read":
             return x + self.scale(f) * self.scale.gamma
-        if self.what == "linear twice":
+        if self.obstacle == "linear twice":
             return x + self.scale(self.linear(f))
 
         return x + self.scale(f)
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("obstacle", "why"),
     [
         ("", None),
         ("in place", None),
@@ -125,23 +122,23 @@ class Branch(nn.Module):
         ("linear twice", "is read elsewhere too"),
     ],
 )
-def test_what_is_in_the_way(what: str, why: str | None) -> None:
+def test_what_is_in_the_way(obstacle: str, why: str | None) -> None:
     torch.manual_seed(0)
-    model = randomize(Branch(what)).double().eval()
+    model = randomize(Branch(obstacle)).double().eval()
     planned, builder = step(model, "folded")
     result = applying.apply_step(model, planned)
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
     assert bool(scaled(result)) == (why is not None)
-    assert why is None or any(
-        note.startswith("scale stays") and why in note for note in builder.notes
-    )
+    if why is not None:
+        (note,) = (note for note in builder.notes if note.startswith("scale stays"))
+        assert why in note
 
 
-@pytest.mark.parametrize("how", ["hooked", "patched"])
-def test_one_that_may_compute_something_else_stays(how: str) -> None:
+@pytest.mark.parametrize("change", ["hooked", "patched"])
+def test_one_that_may_compute_something_else_stays(change: str) -> None:
     model = Branch("").double().eval()
-    if how == "hooked":
+    if change == "hooked":
         model.scale.register_forward_hook(lambda *given: None)
     else:
         model.scale.__dict__["forward"] = lambda x: 2 * x
@@ -154,8 +151,9 @@ class Own(nn.Module):
 
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor], channels: int = 6) -> None:
         super().__init__()
+        # Equal numbers, as they are at first.
         self.lambda1 = nn.Parameter(0.1 * torch.ones(channels))
-        self.use = use  # equal, as they are at first
+        self.use = use
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(x, self.lambda1)
@@ -185,9 +183,7 @@ def test_what_is_one(module: nn.Module, dim: int | None, gradients: bool) -> Non
 
 
 def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
-    """Its LayerScales are its own, and its position embeddings are stretched for images of another
-    size.
-    """
+    """It has LayerScales of its own, and stretches its position embeddings to the images' size."""
     import transformers
 
     torch.manual_seed(0)
@@ -208,21 +204,15 @@ def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:
     }
 
     with Widening(), torch.no_grad():
-        for x, allowed in zip(
-            images, (TOLERANCE, 1e-9), strict=True
-        ):  # they are stretched in float32
+        # At the other size the embeddings are stretched in float32.
+        for x, allowed in zip(images, (TOLERANCE, 1e-9), strict=True):
             expected = model(pixel_values=x).logits
             for result in results.values():
                 assert distance(expected, result(pixel_values=x).logits) <= allowed
-                assert not [
-                    name for name, _ in result.named_parameters() if name.endswith("lambda1")
-                ]
+                names = [name for name, _ in result.named_parameters()]
+                assert not [name for name in names if name.endswith("lambda1")]
 
-    learnt = [
-        m
-        for m in results["folded"].modules()
-        if isinstance(m, nn.LayerNorm) and m.elementwise_affine
-    ]
-
-    assert len(learnt) == 1  # the last one, whose output are the features
-    assert not [m for m in results["rmsnorm"].modules() if isinstance(m, nn.LayerNorm)]
+    # The output of the last norm are the network's features.
+    norms = [norm for norm in results["folded"].modules() if isinstance(norm, nn.LayerNorm)]
+    assert len([norm for norm in norms if norm.elementwise_affine]) == 1
+    assert not any(isinstance(module, nn.LayerNorm) for module in results["rmsnorm"].modules())

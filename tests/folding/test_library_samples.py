@@ -1,6 +1,4 @@
-"""A fast sample of the walks over timm and other libraries (tests/lab/coverage), and their own
-checkers.
-"""
+"""A fast sample of the walks over timm and other libraries (tests/lab/coverage)."""
 
 import sys
 from pathlib import Path
@@ -27,7 +25,8 @@ from normswap.models import calling
 # `wild` needs it, and it has a file of the same name as one that other tests import.
 sys.path.remove(str(Path(wild.__file__).resolve().parents[1] / "benchmarks"))
 
-SAMPLE = {  # by family: norms folded back, forward, scale moved on, left as a scale and shift
+# How many norms fold back, fold forward, move their scale on, and stay as a scale and shift.
+SAMPLE = {
     "test_resnet": (15, 0, 0, 0),
     "test_byobnet": (14, 0, 0, 0),
     "test_efficientnet": (13, 0, 0, 0),
@@ -110,13 +109,12 @@ def test_other_libraries_fold(name: str) -> None:
     ],
 )
 def test_in_one_line(name: str) -> None:
-    """As a user calls it: lists of images in and detections out, keywords in and a Hugging Face
-    output out.
-    """
+    """One call of `convert`, for networks that take lists of images or keywords."""
     need(name)
     torch.manual_seed(0)
     model, given = libraries.build(name)
-    (example,) = [one.like(model.double()) for one in calling.batches(given)]
+    (batch,) = calling.batches(given)
+    example = batch.like(model.double())
     wild.live(model, example)
     done = normswap.convert(model, "folded", inputs=example)
 

@@ -1,6 +1,4 @@
-"""`--to folded` on LayerNorm networks: gamma and beta go into the linear layers that read the norm,
-or stay.
-"""
+"""`--to folded` on LayerNorm networks: gamma and beta go into linear layers, or stay."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,9 +30,8 @@ from normswap.surgery import applying
 from normswap.surgery.conversion import plan_step
 
 TOLERANCE = 1e-12
-NORMS: dict[
-    str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]
-] = {  # along which dimension, and what
+# A norm, the dimension along which it normalizes, and the function that it computes.
+NORMS: dict[str, tuple[Callable[[], nn.Module], int, Callable[..., Tensor]]] = {
     "torch's": (lambda: nn.LayerNorm(6), -1, F.layer_norm),
     "timm's": (lambda: LayerNorm(6), -1, F.layer_norm),
     "timm's of maps": (lambda: LayerNorm2d(6), 1, F.layer_norm),
@@ -57,9 +54,12 @@ STAY = {
     "deit, distilled": ["norm"],
     "deit3, LayerScale": ["norm"],
     "vit, norm of queries and keys": [
-        f"blocks.{i}.attn.{name}_norm" for i in (0, 1) for name in "qk"
-    ]
-    + ["norm"],
+        "blocks.0.attn.q_norm",
+        "blocks.0.attn.k_norm",
+        "blocks.1.attn.q_norm",
+        "blocks.1.attn.k_norm",
+        "norm",
+    ],
     "swin": ["patch_embed.norm", "norm"],
     "clip": ["norm_pre", "norm"],
     "convnext": ["stem.1", "head.norm"],
@@ -68,10 +68,11 @@ STAY = {
 
 
 def with_affine(model: nn.Module) -> list[str]:
+    """The paths of the LayerNorms that have a gamma or beta."""
     return [
-        p
-        for p, m in model.named_modules()
-        if isinstance(m, nn.LayerNorm) and next(m.parameters(), None) is not None
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) and next(module.parameters(), None) is not None
     ]
 
 
@@ -89,19 +90,19 @@ def test_exact(name: str) -> None:
 
     assert with_affine(result) == STAY[name]
 
-    kinds = [
-        Vacant if isinstance(m, LayerScale) else type(m) for m in model.modules()
-    ]  # test_layer_scale.py
-
-    assert [type(m) for m in result.modules()] == kinds
+    # Nothing else changed its class; LayerScales are gone (test_layer_scale.py).
+    for old, new in zip(model.modules(), result.modules(), strict=True):
+        assert type(new) is (Vacant if isinstance(old, LayerScale) else type(old))
     assert distance(run(model, x), run(model, x.flip(0))) > 0.01
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
     with torch.no_grad():
         net: Any = model
         assert distance(net.forward_features(x), result.forward_features(x)) <= TOLERANCE
-        maps = zip(net.forward_intermediates(x)[1], result.forward_intermediates(x)[1], strict=True)
-        assert all(distance(a, b) <= TOLERANCE for a, b in maps)
+        _, expected = net.forward_intermediates(x)
+        _, found = result.forward_intermediates(x)
+        for reference, value in zip(expected, found, strict=True):
+            assert distance(reference, value) <= TOLERANCE
 
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     with pytest.raises(RefusedError, match="nothing to convert"):
@@ -128,10 +129,8 @@ def test_convert_and_restore() -> None:
     model, _ = small("convnext")
     done = normswap.convert(model.float(), "folded", input_size=(3, 64, 64))
     assert done.report.passed
-    assert (
-        str(done.outcomes["stages.0.blocks.0.norm"])
-        == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
-    )
+    outcome = str(done.outcomes["stages.0.blocks.0.norm"])
+    assert outcome == "its scale and shift move to stages.0.blocks.0.mlp.fc1"
     back = normswap.convert(done.model, "unfold", input_size=(3, 64, 64))
     assert with_affine(back.model) == with_affine(model)
 
@@ -164,25 +163,27 @@ class Net(nn.Module):
         return self.body(self, self.patch(x))
 
 
-def seq(x: Tensor) -> Tensor:
+def tokens_of(x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
 
 MOVES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
-    "a linear layer": (lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)), ["inner"]),
-    "without a bias": (lambda m, x: m.head(m.outer(m.one(seq(x))).relu().mean(1)), ["outer"]),
+    "a linear layer": (lambda m, x: m.head(m.inner(m.one(tokens_of(x))).relu().mean(1)), ["inner"]),
+    "without a bias": (lambda m, x: m.head(m.outer(m.one(tokens_of(x))).relu().mean(1)), ["outer"]),
     "two of them": (
-        lambda m, x: m.head((m.inner(y := m.one(seq(x))) * m.outer(y)).mean(1)),
+        lambda m, x: m.head((m.inner(y := m.one(tokens_of(x))) * m.outer(y)).mean(1)),
         ["inner", "outer"],
     ),
     "rolled, cut, reshaped, averaged": (
         lambda m, x: m.head(
-            m.inner(m.one(seq(x)).roll(1, 1)[:, 1:].view(-1, 3, 1, 6).mean(1)).relu()[:, 0]
+            m.inner(m.one(tokens_of(x)).roll(1, 1)[:, 1:].view(-1, 3, 1, 6).mean(1)).relu()[:, 0]
         ),
         ["inner"],
     ),
     "one norm twice": (
-        lambda m, x: m.head((m.inner(m.one(seq(x))) + m.outer(m.one(2 * seq(x)))).mean(1)),
+        lambda m, x: m.head(
+            (m.inner(m.one(tokens_of(x))) + m.outer(m.one(2 * tokens_of(x)))).mean(1)
+        ),
         ["inner", "outer"],
     ),
     "a convolution": (lambda m, x: m.head(m.valid(m.map(x)).relu().mean((2, 3))), ["valid"]),
@@ -196,56 +197,61 @@ MOVES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
     ),
 }
 STAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "an activation": (lambda m, x: m.head(m.inner(m.one(seq(x)).relu()).mean(1)), "relu reads it"),
+    "an activation": (
+        lambda m, x: m.head(m.inner(m.one(tokens_of(x)).relu()).mean(1)),
+        "relu reads it",
+    ),
     "a sum": (
-        lambda m, x: m.head((m.inner(y := m.one(seq(x))).relu() + y).mean(1)),
+        lambda m, x: m.head((m.inner(y := m.one(tokens_of(x))).relu() + y).mean(1)),
         "reads it, not a linear layer",
     ),
     "padding": (lambda m, x: m.head(m.same(m.map(x)).relu().mean((2, 3))), "same pads its input"),
     "padding before a linear layer": (
-        lambda m, x: m.head(m.inner(F.pad(m.one(seq(x)), (0, 0, 1, 0))).relu().mean(1)),
+        lambda m, x: m.head(m.inner(F.pad(m.one(tokens_of(x)), (0, 0, 1, 0))).relu().mean(1)),
         "padded before inner",
     ),
     "padding at some sizes": (
         lambda m, x: m.head(
-            m.inner(F.pad(y := m.one(seq(x)), (0, 0, 0, y.shape[1] % 4))).relu().mean(1)
+            m.inner(F.pad(y := m.one(tokens_of(x)), (0, 0, 0, y.shape[1] % 4))).relu().mean(1)
         ),
         "padded",
     ),
     "something else is joined on": (
-        lambda m, x: m.head(m.inner(torch.cat([m.one(y := seq(x)), y], 1)).relu().mean(1)),
+        lambda m, x: m.head(m.inner(torch.cat([m.one(y := tokens_of(x)), y], 1)).relu().mean(1)),
         "cat reads it",
     ),
     "called elsewhere": (
-        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(y)).mean(1)),
+        lambda m, x: m.head((m.inner(m.one(y := tokens_of(x))) * m.inner(y)).mean(1)),
         "inner is called elsewhere too",
     ),
     "two norms, one layer": (
-        lambda m, x: m.head((m.inner(m.one(y := seq(x))) * m.inner(m.two(y))).mean(1)),
+        lambda m, x: m.head((m.inner(m.one(y := tokens_of(x))) * m.inner(m.two(y))).mean(1)),
         "inner is called elsewhere",
     ),
     "over the tokens": (
-        lambda m, x: m.head(m.tokens(m.one(seq(x)).transpose(1, 2)).relu().mean(2)),
+        lambda m, x: m.head(m.tokens(m.one(tokens_of(x)).transpose(1, 2)).relu().mean(2)),
         "the inputs of tokens are not",
     ),
     "tokens as channels": (
-        lambda m, x: m.head(m.row(m.one(seq(x))[:, :1].expand(-1, 6, -1)).mean(1)),
+        lambda m, x: m.head(m.row(m.one(tokens_of(x))[:, :1].expand(-1, 6, -1)).mean(1)),
         "the inputs of row are not its",
     ),
     "samples as channels": (
-        lambda m, x: m.head(m.few(m.one(seq(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)),
+        lambda m, x: m.head(
+            m.few(m.one(tokens_of(x)).transpose(1, 2)[:1].expand(2, -1, -1)).mean(2)
+        ),
         "of few are not its",
     ),
     "the classifier": (
-        lambda m, x: m.head(m.one(seq(x)).mean(1)),
+        lambda m, x: m.head(m.one(tokens_of(x)).mean(1)),
         "the features that head reads would change",
     ),
     "it is returned": (
-        lambda m, x: (m.head(m.inner(y := m.one(seq(x))).relu().mean(1)), y),
+        lambda m, x: (m.head(m.inner(y := m.one(tokens_of(x))).relu().mean(1)), y),
         "the model returns it",
     ),
     "its weight is read": (
-        lambda m, x: m.head(m.inner(m.one(seq(x))).relu().mean(1)) * m.one.weight.sum(),
+        lambda m, x: m.head(m.inner(m.one(tokens_of(x))).relu().mean(1)) * m.one.weight.sum(),
         r"one.weight is read",
     ),
     "an activation of its own": (
@@ -253,11 +259,11 @@ STAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "forward of its own",
     ),
     "float32": (
-        lambda m, x: m.head(m.inner(m.single(seq(x))).relu().mean(1)),
+        lambda m, x: m.head(m.inner(m.single(tokens_of(x))).relu().mean(1)),
         "computes in float32",
     ),
     "tokens and channels": (
-        lambda m, x: m.head(m.inner(m.plane(seq(x))).relu().mean(1)),
+        lambda m, x: m.head(m.inner(m.plane(tokens_of(x))).relu().mean(1)),
         "normalizes more than the channels",
     ),
 }
@@ -272,8 +278,8 @@ def net(body: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
 def test_moves_to(name: str) -> None:
     body, readers = MOVES[name]
     model, x = net(body)
-    result, verdicts = folded(model)
-    assert list(map(str, verdicts.values())) == [
+    result, outcomes = folded(model)
+    assert list(map(str, outcomes.values())) == [
         f"its scale and shift move to {', '.join(readers)}"
     ]
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
@@ -286,9 +292,9 @@ def test_stays_because(name: str) -> None:
     planned, builder = step(model, "folded")
     assert planned.edits == ()
     assert builder.refusals == {}
-    for verdict in map(str, builder.outcomes.values()):
-        assert verdict.startswith("stays with its scale and shift: ")
-        assert why in verdict
+    for outcome in map(str, builder.outcomes.values()):
+        assert outcome.startswith("stays with its scale and shift: ")
+        assert why in outcome
     assert builder.outcomes
 
 
@@ -302,17 +308,18 @@ def test_a_wrong_take_is_noticed() -> None:
     """Shift without scale is not the same."""
     model, x = net(MOVES["a linear layer"][0])
     planned, _ = step(model, "folded")
-    edits = tuple(
-        replace(e, takes=(Absorption(AbsorbMode.BEFORE_SHIFT),)) if e.reads else e
-        for e in planned.edits
-    )
-    assert distance(run(model, x), run(applying.apply_step(model, Step("", {}, edits)), x)) > 1e-3
+    edits = list(planned.edits)
+    for position, edit in enumerate(edits):
+        if edit.reads:
+            edits[position] = replace(edit, takes=(Absorption(AbsorbMode.BEFORE_SHIFT),))
+
+    wrong = applying.apply_step(model, Step("", {}, tuple(edits)))
+
+    assert distance(run(model, x), run(wrong, x)) > 1e-3
 
 
 class Sideways(nn.LayerNorm):
-    """Over the second dimension, by a forward of its own, as torchvision's and transformers'
-    ConvNeXt.
-    """
+    """Normalizes the second dimension by a forward of its own, as torchvision's ConvNeXt does."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -328,9 +335,8 @@ def test_a_forward_that_nobody_has_read_is_measured(
     kind: type[nn.LayerNorm], dim: int | None
 ) -> None:
     assert channel_norm.channel_dim(kind(6)) == dim
-    assert (
-        channel_norm.channel_dim(kind(4096)) == dim
-    )  # on few places: a square of 4,096 would take 400 GB
+    # It is measured on few positions: a square of 4,096 would take 400 GB.
+    assert channel_norm.channel_dim(kind(4096)) == dim
 
 
 def test_a_measured_norm_folds() -> None:
@@ -342,9 +348,9 @@ def test_a_measured_norm_folds() -> None:
     for parameter in model[1].parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
-    result, verdicts = folded(model)
+    result, outcomes = folded(model)
 
-    assert list(map(str, verdicts.values())) == ["its scale and shift move to 2"]
+    assert list(map(str, outcomes.values())) == ["its scale and shift move to 2"]
     assert list(result[1].parameters()) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
 

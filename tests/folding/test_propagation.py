@@ -1,5 +1,6 @@
-"""Norms behind reshapes, average pools and concatenations: folded where the channels are surely the
-layer's outputs.
+"""Norms behind reshapes, average pools and concatenations.
+
+They fold where their channels are surely the layer's outputs.
 """
 
 import re
@@ -170,9 +171,8 @@ def test_folds(name: str) -> None:
     body, parts, into = FOLDS[name]
     model, x = made(body, parts)
     planned, builder = step(model, "folded")
-    assert {path: str(said) for path, said in builder.outcomes.items()} == {
-        "bn": f"folds into {into}"
-    }
+    assert list(builder.outcomes) == ["bn"]
+    assert str(builder.outcomes["bn"]) == f"folds into {into}"
     result = applying.apply_step(model, planned)
     assert batchnorms(result) == []
     assert distance(run(model, x), run(result, x)) < 1e-13
@@ -183,21 +183,21 @@ def test_stays(name: str) -> None:
     body, parts, why = STAYS[name]
     model, x = made(body, parts)
     planned, builder = step(model, "folded")
-    assert re.search(f"^keeps scale and shift: .*{why}", str(builder.outcomes["bn"])), (
-        builder.outcomes["bn"]
-    )
+    outcome = str(builder.outcomes["bn"])
+    assert re.search(f"^keeps scale and shift: .*{why}", outcome), outcome
     assert distance(run(model, x), run(applying.apply_step(model, planned), x)) < 1e-13
 
 
 def test_one_part_taken_for_the_other_is_noticed() -> None:
     model, x = made(*FOLDS["two convolutions joined"][:2])
     planned, _ = step(model, "folded")
-    wrong = tuple(
-        replace(e, takes=(Absorption(AbsorbMode.AFTER, (C - 1, C + 2)),)) if e.path == "b" else e
-        for e in planned.edits
-    )
-    harmed = applying.apply_step(model, Step("", {}, wrong))
-    assert distance(run(model, x), run(harmed, x)) > 1e-3
+    edits = {edit.path: edit for edit in planned.edits}
+    shifted_range = Absorption(AbsorbMode.AFTER, (C - 1, C + 2))
+    edits["b"] = replace(edits["b"], takes=(shifted_range,))
+
+    wrong = applying.apply_step(model, Step("", {}, tuple(edits.values())))
+
+    assert distance(run(model, x), run(wrong, x)) > 1e-3
 
 
 @pytest.mark.parametrize(

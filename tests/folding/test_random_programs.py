@@ -1,6 +1,4 @@
-"""Random programs: whatever a small CNN shares, forks, adds or overwrites, folding keeps its
-function.
-"""
+"""Random programs: folding keeps the function of any small CNN that shares, forks or overwrites."""
 
 import functools
 import operator
@@ -51,8 +49,10 @@ Instruction = tuple[str, Any, int, int]
 
 
 class Program(nn.Module):
-    """Runs instructions (kind, which, a, b) on a list of values; a and b count back from the newest
-    value.
+    """Runs instructions (kind, name, first, second) on a list of values.
+
+    `name` says which module or function of that kind; `first` and `second` say which values it
+    reads, counted back from the newest. The last `outputs` values are returned.
     """
 
     def __init__(self, code: list[Instruction], outputs: int) -> None:
@@ -69,19 +69,19 @@ class Program(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
-        for kind, which, a, b in self.code:
-            one = values[-1 - a % len(values)]
-            two = values[-1 - b % len(values)]
+        for kind, name, first, second in self.code:
+            value = values[-1 - first % len(values)]
+            other = values[-1 - second % len(values)]
             if kind == "conv":
-                new = self.convs[which](one)
+                new = self.convs[name](value)
             elif kind == "norm":
-                new = self.norms[which](one)
+                new = self.norms[name](value)
             elif kind == "module":
-                new = getattr(self, which)(one)
+                new = getattr(self, name)(value)
             elif kind == "function":
-                new = FUNCTIONS[which](one)
+                new = FUNCTIONS[name](value)
             else:
-                new = SUMS[which](one, two)
+                new = SUMS[name](value, other)
 
             values.append(new)
 
@@ -89,10 +89,11 @@ class Program(nn.Module):
 
 
 def instructions() -> st.SearchStrategy[Instruction]:
-    recent = st.integers(0, 5).map(lambda n: max(0, n - 2))  # mostly the newest value
+    # Mostly the newest value.
+    recent = st.integers(0, 5).map(lambda back: max(0, back - 2))
 
-    def kind(name: str, which: Any) -> st.SearchStrategy[Instruction]:
-        return st.tuples(st.just(name), st.sampled_from(which), recent, recent)
+    def kind(name: str, names: Any) -> st.SearchStrategy[Instruction]:
+        return st.tuples(st.just(name), st.sampled_from(names), recent, recent)
 
     return st.one_of(
         kind("conv", range(len(CONVS))),
@@ -123,22 +124,17 @@ def test_folding_is_exact(program: Program, seed: int) -> None:
     assert not builder.refusals
     result = applying.apply_step(model, planned)
     assert distance(reference, run(result, x.clone())) <= 1e-10
-    assert batchnorms(result) == [
-        path for path, why in builder.outcomes.items() if why == NEVER_CALLED
-    ]
+    uncalled = [path for path, outcome in builder.outcomes.items() if outcome == NEVER_CALLED]
+    assert batchnorms(result) == uncalled
 
 
-NAMED_TWICE: list[Instruction] = [
-    ("sum", "+=", 0, 2),
-    ("sum", "+", 0, 2),
-]  # y += x, and then read as it was called before
+# y += x, and then y is read under the name from before.
+NAMED_TWICE: list[Instruction] = [("sum", "+=", 0, 2), ("sum", "+", 0, 2)]
 
 
 @pytest.mark.parametrize("layer", ["act", "identity", "drop"])
 def test_a_layer_between_two_names_is_refused(layer: str) -> None:
-    """It passes on the memory it reads; a scalar there would part what is written from what is
-    read.
-    """
+    """It passes on the memory that it reads, and a scalar in its place would make a copy."""
     torch.manual_seed(0)
     model, _ = prepared(Program([("conv", 0, 0, 0), ("module", layer, 0, 0), *NAMED_TWICE], 1), 0)
     _, builder = step(model, "skipinit")
@@ -150,9 +146,7 @@ def test_a_layer_between_two_names_is_refused(layer: str) -> None:
 
 @pytest.mark.parametrize(("named", "refused"), [(3, True), (2, False)], ids=["before", "after"])
 def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> None:
-    """Where a later layer reads its result under the name from before, a scalar behind it would not
-    reach that.
-    """
+    """A later layer may read its result under the name from before; no scalar comes after that."""
     code: list[Instruction] = [
         ("norm", 0, 0, 0),
         ("conv", 1, 0, 0),
@@ -167,10 +161,8 @@ def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> No
     assert bool(builder.refusals) == refused
 
     if not refused:
-        assert (
-            distance(run(model, x.clone()), run(applying.apply_step(model, planned), x.clone()))
-            <= 1e-10
-        )
+        result = applying.apply_step(model, planned)
+        assert distance(run(model, x.clone()), run(result, x.clone())) <= 1e-10
 
 
 @settings(max_examples=100)

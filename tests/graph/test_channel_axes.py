@@ -1,4 +1,4 @@
-"""Where the channels of a convolution are after a step, against what changes when one of them does."""
+"""Where a convolution's channels are after a step, against what changes with one of them."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,11 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
 from normswap.graph.tracing import inputs
 
-WIDE = 6  # channels; the places are 8 by 8, in two samples
+# The number of channels; maps are 8 by 8, in two samples.
+WIDE = 6
 
 Step = Callable[[Tensor], Tensor]
-# what is done to (N, C, H, W), and whether the channels are followed
+# A step on maps (N, C, H, W), and whether the channels are followed through it.
 STEPS: dict[str, tuple[Step, bool]] = {
     "nothing": (lambda y: y, True),
     "tokens": (lambda y: y.flatten(2).transpose(1, 2), True),
@@ -65,7 +66,10 @@ STEPS: dict[str, tuple[Step, bool]] = {
 
 
 def moved(step: Step) -> tuple[int | None, bool]:
-    """The dimension in which every channel is by itself, and whether each element belongs to one."""
+    """The dimension that holds the channels alone, and whether each element belongs to a channel.
+
+    One channel after the other is changed: the elements that change belong to it.
+    """
     y = torch.rand(2, WIDE, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     changed = []
     for channel in range(WIDE):
@@ -73,15 +77,20 @@ def moved(step: Step) -> tuple[int | None, bool]:
         other[:, channel] += 1
         changed.append(step(other) != step(y))
 
-    where = torch.stack(changed)
-    alone = None
+    alone: int | None = None
     for dim, size in enumerate(changed[0].shape):
-        if size == WIDE and all(
-            not part.movedim(dim, 0)[torch.arange(WIDE) != i].any() for i, part in enumerate(where)
-        ):
+        if size == WIDE and _is_diagonal([part.movedim(dim, 0) for part in changed]):
             alone = dim
 
-    return alone, bool(where.any(0).all())
+    return alone, bool(torch.stack(changed).any(0).all())
+
+
+def _is_diagonal(changed: list[Tensor]) -> bool:
+    """Whether a change of channel i changes nothing but row i."""
+    for channel, part in enumerate(changed):
+        if part[torch.arange(WIDE) != channel].any():
+            return False
+    return True
 
 
 @pytest.mark.parametrize("name", STEPS)

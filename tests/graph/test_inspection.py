@@ -38,6 +38,7 @@ def up(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2.0)
 
 
+# A forward, the modules that it calls, and (path, skip, tail) of each block.
 SHAPES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str, str | None]]]] = {
     "in the root": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), ONE, [("", "identity", "bn")]),
     "two in one module": (
@@ -137,7 +138,7 @@ def test_shapes_of_blocks(name: str) -> None:
         assert [(block.path, block.skip, block.tail) for block in found] == expected
 
 
-# what carries the signal to the last operation: its only input; of a gate, x * g(x), x
+# The node that carries the signal to the last operation: its only input, or x of a gate x g(x).
 CARRIERS: dict[str, tuple[Any, str | None]] = {
     "one input": (lambda m, x: F.relu(m.conv(x)), "conv"),
     "a gate": (lambda m, x: (y := m.conv(x)) * m.conv2(y).sigmoid(), "conv"),
@@ -154,7 +155,7 @@ def test_what_carries_the_signal(name: str) -> None:
     traced = inspect(net(body, conv=conv, conv2=conv)()).traced
     (last,) = inputs(traced.nodes[-1])
     found = traced.main_input(last)
-    assert (None if found is None else str(found.target)) == carrier
+    assert getattr(found, "target", None) == carrier
 
 
 def test_a_branch_that_ends_in_a_sum_has_no_last_norm() -> None:
@@ -201,8 +202,9 @@ def test_a_shared_norm_counts_once_and_an_unused_one_last() -> None:
 
 @pytest.mark.parametrize("folder", ["normswap", "torch", "elsewhere"])
 def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
-    """The line is the model's own wherever it lies: a clone of this repository is called normswap,
-    too.
+    """The line is the model's own, wherever its file lies.
+
+    A clone of this repository is called normswap, too.
     """
     file = tmp_path / folder / "mine.py"
     file.parent.mkdir()
@@ -248,19 +250,17 @@ class Dirty(nn.Module):
 
 
 def state(model: nn.Module) -> str:
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        seen.update(
-            f"{name} {tensor.requires_grad} {id(tensor)}".encode()
-            + tensor.detach().numpy().tobytes()
-        )
+        digest.update(f"{name} {tensor.requires_grad} {id(tensor)}".encode())
+        digest.update(tensor.detach().numpy().tobytes())
 
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         hooks = [len(hook) for key, hook in vars(module).items() if key.endswith("_hooks")]
-        seen.update(f"{name} {id(module)} {sorted(own.items(), key=str)} {hooks}".encode())
+        digest.update(f"{name} {id(module)} {sorted(own.items(), key=str)} {hooks}".encode())
 
-    return seen.hexdigest()
+    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -294,7 +294,7 @@ def test_the_rate_of_a_head_is_the_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "features"),
+    ("name", "options", "features"),
     [
         ("resnet10t", {"num_classes": 0}, True),  # pooled, after an activation of a sum
         ("resnetv2_18", {"num_classes": 0}, True),  # pooled, after a norm
@@ -303,8 +303,8 @@ def test_the_rate_of_a_head_is_the_heads() -> None:
         ("deit_tiny_distilled_patch16_224", {"depth": 1, "num_classes": 0}, True),
     ],
 )
-def test_features_are_told_from_scores(name: str, how: dict[str, int], features: bool) -> None:
-    assert inspect(timm.create_model(name, **how).eval()).features is features
+def test_features_are_told_from_scores(name: str, options: dict[str, int], features: bool) -> None:
+    assert inspect(timm.create_model(name, **options).eval()).features is features
 
 
 def test_several_maps_of_scores_behind_a_bound_are_no_features() -> None:

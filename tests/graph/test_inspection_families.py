@@ -1,5 +1,7 @@
-"""What `inspect` says of fifteen networks, against figures worked out by hand (He et al. 2015; Kim
-et al. 2022), and of auxiliary heads, which only training runs.
+"""What `inspect` says of fifteen networks, against figures worked out by hand.
+
+The figures follow He et al. 2015 and Kim et al. 2022. The last tests are about auxiliary heads,
+which only training runs.
 """
 
 import copy
@@ -23,10 +25,18 @@ from normswap.surgery.network import Network
 
 @dataclass(frozen=True)
 class Row:
-    """What must be seen: norms by role; blocks by skip and order; for some norms, by path, their
-    role.
+    """What must be seen in a network.
 
-    ends: of every block, within it, its tail, its last norm and its gate.
+    Args:
+        arch: Its name in timm.
+        roles: The number of norms with each role.
+        blocks: The number of blocks with each skip and order.
+        stages: The paths of the stages, in order.
+        classifier: The path of the classifier.
+        norms: The role of some norms, by path.
+        kind: What the class of every norm is called, or begins with.
+        ends: The tail, the last norm and the gate of every block, as paths within it.
+        dropout: The path of the dropout before the classifier; None where it is not looked at.
     """
 
     arch: str
@@ -43,26 +53,39 @@ class Row:
         return self.arch
 
 
-# How the norms were counted, from the papers and timm's source, not from our output. `stem`: what
-# comes before the end of the first residual block and is in none; `head`: after the last; `down`:
-# on projection skips; `last`: one per block.  ResNets: basic blocks have 2 norms, bottlenecks 3;
-# stages of 2-2-2-2 and 3-4-6-3; the first block of a stage projects its skip, but for the first
-# stage of basic blocks. In v2 the first norm of a downsampling block feeds its projection: it
-# counts as `down`. RegNetY-200MF: 1 + 1 + 4 + 7 = 13 bottlenecks of 3 norms, the first of each
-# stage with a projection; stem 1. MobileNetV3-small x 0.5: 1 depthwise-separable, 10 inverted
-# residuals, 1 convolution: 1 + 2 + 30 + 1 = 34 norms. Residual: blocks.1.1, 2.1, 2.2, 3.0 (24
-# channels before and after, at half width), 3.1, 4.1, 4.2 = 7; before: 6. DLA-34: base and levels
-# 0, 1: 3. BasicBlocks 2 + 4 + 4 + 2 = 12, of which the first of each level has a projection (4); a
-# root for every pair: 6, the last of them after the last block. HRNet-W18-small (v1): stem 2;
-# layer1 one bottleneck; 2 BasicBlocks in each of 2 + 3 + 4 branches = 18; 4 incre bottlenecks: 23
-# blocks, the 5 bottlenecks with projections. Others in blocks: 5 * 2 + 18 = 28; transitions 2 + 1 +
-# 1; fusions, one per convolution up (1 + 3 + 6) and one per halving (1 + 4 + 10): 25; 3
-# downsamplings: 60; final_layer 1. Res2Net-50 14w 8s: 16 blocks of bn1, 7 bns, bn3. RepVGG-A0:
-# stem, 2 + 4 + 14 + 1 blocks of 2 norms; identity norms where shape is kept: 1 + 3 + 13 = 17 sums
-# that have an identity arm (whose norm is neither a projection's nor a branch's last). Before the
-# first of them 2 + 2; after: 2. ConvNeXt: 2 + 2 + 6 + 2 blocks of 1, stem 1, 3 downsamplings, head
-# 1. ViT-Ti: 12 * 2 + 1. Swin-T: patch_embed 1, 12 * 2, 3 mergings, 1. In all three two linear
-# layers follow the norms of the MLPs, so none is a branch's last.
+# How the norms were counted, from the papers and timm's source, not from our output.
+#
+# `stem`: before the end of the first residual block, and in no block; `head`: after the last block;
+# `down`: on projection skips; `last`: one per block.
+#
+# ResNets: basic blocks have 2 norms, bottlenecks 3; stages of 2-2-2-2 and 3-4-6-3; the first block
+# of a stage projects its skip, but for the first stage of basic blocks. In v2 the first norm of a
+# downsampling block feeds its projection: it counts as `down`.
+#
+# RegNetY-200MF: 1 + 1 + 4 + 7 = 13 bottlenecks of 3 norms, the first of each stage with a
+# projection; stem 1.
+#
+# MobileNetV3-small x 0.5: 1 depthwise-separable, 10 inverted residuals, 1 convolution: 1 + 2 + 30 +
+# 1 = 34 norms. Residual: blocks.1.1, 2.1, 2.2, 3.0 (24 channels before and after, at half width),
+# 3.1, 4.1, 4.2 = 7; before: 6.
+#
+# DLA-34: base and levels 0, 1: 3. BasicBlocks 2 + 4 + 4 + 2 = 12, of which the first of each level
+# has a projection (4); a root for every pair: 6, the last of them after the last block.
+#
+# HRNet-W18-small (v1): stem 2; layer1 one bottleneck; 2 BasicBlocks in each of 2 + 3 + 4 branches =
+# 18; 4 incre bottlenecks: 23 blocks, the 5 bottlenecks with projections. Others in blocks: 5 * 2 +
+# 18 = 28; transitions 2 + 1 + 1; fusions, one per convolution up (1 + 3 + 6) and one per halving (1
+# + 4 + 10): 25; 3 downsamplings: 60; final_layer 1.
+#
+# Res2Net-50 14w 8s: 16 blocks of bn1, 7 bns, bn3.
+#
+# RepVGG-A0: stem, 2 + 4 + 14 + 1 blocks of 2 norms; identity norms where shape is kept: 1 + 3 + 13
+# = 17 sums that have an identity arm (whose norm is neither a projection's nor a branch's last).
+# Before the first of them 2 + 2; after: 2.
+#
+# ConvNeXt: 2 + 2 + 6 + 2 blocks of 1, stem 1, 3 downsamplings, head 1. ViT-Ti: 12 * 2 + 1. Swin-T:
+# patch_embed 1, 12 * 2, 3 mergings, 1. In all three two linear layers follow the norms of the MLPs,
+# so none is a branch's last.
 LAYERS = "layer1 layer2 layer3 layer4"
 STAGES = "stages.0 stages.1 stages.2 stages.3"
 ROWS = [
@@ -233,19 +256,20 @@ def summary(seen: Anatomy) -> tuple[Counter[str], Counter[str], str]:
 
 
 def _tree(stage: str) -> str:
-    """DLA's blocks hang in a tree: `level3.tree1.tree2` is in `level3.tree1`, `level2.tree1` in
+    """The stage without the last level of a tree.
+
+    DLA's blocks hang in trees: `level3.tree1.tree2` is in `level3.tree1`, `level2.tree1` in
     `level2`.
     """
     return stage.rsplit(".tree", 1)[0]
 
 
 BOTTLENECKS = ("resnet50", "resnet50d", "ecaresnet50t")
+# Half as many channels; 64 come out of the stem.
 NARROWER: dict[str, dict[str, Any]] = {
-    "swin_tiny_patch4_window7_224": {"embed_dim": 24},
-    **{
-        name: {"channels": (32, 64, 128, 256)} for name in BOTTLENECKS
-    },  # half as many; 64 come out of the stem
+    name: {"channels": (32, 64, 128, 256)} for name in BOTTLENECKS
 }
+NARROWER["swin_tiny_patch4_window7_224"] = {"embed_dim": 24}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -270,9 +294,8 @@ def test_anatomy_of(row: Row) -> None:
         tail, last, gate = row.ends or (block.tail and block.tail[len(path) + 1 :], None, None)
         assert block.tail == f"{path}.{tail}"
         assert last is None or block.last == f"{path}.{last}"
-        assert block.gate == (gate and f"{path}.{gate}"), (
-            "squeeze-excite is in the middle, and LayerScale no gate"
-        )
+        # Squeeze-and-excitation may stand in the middle, and LayerScale is no gate.
+        assert block.gate == (gate and f"{path}.{gate}")
         assert row.ends is None or block.drop_path is None
 
 
@@ -392,6 +415,6 @@ def test_googlenet() -> None:
     with torch.no_grad(), with_heads(done.model):
         found = done.model(example)
     for name in expected._fields:
-        one = getattr(expected, name).double()
-        two = getattr(found, name).double()
-        assert (one - two).norm() <= 1e-4 * one.norm(), name
+        reference = getattr(expected, name).double()
+        error = (reference - getattr(found, name).double()).norm()
+        assert error <= 1e-4 * reference.norm(), name

@@ -1,5 +1,6 @@
-"""What a record must not hide: branches, views, values that leave, calls by the back door; always
-exact, or refused.
+"""What a record must not hide: branches, views, values that leave, calls by the back door.
+
+Each network is folded exactly, or refused.
 """
 
 import re
@@ -127,7 +128,7 @@ CASES = [
         "branch on the size, elsewhere", net(_by_size_elsewhere, **TWO), {"bn": BACK, "bn2": BACK}
     ),
     Case(
-        "branch on the size, told by where a function is called",
+        "branch on the size, numbered by where a function is called",
         net(
             _by_size_in_parts,
             one=net(lambda m, x: F.avg_pool2d(m.conv(x), 2), conv=conv),
@@ -171,12 +172,11 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
     planned, builder = step(model, "folded")
     for path, pattern in case.expect.items():
-        said = (
-            builder.refusals.pop(path)
-            if pattern.startswith(REFUSED)
-            else str(builder.outcomes[path])
-        )
-        assert re.search(pattern.removeprefix(REFUSED), said), said
+        if pattern.startswith(REFUSED):
+            sentence = builder.refusals.pop(path)
+        else:
+            sentence = str(builder.outcomes[path])
+        assert re.search(pattern.removeprefix(REFUSED), sentence), sentence
 
     assert builder.refusals == {}
 
@@ -196,7 +196,7 @@ def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
     """It returns the tensor that it was given: who reads that elsewhere reads what made it."""
     model = net(lambda m, x: m.passing(y := m.conv(x)) + m.bn(y), **ONE, passing=passing)().eval()
     graph = inspection.inspect(model, torch.randn(2, C, 7, 7)).traced.graph
-    reads = {str(node.target): [str(one) for one in node.all_input_nodes] for node in graph.nodes}
+    reads = {str(node.target): list(map(str, node.all_input_nodes)) for node in graph.nodes}
     assert reads["bn"] == ["conv"]
     assert reads["passing"] == ["conv"]
 
@@ -229,7 +229,7 @@ def test_rearranging_by_name() -> None:
 
 
 class Odd(nn.Module):
-    """Cannot be copied, keeps tensors with a history, and has another use for the name `modules`."""
+    """Cannot be copied, keeps tensors with a history, and uses the name `modules` otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,9 @@ def test_what_cannot_be_copied_is_converted_and_keeps_no_trace() -> None:
     inspection.inspect(model)
     assert set(model.kept) == {"weight", "lock"}
     done: Any = normswap.convert(model, "folded", inputs=x)
-    assert {path: str(said) for path, said in done.outcomes.items()} == {"bn": "folds into conv"}
+    assert {path: str(outcome) for path, outcome in done.outcomes.items()} == {
+        "bn": "folds into conv"
+    }
     assert done.model.conv is done.model.modules[0]
     assert distance(run(model, x), run(done.model, x)) <= EXACT
 
@@ -324,14 +326,14 @@ def test_what_is_cast_to_less_is_neither_rounded_nor_shared(
 
 
 def _reuses(m: Any, x: Tensor) -> Tensor:
-    """What is made after a tensor that was written to is gone may get the memory of that."""
+    """Write to a tensor and delete it, so that the next one may get its memory."""
     y = m.conv(x)
-    for place in range(16):
+    for position in range(16):
         written = y * 2
         written.add_(1)
         del written
         table = torch.zeros(16)
-        table[place] = 1
+        table[position] = 1
         y = y * table.sum()
     return y
 
@@ -422,11 +424,10 @@ def test_frozen_norms_that_do_not_name_their_eps_become_norms_that_do(to: str) -
     assert not any(isinstance(module, Frozen) for module in done.model.modules())
 
     if to != "affine":
-        assert 1e-3 in {
-            getattr(module, name, None)
-            for module in done.model.modules()
-            for name in ("eps", "norm_eps")
-        }
+        modules = list(done.model.modules())
+        named_eps = {getattr(module, "eps", None) for module in modules}
+        named_eps |= {getattr(module, "norm_eps", None) for module in modules}
+        assert 1e-3 in named_eps
 
 
 def test_a_tensor_of_another_length_is_no_norms() -> None:
@@ -442,10 +443,9 @@ def test_what_only_looks_like_a_norm_is_refused(twist: Any) -> None:
     norm = Frozen(twist)
     assert affine.is_batchnorm(norm)
     assert known_norms.measured_eps(norm) is None
-    assert (
-        "not that of a BatchNorm"
-        in step(nn.Sequential(conv(), norm).double(), "folded")[1].refusals["1"]
-    )
+
+    _, builder = step(nn.Sequential(conv(), norm).double(), "folded")
+    assert "not that of a BatchNorm" in builder.refusals["1"]
 
 
 class Recurrent(nn.Module):
@@ -469,10 +469,8 @@ def test_results_in_results_are_fetched_step_by_step() -> None:
     x = torch.randn(3, 7, 6, dtype=torch.float64)
     traced = recording.record(model, x)
     graph = fx.Graph()
-    graph.output(
-        graph.graph_copy(traced.graph, {})
-        or next(n for n in reversed(graph.nodes) if n.op != "output")
-    )
+    result = graph.graph_copy(traced.graph, {})
+    graph.output(result or next(node for node in reversed(graph.nodes) if node.op != "output"))
 
     assert torch.equal(fx.GraphModule(model, graph)(x), run(model, x))
 
@@ -527,8 +525,8 @@ class Operation(nn.Module):
         return self.operation(x, y)
 
 
-def told(graph: fx.Graph) -> list[tuple[str, Any, str, str]]:
-    """Every node but inputs and output, with the names of what it takes as numbers in their order."""
+def numbered(graph: fx.Graph) -> list[tuple[str, Any, str, str]]:
+    """(kind, target, args, kwargs) of every node but inputs and output; nodes are numbered."""
     nodes = list(graph.nodes)
     numbers = {node: f"#{i}" for i, node in enumerate(nodes)}
     found = []
@@ -544,4 +542,6 @@ def test_as_the_symbolic_trace(name: str) -> None:
     module = Operation(OPERATIONS[name])
     x = torch.randn(2, 2, 3, 3)
     y = torch.randn(2, 2, 3, 3)
-    assert told(recording.record(module, (x, y)).graph) == told(fx.symbolic_trace(module).graph)
+    assert numbered(recording.record(module, (x, y)).graph) == numbered(
+        fx.symbolic_trace(module).graph
+    )
