@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import logging
 import shlex
+import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,32 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError) and "\\n" in message:
         message = str(error.args[0])
     return next(iter(message.strip().splitlines()), type(error).__name__)
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""Return the text with each character that is no visible one as its escape: `\x1b`, `\u202e`.
+
+    The name of a file or a layer, a key of a record and the message of an error may hold anything:
+    a sequence that a terminal obeys, a mark that turns the order of the letters around, a line
+    break that begins another line.
+
+    Args:
+        text: A text that others may have written.
+        lines: Whether line breaks and tabs stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_visible(character, lines=lines) for character in text)
+
+
+def _visible(character: str, *, lines: bool) -> str:
+    """Return a character, or its escape where it does not show."""
+    if character.isprintable() or (lines and character in "\n\t"):
+        return character
+    # A blank, such as a no-break space, moves nothing.
+    if unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 @contextmanager

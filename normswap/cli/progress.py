@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from normswap.cli.terminal import say_aside, styled
-from normswap.foreign_text import printable
+from normswap.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

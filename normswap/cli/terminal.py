@@ -1,8 +1,8 @@
 """Where text reaches the terminal.
 
 Every line that a command prints passes here, or is a `styled` text of rich's: what it quotes may be
-from files, names and errors of others (`foreign_text`). rich is imported inside functions: it takes
-a third of the time that `normswap --help` has.
+from files, names and errors of others (`errors.printable`). rich is imported inside functions: it
+takes a third of the time that `normswap --help` has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from normswap.foreign_text import printable
+from normswap.errors import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -68,6 +68,7 @@ def open_standard_streams() -> None:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
+
     # Python has left out the streams that were closed.
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)

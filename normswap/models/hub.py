@@ -19,8 +19,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from torch import nn
 
-from normswap.errors import SourceError, explained, first_line, quiet, spelled
-from normswap.foreign_text import printable
+from normswap.errors import SourceError, explained, first_line, printable, quiet, spelled
 from normswap.plan import Body
 
 # timm's record of the preprocessing, or a config.json.

@@ -13,7 +13,7 @@ from itertools import groupby
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from normswap.foreign_text import printable
+from normswap.errors import printable
 from normswap.reporting import figures
 from normswap.reporting.report import Facts
 from normswap.surgery.report import Report

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from huggingface_hub import EvalResult, ModelCardData
 
 from normswap import schemes
-from normswap.foreign_text import printable
+from normswap.errors import printable
 from normswap.models import kinds
 from normswap.plan import Step
 from normswap.provenance import Provenance

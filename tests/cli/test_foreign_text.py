@@ -21,8 +21,7 @@ from support.model_sources import small
 import normswap
 from normswap.cli import progress, tables, terminal
 from normswap.cli.app import main
-from normswap.errors import LeftBehindNote
-from normswap.foreign_text import printable
+from normswap.errors import LeftBehindNote, printable
 from normswap.plan import Arch, Plan, Step
 from normswap.provenance import Provenance
 from normswap.reporting import page

@@ -1,7 +1,7 @@
 """The rooms of the package, from the ground up."""
 
 ORDER = (
-    ("errors", "copying", "version", "shipped", "foreign_text"),
+    ("errors", "copying", "version", "shipped"),
     ("plan", "plugins"),
     ("provenance",),
     ("layers",),
