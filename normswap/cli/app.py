@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import TracebackType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -234,7 +234,14 @@ def _notes_on_stderr() -> Iterator[None]:
     """Print each note on what a killed run left behind, once."""
     printed: set[str] = set()
 
-    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         note = str(message)
         if issubclass(category, LeftBehindNote) and note not in printed:
             printed.add(note)

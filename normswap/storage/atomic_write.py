@@ -171,6 +171,7 @@ def _exchange(
     names = [new_file.name for new_file in new_files]
     removed: list[str] = []
     placed: list[str] = []
+
     try:
         for name in (*reversed(names), *obsolete):
             if os.path.lexists(folder / name):

@@ -98,7 +98,7 @@ def put_back(file: Path, *, removes: bool = False) -> None:
 
     Args:
         file: The file or directory.
-        removes: Whether the rest is removed. By default the note has the command that does so.
+        removes: Whether the rest is removed. By default the user is told the command that does so.
     """
     for folder in _abandoned(file):
         if not os.path.lexists(file) and _entries(_old(folder, file)):
@@ -108,7 +108,10 @@ def put_back(file: Path, *, removes: bool = False) -> None:
                 continue
             _tell(f"{file} was put back: a run that replaced it was killed")
 
-        if removes:
+        names = _entries(folder)
+        # A folder that does not say who made it may be somebody's.
+        is_ours = _OWNER in names or not names
+        if removes and is_ours:
             shutil.rmtree(folder, ignore_errors=True)
             _tell(f"removed {folder}, which a run that was killed had left behind")
         else:
@@ -144,10 +147,13 @@ def _is_claimed(folder: Path) -> bool:
         return True
     if sys.platform == "win32":
         return False
+
     try:
         opened = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
+
+    # Who gets the lock knows that the process which had it is dead.
     try:
         fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -202,12 +202,14 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
     """Send files in one commit, and return its address; OutputError where the hub refuses."""
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api = client.HfApi()
+
     try:
         with quiet():
             if private:
                 _check_not_public(api, repo)
             api.create_repo(repo, private=private, exist_ok=True)
             commit = api.create_commit(repo, operations, commit_message=message)
+    # What we have said ourselves is said already.
     except NormswapError:
         raise
     except client.errors.HFValidationError as error:
@@ -257,7 +259,9 @@ def _license_on_card(repo: str | None) -> str | None:
         return None
     # Whatever is wrong with the source's card or the way to it, the license is just not known.
     with suppress(Exception):
-        return client.ModelCard.load(hub.fetch(repo, (CARD,))).data.license
+        card = client.ModelCard.load(hub.fetch(repo, (CARD,)))
+        license: object = card.data.license
+        return license if isinstance(license, str) else None
     return None
 
 
@@ -268,6 +272,7 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
     """
     if arch is None or arch.builder != "timm":
         return None
+
     for more in ({}, *({"norm_layer": name} for name in _NORM_LAYERS)):
         kwargs = {**arch.kwargs, **more}
         try:

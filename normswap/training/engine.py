@@ -388,6 +388,7 @@ class TrainingRun:
         row: Row = dict.fromkeys(COLUMNS)
         epoch = at.update / self.task.per_epoch
         row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
+
         if began:
             rate = self._count * self.recipe.data.batch_size / at.seconds
             row.update(

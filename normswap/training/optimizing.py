@@ -284,6 +284,7 @@ class Objective:
         # The weight of the labels in the loss.
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing = recipe.train.smoothing
+
         augment = recipe.data.augment
         classes: int | None = getattr(model, "num_classes", None)
         self.mixup: Mixup | None = None

@@ -141,6 +141,7 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
     ended = [trial for trial in trials if trial.state != "running"]
     accuracies = [trial.top1 for trial in ended if trial.top1 is not None]
     scores = sorted(accuracies, reverse=True)[:best]
+
     return Line(
         lr=trials[0].lr,
         runs=len(ended),

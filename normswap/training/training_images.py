@@ -93,6 +93,7 @@ class Order(Sampler[list[tuple[int, int]]]):
         micro = self.share.micro(self.batch)
         per_epoch = self.count // self.batch
         ordered = -1
+
         for update in range(self.first, self.last):
             epoch, position = divmod(update, per_epoch)
             if epoch != ordered:
@@ -185,6 +186,7 @@ class TrainingImages:
         self.data = data
         self.seed = seed
         self.labelled = labelled
+
         images = datasets.open_images(
             model, self.place, "train", transform(model, data.augment), labelled=labelled
         )
@@ -192,6 +194,7 @@ class TrainingImages:
             raise SourceError(
                 f"{self.place} streams", "its images have no order that a run could resume in"
             )
+
         rows = datasets.drawn_rows(len(images), data.samples, seed)
         self.digest = _digest(images)
         self.notes = images.notes
@@ -312,6 +315,7 @@ def image_notes(
     if place != data.root:
         notes.append(f"training images of {place}, validation images of {validated}")
     notes += training.notes
+
     if checked is None:
         notes.append(
             "there are no validation images: top-1 is not measured, and best/ is the network with"

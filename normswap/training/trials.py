@@ -190,7 +190,9 @@ class Trials:
             self._trial(possible[0], usual, few)
         self.trials.clear()
 
-        entries = [(advice, usual * factor) for advice in possible for factor in _RATES]
+        entries: list[tuple[Advice, float]] = []
+        for advice in possible:
+            entries += [(advice, usual * factor) for factor in _RATES]
         rounds = max(2, math.ceil(math.log2(len(possible))))
         standings: list[TargetTrial] = []
         for number in range(rounds):

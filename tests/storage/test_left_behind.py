@@ -217,6 +217,18 @@ def test_somebody_elses_folder_is_no_left_one(name: str, tmp_path: Path) -> None
     assert (tmp_path / name).read_text() == "somebody's"
 
 
+def test_a_folder_that_does_not_say_who_made_it_is_named_and_stays(tmp_path: Path) -> None:
+    (tmp_path / ".net.abcdefgh").mkdir()
+    (tmp_path / ".net.abcdefgh" / "net.xml").write_text("half")
+    (tmp_path / ".net.abcdefgh" / "thesis.tex").write_text("years")
+
+    with notes() as told:
+        left_behind.put_back(tmp_path / "net.xml", removes=True)
+
+    assert (tmp_path / ".net.abcdefgh" / "thesis.tex").read_text() == "years"
+    assert [".net.abcdefgh" in note for note in told] == [True]
+
+
 @pytest.mark.parametrize("names", ['["..", "precious", "net.xml"]', '["a/b", 3, "net.xml"]', "{}"])
 def test_a_forged_folder_moves_nothing_of_others(names: str, tmp_path: Path) -> None:
     folder = tmp_path / ".net.abcdefgh"

@@ -45,7 +45,7 @@ def test_best_is_the_network_that_was_most_accurate(
     epoch: int,
     which: str,
 ) -> None:
-    """Its tensors are those that the network, or its average, had when that accuracy was measured."""
+    """Its tensors are what the network, or its average, had when that accuracy was measured."""
     calls: list[tuple[str, int, dict[str, Tensor]]] = []
 
     def made_up(model: Any, *_: Any) -> Evaluation:

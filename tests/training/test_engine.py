@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -67,25 +68,22 @@ def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch
     ]
 
     for update, whole in enumerate(alone):
-        parts = [own[update * accumulate + part] for own in shares for part in range(accumulate)]
-        assert sorted(at for part in parts for at in part) == sorted(whole)
+        parts: list[list[tuple[int, int]]] = []
+        for own in shares:
+            parts += own[update * accumulate : (update + 1) * accumulate]
+        assert sorted(itertools.chain(*parts)) == sorted(whole)
 
-        mirror = dict(
-            zip(whole, reversed(whole), strict=True)
-        )  # the partners of mixup stay together
+        # The partners of mixup stay together.
         size = batch // world // accumulate
-
-        assert size % 2 or all(
-            mirror[at] == other
-            for part in parts
-            for at, other in zip(part, part[::-1], strict=True)
-        )
+        partner = dict(zip(whole, reversed(whole), strict=True))
+        for part in parts:
+            assert size % 2 or [partner[image] for image in part] == part[::-1]
 
 
 def test_an_epoch_has_each_image_once_and_the_next_has_another_order() -> None:
     epochs = [order(3 * epoch, 3 * epoch + 3) for epoch in range(2)]
     for number, epoch in enumerate(epochs):
-        seen = [at for batch in epoch for at in batch]
+        seen = list(itertools.chain(*epoch))
         assert {which for which, _ in seen} == {number}
         assert len({index for _, index in seen}) == 24
     assert [index for _, index in epochs[0][0]] != [index for _, index in epochs[1][0]]

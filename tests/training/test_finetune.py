@@ -53,7 +53,7 @@ def write(file: Path, **parts: Any) -> Path:
 def test_any_network_learns_again_from_its_source(
     answer: str, images: Path, tmp_path: Path
 ) -> None:
-    """On other images of the kind, it ends at most two thirds as far from the source as it began."""
+    """On other images of the kind, it ends at most two thirds as far from the source as before."""
     answers: dict[str, Any] = {"maps": lambda y: {"out": y}, "features": lambda y: y.mean((2, 3))}
     answers["two outputs"] = lambda y: (y, y.sigmoid()[:, :1])
     answers["two heads"] = lambda y: {"policy": y.mean((2, 3)), "value": y.amax((1, 2, 3))}

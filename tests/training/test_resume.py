@@ -65,8 +65,11 @@ def busy() -> nn.Module:
 
 
 def same(one: Path, two: Path) -> bool:
-    pairs = [(weights(one / name), weights(two / name)) for name in ("best", "last")]
-    return all(torch.equal(tensor, b[key]) for a, b in pairs for key, tensor in a.items())
+    for name in ("best", "last"):
+        other = weights(two / name)
+        if not all(torch.equal(tensor, other[key]) for key, tensor in weights(one / name).items()):
+            return False
+    return True
 
 
 def table(out: Path) -> list[list[str]]:

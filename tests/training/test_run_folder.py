@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import warnings
@@ -114,6 +115,8 @@ def test_a_killed_run_is_continued_with_what_it_had_moved_aside(
         train(network(), recipe(images, **SHORT), out, progress=stop)
     old = out / "best" / ".model.abcdefgh" / "old"
     old.mkdir(parents=True)
+    names = ["config.json", "README.md", "model.safetensors"]
+    (old.parent / ".normswap").write_text(json.dumps(names))
     before = (out / "best" / "model.safetensors").read_bytes()
     (out / "best" / "model.safetensors").rename(old / "model.safetensors")
     (out / "best" / "config.json").rename(old / "config.json")
@@ -296,7 +299,7 @@ def plan_of(images: Path) -> Recipe:
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
+    found: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
+    return found

@@ -1,6 +1,7 @@
 """Sweeps: grids, the best k of n, several workers, workers that die, runs that diverge."""
 
 import csv
+import itertools
 import shutil
 import sqlite3
 import statistics
@@ -29,7 +30,7 @@ NETWORK = {"model": "resnet18", "weights": "random"}
 
 
 def grid(lrs: list[float], seeds: int) -> list[Point]:
-    return [(lr, seed) for lr in lrs for seed in range(seeds)]
+    return list(itertools.product(lrs, range(seeds)))
 
 
 GRID = grid([0.25, 0.5, 1.0], 2)
@@ -81,7 +82,11 @@ def test_grids_that_make_no_sense(text: str) -> None:
 
 
 def trials(lr: float, *top1: float | None) -> list[Trial]:
-    return [Trial(lr, seed, "diverged" if v is None else "done", v) for seed, v in enumerate(top1)]
+    found = []
+    for seed, accuracy in enumerate(top1):
+        state = "diverged" if accuracy is None else "done"
+        found.append(Trial(lr, seed, state, accuracy))
+    return found
 
 
 def test_mean_and_deviation_of_the_best() -> None:
