@@ -57,12 +57,8 @@ def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Ite
 def _check_images(example: Example, index: int) -> None:
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
-    if (
-        not tensors
-        or not (floats or example.kwargs)
-        or (not example.listed and example.images.ndim < 2)
-    ):
-        remedy = "Give them as the network takes them: floating-point (N, C, H, W), normalized"
+    if not tensors or (not example.listed and example.images.ndim < 2):
+        remedy = "Give them as the network takes them, for instance (N, C, H, W), normalized"
         types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors})) or "none"
         raise SourceError(
             f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy
@@ -80,11 +76,20 @@ def run(
     try:
         return example.call(model)
     except Exception as error:
-        raise misfit(error, what) from None
+        raise misfit(error, what, example) from None
 
 
-def misfit(error: Exception, what: str) -> NormswapError:
+def misfit(error: Exception, what: str, example: Example) -> NormswapError:
     """The error for what a network raises on a batch; an error of normswap's stays as it is."""
     if isinstance(error, NormswapError):
         return error
-    return SourceError(what, first_line(error))
+    return SourceError(what, first_line(error), remedy_for(example))
+
+
+def remedy_for(example: Example) -> str:
+    """How to give images that a network does not take; empty for floating-point ones."""
+    tensors = example.tensors()
+    if any(tensor.is_floating_point() for tensor in tensors):
+        return ""
+    types = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return f"They are {types}. Give them as the network takes them: floating-point, normalized"

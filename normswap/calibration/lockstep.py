@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from normswap.calibration.checked_batches import checked, misfit, parts, run
+from normswap.calibration.checked_batches import checked, misfit, parts, remedy_for, run
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
@@ -111,14 +111,18 @@ class Lockstep:
             self.interpreters = [Interpreter(model, first) for model in models]
         except TraceError as error:
             raise SourceError(
-                "the calibration images do not fit the network", error.why or error.what
+                "the calibration images do not fit the network",
+                error.why or error.what,
+                remedy_for(first),
             ) from None
+        # A forward that fixes its number of images runs on the whole batch only.
+        whole = not all(_takes_one(model, first) for model in models)
         for model in models:
-            run(model, first.first(1).map(torch.clone))
+            run(model, (first if whole else first.first(1)).map(torch.clone))
         self.device = first.images.device
         self.reached = [0] * len(models)
         for batch in itertools.chain([first], examples):
-            for example in parts(batch, self.device):
+            for example in [batch] if whole else parts(batch, self.device):
                 self._store(example)
                 if self.images < mirrored and example.mirrors:
                     self._store(example.map(lambda images: images.flip(-1)))
@@ -157,9 +161,8 @@ class Lockstep:
                 ):
                     interpreter.run(values, begin, end)
             except Exception as error:
-                raise misfit(
-                    error, "these images take another way through the network than the first"
-                ) from None
+                what = "these images take another way through the network than the first"
+                raise misfit(error, what, self.first) from None
             for values, before in zip(batch, stored, strict=True):
                 finite += _finite(values[name] for name in values.keys() - before.keys())
             yield batch
@@ -220,3 +223,13 @@ def _finite(values: Iterable[object]) -> Iterator[Tensor]:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             least, most = value.aminmax()
             yield least.isfinite() & most.isfinite()
+
+
+def _takes_one(model: nn.Module, batch: Example) -> bool:
+    """Whether the network runs on the first image of a batch alone."""
+    # A user's forward may raise anything.
+    try:
+        batch.first(1).map(torch.clone).call(model)
+    except Exception:
+        return False
+    return True

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from normswap.errors import OptionError, SourceError, explained, spelled
 from normswap.layers import affine
-from normswap.models.calling import Example
+from normswap.models.calling import Example, anchor
 from normswap.models.modes import Progress, hooked, undisturbed
 
 # So many images are made, and so many at a time.
@@ -72,7 +72,7 @@ def make(
         raise OptionError(
             "synthetic images cannot be made", "the network takes more than images, or none", remedy
         )
-    like = next(p for p in model.parameters() if p.is_floating_point())
+    like = anchor(model)
     batches: list[Tensor] = []
     total = COUNT // BATCH
     for i in range(total):

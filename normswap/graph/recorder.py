@@ -13,7 +13,7 @@ both. A tensor of unknown origin must be a constant.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -458,13 +458,20 @@ def _written_since(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
 
 
 class Widening(TorchFunctionMode):
-    """Makes a float64 network's forward create float64 tensors in place of narrower ones."""
+    """For a network in float64: its forward computes with floating-point tensors of float64 only.
+
+    Tensors that forward makes in float32 or less are made in float64. A tensor that the network
+    keeps as a plain attribute is widened where an operation uses it beside one in float64.
+    """
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name not in _CASTS and "out" not in kwargs:
+            args, kwargs = _widened(name, args, kwargs)
+        result = func(*args, **kwargs)
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
 
@@ -472,6 +479,41 @@ class Widening(TorchFunctionMode):
         if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return args[0].to(result.device, torch.float64, copy=True)
         return result.double()
+
+
+def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments of a function, those in float32 or less in float64 if another one is float64.
+
+    The first argument of a function that writes into it stays as it is.
+    """
+    dtypes = set(_dtypes((*args, *kwargs.values())))
+    if torch.float64 not in dtypes or dtypes.isdisjoint(_NARROW):
+        return args, kwargs
+
+    written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    kept = args[:1] if written else ()
+    return (
+        (*kept, *(_double(value) for value in args[len(kept) :])),
+        {key: _double(value) for key, value in kwargs.items()},
+    )
+
+
+def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
+    """The dtypes of the tensors among these, and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.dtype
+        elif isinstance(value, list | tuple):
+            yield from _dtypes(value)
+
+
+def _double(value: Any) -> Any:
+    """A tensor in float32 or less in float64, also inside of lists and tuples; all else as it is."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype in _NARROW else value
+    if type(value) in (list, tuple):
+        return type(value)(_double(entry) for entry in value)
+    return value
 
 
 @contextmanager

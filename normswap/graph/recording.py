@@ -27,7 +27,7 @@ from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
-from normswap.models.modes import show_heads, undisturbed
+from normswap.models.modes import callers_dtype, show_heads, undisturbed
 from normswap.models.weight_files import some
 
 # The folders of torch and of this package. Whole paths: a user's folder may have the same name.
@@ -364,6 +364,7 @@ def record_once(
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if calling.anchor(model).dtype == torch.float64:
                 stack.enter_context(Widening())
+            stack.enter_context(callers_dtype())
             recorder.run(example)
     except TraceError:
         raise

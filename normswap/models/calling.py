@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from normswap.copying import dotted
 from normswap.errors import OptionError, TraceError
@@ -310,11 +312,22 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
 
 def anchor(model: nn.Module) -> Tensor:
-    """Return a tensor of the network's device and dtype."""
-    tensors = (
-        t for m in nn.Module.modules(model) for t in (*m._parameters.values(), *m._buffers.values())
-    )
-    return next((t for t in tensors if t is not None and t.is_floating_point()), torch.empty(0))
+    """Return a tensor of the network's device and dtype: that of most of its parameters' numbers.
+
+    Buffers decide only where there is no parameter, so one float64 constant changes nothing.
+    """
+    for kind in ("_parameters", "_buffers"):
+        firsts: dict[torch.dtype, Tensor] = {}
+        numbers: Counter[torch.dtype] = Counter()
+        for module in nn.Module.modules(model):
+            for tensor in getattr(module, kind).values():
+                if tensor is not None and tensor.is_floating_point():
+                    firsts.setdefault(tensor.dtype, tensor)
+                    # A lazy parameter has no shape yet.
+                    numbers[tensor.dtype] += 1 if is_lazy(tensor) else max(tensor.numel(), 1)
+        if firsts:
+            return firsts[numbers.most_common(1)[0][0]]
+    return torch.empty(0)
 
 
 def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -98,35 +99,81 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+# The default dtype that the caller of `full_precision` had set, which the network's forward gets.
+_callers_dtype: ContextVar[torch.dtype | None] = ContextVar("_callers_dtype", default=None)
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 as it is written: a GPU's TF32, which torch allows in convolutions, keeps 10
-    bits of a factor.
+    """Compute as it is written, whatever the caller has switched on; all is restored afterwards.
 
-    Tensors that are made meanwhile can be trained, also where the caller is in
-    `torch.inference_mode`.
+    Off are autocast, TF32 and other short products of float32, torch's refusal of functions that
+    are not deterministic, and a default dtype other than float32 (`callers_dtype`). Tensors that
+    are made meanwhile can be trained, also where the caller is in `torch.inference_mode`.
     """
-    cudnn = torch.backends.cudnn
-    products = torch.backends.cuda.matmul
-    holders: list[Any] = [cudnn, products]
-    switch = "allow_tf32"
-    off = cast(object, False)
+    default_dtype = torch.get_default_dtype()
+    token = _callers_dtype.set(_callers_dtype.get() or default_dtype)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        before = [getattr(holder, switch) for holder in holders]
-    # Values that were set by torch's newer names cannot be read by the older ones.
-    except RuntimeError:
-        holders = [cast(Any, cudnn).conv, products]
-        switch = "fp32_precision"
-        off = "ieee"
-        before = [getattr(holder, switch) for holder in holders]
-    try:
-        for holder in holders:
-            setattr(holder, switch, off)
-        with torch.inference_mode(False):
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        with ExitStack() as stack:
+            for device in ("cpu", torch.accelerator.current_accelerator()):
+                name = str(device).partition(":")[0]
+                if device is not None and torch.is_autocast_enabled(name):
+                    stack.enter_context(torch.autocast(name, enabled=False))
+            stack.enter_context(_without_tf32())
+            stack.enter_context(torch.inference_mode(False))
             yield
     finally:
-        for holder, value in zip(holders, before, strict=True):
-            setattr(holder, switch, value)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
+        torch.set_default_dtype(default_dtype)
+        _callers_dtype.reset(token)
+
+
+@contextmanager
+def callers_dtype() -> Iterator[None]:
+    """Let a forward make tensors in the default dtype that the caller of `full_precision` has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_callers_dtype.get() or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute products of float32 in float32: TF32, which torch allows a GPU in convolutions, keeps
+    10 bits of a factor, and `torch.set_float32_matmul_precision` allows a CPU bfloat16.
+    """
+    cudnn = cast(Any, torch.backends.cudnn)
+    products = torch.backends.cuda.matmul
+    cpu = cast(Any, torch.backends.mkldnn)
+    switches: list[tuple[Any, str, object]] = [
+        (cpu.matmul, "fp32_precision", "ieee"),
+        (cpu.conv, "fp32_precision", "ieee"),
+    ]
+    gpu_switches: list[tuple[Any, str, object]] = [
+        (cudnn, "allow_tf32", False),
+        (products, "allow_tf32", False),
+    ]
+    try:
+        before = [getattr(holder, name) for holder, name, _ in gpu_switches]
+    # Values that were set by torch's newer names cannot be read by the older ones.
+    except RuntimeError:
+        gpu_switches = [(holder, "fp32_precision", "ieee") for holder in (cudnn.conv, products)]
+        before = [getattr(holder, name) for holder, name, _ in gpu_switches]
+    before += [getattr(holder, name) for holder, name, _ in switches]
+    switches = [*gpu_switches, *switches]
+    try:
+        for holder, name, value in switches:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for (holder, name, _), value in zip(switches, before, strict=True):
+            setattr(holder, name, value)
 
 
 @contextmanager

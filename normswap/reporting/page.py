@@ -131,5 +131,5 @@ def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
 
     kept = report.kept
     if kept and kept.agreement is not None:
-        below = f"at least {kept.least:.0%}, on {kept.count} held-out calibration images"
+        below = f"at least {kept.least_percent}%, on {kept.count} held-out calibration images"
         yield "same answers", share(kept.agreement), below

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.copying import dotted
 from normswap.errors import OutputError, PlanError, SourceError, explained, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.plan import Arch, Plan
@@ -199,6 +200,7 @@ def load(
     model = applying.apply(bare, plan.steps)._apply(
         lambda t: t.to(dtype) if t.is_floating_point() else t
     )
+    _take_dtypes(model, state)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(header, states, file)
@@ -370,6 +372,19 @@ def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
     return zoo.skeleton(arch)
 
 
+def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give each parameter and buffer of the network the dtype that it has in the file."""
+    for path, module in nn.Module.named_modules(model):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                saved = state.get(dotted(path, name))
+                if tensor is None or saved is None or not tensor.is_floating_point():
+                    continue
+                if saved.dtype != tensor.dtype and saved.is_floating_point():
+                    tensor.data = tensor.data.to(saved.dtype)
+
+
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
+    """The widest floating-point dtype in the file, for buffers that the file does not hold."""
     floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, floats or {torch.float32})

@@ -17,6 +17,7 @@ from normswap import copying
 from normswap.errors import PlanError, first_line
 from normswap.layers import affine, placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
+from normswap.models import calling
 from normswap.plan import Edit, Step
 
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
@@ -72,9 +73,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
 
 def _like(model: nn.Module) -> torch.Tensor:
-    return next((p.detach() for p in model.parameters() if p.is_floating_point()), torch.empty(0))[
-        :0
-    ]
+    """An empty tensor of the network's device and dtype."""
+    tensor = calling.anchor(model)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def doubles(
@@ -145,6 +146,11 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
             new = "inner." * edit.depth + names.get(name, name)
             if new != name:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
+
+
+def keeps_streams(steps: Sequence[Step]) -> bool:
+    """Whether the steps keep the values between blocks; a stream without its mean has others."""
+    return not any(edit.args.get("centred") for step in steps for edit in step.edits)
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:

@@ -143,7 +143,8 @@ def fit(
         batches is None or chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
     ):
         calls = list(batches) if isinstance(batches, Iterator) else batches
-        batches = split = held_out.HeldOutSplit(calls, network.device)
+        whole = not running.runs_on_one(network.module, network.examples[0])
+        batches = split = held_out.HeldOutSplit(calls, network.device, whole=whole)
     assert chosen.scheme.fit is not None
     task = FitTask(
         source=network.module,
@@ -194,7 +195,10 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
                 result, example, *applying.doubles(network.module, result, step)
             ),
         )
-    report = comparison.compare(network, result, exact=exact, precise=precise)
+    keeps_blocks = applying.keeps_streams([step])
+    report = comparison.compare(
+        network, result, exact=exact, precise=precise, keeps_blocks=keeps_blocks
+    )
     comparison.require_passed(network, report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
     return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
@@ -222,7 +226,10 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     """Raise RefusedError where a norm cannot process its input, or a forward asks for the old
     layers' attributes.
     """
-    example = network.examples[0].first(1)
+    example = network.short_example
+    whole = network.examples[0]
+    if example is not whole and not running.runs(result, example):
+        example = whole
     try:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:

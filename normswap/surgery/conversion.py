@@ -20,7 +20,14 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
-from normswap.surgery import applying, carrying_out, comparison, likeness, unfolding
+from normswap.surgery import (
+    applying,
+    carrying_out,
+    comparison,
+    intermediates,
+    likeness,
+    unfolding,
+)
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Batches, Network, calls_of
 
@@ -208,9 +215,10 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
-    if len(conversions) == 1:
-        return conversions[0]
-    return _joined(source, conversions)
+    last = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
+    if last.report.exact and (note := intermediates.note(source, last.model)):
+        return replace(last, notes=(*last.notes, note))
+    return last
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
@@ -299,7 +307,10 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         precise = comparison.compare_double(
             source, lambda: applying.apply(source.module, steps, double=True)
         )
-    report = comparison.compare(source, last.model, exact=exact, precise=precise)
+    keeps_blocks = applying.keeps_streams(steps)
+    report = comparison.compare(
+        source, last.model, exact=exact, precise=precise, keeps_blocks=keeps_blocks
+    )
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
     # The exact steps lose nothing, so the fitted step's agreement holds for all steps.
     if len(fitted) == 1:
@@ -329,16 +340,14 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         )
     # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
     # would show.
-    rounded = any(
-        edit.args.get("centred") for step in network.provenance.plan.steps for edit in step.edits
-    )
+    rounded = not applying.keeps_streams(network.provenance.plan.steps)
     precise = None
     if not rounded:
         precise = comparison.compare_double(
             network, lambda: unfolding.unfold(network.doubled()).module
         )
     result = unfolding.unfold(network)
-    report = comparison.compare(network, result.module, precise=precise)
+    report = comparison.compare(network, result.module, precise=precise, keeps_blocks=not rounded)
     if not report.passed:
         why = (
             f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"

@@ -23,13 +23,17 @@ class HeldOutSplit:
     """The calls to fit to, which can be iterated repeatedly, and every fourth image held out, in
     `held`.
 
-    Of calls that cannot be split, every fourth call is held out. Calls are cut to a size that suits
+    Of calls that cannot be split, every fourth call is held out; so too with `whole`, for a network
+    whose forward fixes its number of images. Calls are cut to a size that suits
     the device (`checked_batches.parts`). After an iteration, `held` is without the `copies` of
     images that were fitted to.
     """
 
-    def __init__(self, batches: Iterable[Example], device: torch.device) -> None:
+    def __init__(
+        self, batches: Iterable[Example], device: torch.device, *, whole: bool = False
+    ) -> None:
         self.batches = batches
+        self.whole = whole
         self.device = device
         self.held: list[Example] = []
         self.copies = 0
@@ -45,20 +49,22 @@ class HeldOutSplit:
                 continue
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
-            held_out = batch.take(out)
-            fitted = batch.take(~out)
+            held_out = None if self.whole else batch.take(out)
+            fitted = None if self.whole else batch.take(~out)
             if held_out is None and fitted is None:
                 held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held_out is not None and room > 0:
-                first = held_out.first(room)
-                self.held += parts(first, self.device)
+                first = held_out if self.whole else held_out.first(room)
+                self.held += [first] if self.whole else parts(first, self.device)
                 room -= first.count
             if fitted is not None:
                 fitted_to.update(_hashes(fitted))
-                yield from parts(fitted, self.device)
+                yield from [fitted] if self.whole else parts(fitted, self.device)
         count = sum(call.count for call in self.held)
         self.held = [
-            different for call in self.held if (different := _without(call, fitted_to)) is not None
+            different
+            for call in self.held
+            if (different := call if self.whole else _without(call, fitted_to)) is not None
         ]
         self.copies = count - sum(call.count for call in self.held)
 

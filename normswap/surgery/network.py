@@ -34,6 +34,10 @@ returns them.
 """
 
 
+# A batch of so many samples is never cut to its first one.
+_SMALL_BATCH = 4
+
+
 class HasModel(Protocol):
     """A result that holds a network."""
 
@@ -161,7 +165,7 @@ class Network:
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
-        looked_up = ("anatomy", "calls", "examples")
+        looked_up = ("anatomy", "calls", "examples", "short_example")
         self.__dict__.update(
             {name: value for name, value in other.__dict__.items() if name in looked_up}
         )
@@ -269,6 +273,19 @@ class Network:
         if traced.input_independent:
             return noise[:1]
         return noise
+
+    @cached_property
+    def short_example(self) -> Example:
+        """The call that is enough to look at: the given batch where it is small, else its first
+        sample, if the network takes that alone and gives the same for it. Of noise, which has two
+        samples, always the first: who uses it takes the whole batch where that does not run.
+        """
+        example = self.examples[0]
+        if self.inputs is None:
+            return example.first(1)
+        if example.count <= _SMALL_BATCH or not running.runs_on_one(self.module, example):
+            return example
+        return example.first(1)
 
     @cached_property
     def images(self) -> Batches | None:

@@ -1,5 +1,6 @@
 """The result of a comparison."""
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -39,12 +40,17 @@ class Kept:
         spread = z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
         return float((middle - spread) / (1 + z * z / n))
 
+    @property
+    def least_percent(self) -> int | None:
+        """The least agreement in whole percent, rounded down, so that it stays a bound."""
+        return None if self.least is None else math.floor(100 * self.least)
+
     def __str__(self) -> str:
         images = f"{self.count} held-out images"
         distance = f"relative L2 {self.relative_l2:.1e}"
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
-        sure = f"97.5 % sure: at least {100 * self.least:.0f} %"
+        sure = f"97.5 % sure: at least {self.least_percent} %"
         # A classifier's scores, on axis 1, need no word.
         answer = f", {self.answer}" * bool(self.answer and self.axis != 1)
         return (

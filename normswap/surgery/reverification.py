@@ -64,8 +64,10 @@ def again(source: Network, result: nn.Module) -> Report:
     """Compare a loaded result with its source; raises TraceError, VerificationError: one of them
     does not run.
     """
-    exact = all(schemes.of(step).exact for step in Network(result).provenance.plan.steps)
-    return comparison.compare(source, result, exact=exact)
+    steps = Network(result).provenance.plan.steps
+    exact = all(schemes.of(step).exact for step in steps)
+    keeps_blocks = applying.keeps_streams(steps)
+    return comparison.compare(source, result, exact=exact, keeps_blocks=keeps_blocks)
 
 
 def first_apart(source: Network, result: nn.Module, report: Report) -> Departure | None:

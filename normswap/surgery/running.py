@@ -11,10 +11,12 @@ from normswap.errors import VerificationError, explained, first_line
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import hooked, undisturbed, with_heads
+from normswap.models.modes import callers_dtype, hooked, undisturbed, with_heads
 from normswap.surgery.applying import Replacements
 
 Outputs = dict[str, Tensor]
+# An image alone gives what it gives in its batch, up to this share: half precision rounds.
+_NEAR = 0.02
 
 
 @torch.no_grad()
@@ -34,7 +36,7 @@ def run(
     present = tree(model)
     watched = [path for path in dict.fromkeys(paths) if path in present]
     handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
-    with hooked(handles), with_heads(model) if heads else undisturbed(model):
+    with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
         output = example.map(torch.clone).call(model)
     return {
         name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)
@@ -183,8 +185,9 @@ def noise(
     for shape in (first, *others):
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
         try:
-            if str(x) not in ran:
-                run(model, x.first(1))
+            # A network whose forward fixes the number of images runs on the whole batch only.
+            if str(x) not in ran and not runs(model, x.first(1)):
+                run(model, x)
         except Exception as error:
             why = first_line(error)
             continue
@@ -195,6 +198,50 @@ def noise(
             *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second),
         ]
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
+
+
+def runs(model: nn.Module, example: Example) -> bool:
+    """Whether the network runs on the example."""
+    # A user's forward may raise anything.
+    try:
+        run(model, example)
+    except Exception:
+        return False
+    return True
+
+
+def runs_on_one(model: nn.Module, example: Example) -> bool:
+    """Whether the network takes the first sample of the example alone, and gives for it what it
+    gives in the batch.
+
+    A forward may fix its number of samples (`reshape(-1, 36)`), or mix them.
+    """
+    alone = example.first(1)
+    if alone is example:
+        return True
+    try:
+        outputs, _ = run(model, alone)
+    # A user's forward may raise anything.
+    except Exception:
+        return False
+    whole, _ = run(model, example)
+    rows = {
+        name: value[: len(outputs[name])] if value.ndim else value
+        for name, value in whole.items()
+        if name in outputs and outputs[name].ndim == value.ndim
+    }
+    return outputs.keys() == rows.keys() and all(
+        _is_near(value, rows[name]) for name, value in outputs.items()
+    )
+
+
+def _is_near(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors differ by a hundredth of their size at most."""
+    if value.shape != other.shape:
+        return False
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    difference = (value.to(wide) - other.to(wide)).nan_to_num(0.0)
+    return bool(difference.norm() <= _NEAR * value.to(wide).nan_to_num(0.0).norm())
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

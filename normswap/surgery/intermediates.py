@@ -1,0 +1,63 @@
+"""PROVE, beside forward: what timm's `forward_intermediates` hands out of source and result."""
+
+import torch
+from torch import Tensor, nn
+
+from normswap.errors import first_line
+from normswap.models.calling import named_tensors
+from normswap.models.modes import callers_dtype, undisturbed
+from normswap.surgery.network import Network
+
+# Features that differ by more of their size are other features.
+_OTHERWISE = 1e-3
+
+
+def note(source: Network, result: nn.Module) -> str:
+    """A sentence where `forward_intermediates` of an exact result gives other features than the
+    source's; empty where it gives the same, or the source has no such method.
+
+    Only `forward` is recorded and proved. A convolution that took over its norm gives the norm's
+    values where the source hands out the convolution's own, and a stream without its mean is
+    another stream.
+    """
+    example = source.short_example
+    if not hasattr(source.module, "forward_intermediates") or not example.only_images:
+        return ""
+    # The method is timm's or the user's: it may not take these images, or none at all.
+    try:
+        expected = _features(source.module, example.images)
+    except Exception:
+        return ""
+    if not expected:
+        return ""
+    try:
+        features = _features(result, example.images)
+    except Exception as error:
+        return f"forward_intermediates does not run on the result any more: {first_line(error)}"
+
+    shares = [_share(*pair) for pair in zip(expected, features, strict=False)]
+    off = [i for i, share in enumerate(shares) if not share <= _OTHERWISE]
+    if not off and len(features) == len(expected):
+        return ""
+    listed = ", ".join(f"{i} by {shares[i]:.0%}" for i in off[:4])
+    more = f" and {len(off) - 4} more" if len(off) > 4 else ""
+    return (
+        "forward_intermediates (features_only) gives other features than the source's, though"
+        f" forward gives the same: of {len(expected)}, number {listed}{more} (relative L2)"
+    )
+
+
+@torch.no_grad()
+def _features(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """The intermediate features of some images."""
+    with undisturbed(model), callers_dtype():
+        features = model.forward_intermediates(images.clone(), intermediates_only=True)  # type: ignore[operator]
+    return [tensor for _, tensor in named_tensors(features)]
+
+
+def _share(expected: Tensor, feature: Tensor) -> float:
+    """How far a feature is off, as a share of its size."""
+    if expected.shape != feature.shape:
+        return float("inf")
+    difference = (expected.double() - feature.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
