@@ -71,7 +71,7 @@ def _cost_of_eps(eps: float, right: float) -> str:
 def _eps_mend(case: Case, sites: Sequence[StoredNorm], eps: float) -> str:
     """Return the line of Python that sets the eps of these norms, and of no other module."""
     if len(sites) == 1:
-        return f"model.get_submodule({sites[0].path!r}).eps = {eps:g}"
+        return f"model.get_submodule({sites[0].path!r}).eps = {eps!r}"
 
     chosen = {id(site.module) for site in sites}
     with_statistics = {
@@ -79,10 +79,10 @@ def _eps_mend(case: Case, sites: Sequence[StoredNorm], eps: float) -> str:
     }
     if chosen == with_statistics:
         norms = "(m for m in model.modules() if hasattr(m, 'running_var'))"
-        return f"for norm in {norms}: norm.eps = {eps:g}"
+        return f"for norm in {norms}: norm.eps = {eps!r}"
 
     paths = ", ".join(repr(site.path) for site in sites)
-    return f"for path in ({paths}): model.get_submodule(path).eps = {eps:g}"
+    return f"for path in ({paths}): model.get_submodule(path).eps = {eps!r}"
 
 
 def fused(case: Case) -> Iterator[Finding]:

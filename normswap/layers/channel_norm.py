@@ -12,7 +12,7 @@ only tensor has one number per channel, if it is measured to multiply by that te
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -193,7 +193,7 @@ def gamma_and_beta(norm: nn.Module) -> tuple[Tensor, Tensor]:
 
     They are ones and zeros where the norm has none.
     """
-    layer: Any = norm
+    layer = cast(nn.LayerNorm, norm)
     ones = torch.ones(layer.normalized_shape, dtype=torch.float64)
     beta = getattr(layer, "bias", None)
     return doubled(layer.weight, ones), doubled(beta, torch.zeros_like(ones))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from timm import layers as timm_layers
@@ -226,13 +226,14 @@ def measured_eps(module: nn.Module) -> float | None:
         return None
     # A foreign class may refuse to be copied.
     try:
-        norm: Any = copy.deepcopy(module).double().eval()
+        norm = copy.deepcopy(module).double().eval()
     except Exception:
         return None
 
+    channels = cast(Tensor, norm.weight).numel()
     generator = torch.Generator().manual_seed(0)
     for sizes in _PROBE_SIZES:
-        x = torch.randn(2, norm.weight.numel(), *sizes, generator=generator, dtype=torch.float64)
+        x = torch.randn(2, channels, *sizes, generator=generator, dtype=torch.float64)
         # A norm may refuse inputs with another number of dimensions than its own.
         try:
             probes = [(scale * x, norm(scale * x)) for scale in SCALES]
@@ -255,10 +256,10 @@ def _eps_candidates(module: nn.Module) -> list[float]:
 
 def _is_batchnorm_output(norm: nn.Module, x: Tensor, y: object, eps: float) -> bool:
     """Whether y is what a BatchNorm with the tensors of `norm` computes of x (N, C, ...)."""
-    tensors: Any = norm
+    tensors: dict[str, Tensor] = {name: getattr(norm, name) for name in _TENSORS}
+    scale = tensors["weight"] * torch.rsqrt(tensors["running_var"] + eps)
+    shift = tensors["bias"] - tensors["running_mean"] * scale
     shape = (1, -1, *(1,) * (x.ndim - 2))
-    scale = tensors.weight * torch.rsqrt(tensors.running_var + eps)
-    shift = tensors.bias - tensors.running_mean * scale
     return is_near(y, x * scale.view(shape) + shift.view(shape))
 
 

@@ -192,22 +192,25 @@ def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     return new
 
 
-def rescale_output(layer: nn.Module, scale: Tensor, shift: Tensor | float = 0.0) -> None:
+def rescale_output(
+    layer: Linearity | ChannelAffine, scale: Tensor, shift: Tensor | float = 0.0
+) -> None:
     """Change a layer, in place, so that it computes scale * y + shift, (C,) each, in place of y.
 
     Args:
-        layer: A convolution with a bias, or a `ChannelAffine`.
+        layer: A convolution with a bias, or a scale and shift per channel.
         scale: The factor of each channel.
         shift: What is added to each channel.
     """
-    target: Any = layer
-    is_channelwise = target.weight.ndim == 1
-    weight_factor = scale if is_channelwise else per_filter(target, scale)
-    target.weight.copy_(target.weight.double() * weight_factor)
-    target.bias.copy_(scale * target.bias.double() + shift)
+    assert layer.bias is not None, "`rescaled` gave it one"
+    weight_factor = scale if isinstance(layer, ChannelAffine) else per_filter(layer, scale)
+    layer.weight.copy_(layer.weight.double() * weight_factor)
+    layer.bias.copy_(scale * layer.bias.double() + shift)
 
 
-def rescaling_layer(network: nn.Module, path: str, holders: Mapping[str, str]) -> nn.Module:
+def rescaling_layer(
+    network: nn.Module, path: str, holders: Mapping[str, str]
+) -> Linearity | ChannelAffine:
     """Return the layer that rescales the input of a norm: its lead, or the convolution before it.
 
     Args:
@@ -217,8 +220,8 @@ def rescaling_layer(network: nn.Module, path: str, holders: Mapping[str, str]) -
     """
     norm = network.get_submodule(path)
     if isinstance(norm, Chain):
-        return norm.inner
-    return network.get_submodule(holders[path])
+        return cast(ChannelAffine, norm.inner)
+    return cast(Linearity, network.get_submodule(holders[path]))
 
 
 def without_lead(norm: nn.Module) -> Any:

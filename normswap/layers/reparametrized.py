@@ -8,7 +8,7 @@ parameters alone: in eval mode it is a constant, which can be stored instead ("b
 
 import copy
 from collections import OrderedDict
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,17 @@ class Standardized(OwnLayer):
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
+
+
+class StandardizedTensors(Protocol):
+    """The tensors and settings of a standardized convolution; `StdConv2d` has no gain and scale."""
+
+    weight: Tensor
+    gain: Tensor
+    scale: float
+    eps: float
+    mean: Tensor
+    out_channels: int
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
@@ -166,7 +177,7 @@ def keeps_input_bias(module: nn.Module) -> bool:
     if isinstance(module, timm_layers.Conv2dSame):
         return True
 
-    padding: Any = getattr(module, "padding", ())
+    padding: str | tuple[int, ...] = getattr(module, "padding", ())
     return padding == "same" or (padding != "valid" and any(padding))
 
 
@@ -235,7 +246,7 @@ def effective(conv: nn.Module) -> Tensor:
 
     It is timm's formula, with the gain and the filters' means where the layer has them.
     """
-    layer: Any = conv
+    layer = cast(StandardizedTensors, conv)
     gain: Tensor | None = None
     if hasattr(layer, "gain"):
         gain = (layer.gain * layer.scale).view(-1)

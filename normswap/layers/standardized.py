@@ -9,7 +9,7 @@ each, their mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from normswap.layers.folded import FoldOptions, folded
 from normswap.layers.planned_layer import Linearity, PlannedLayer
-from normswap.layers.reparametrized import Standardized, effective, keeps_mean
+from normswap.layers.reparametrized import (
+    Standardized,
+    StandardizedTensors,
+    effective,
+    keeps_mean,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +84,7 @@ def set_effective(conv: nn.Module, weight: Tensor) -> None:
 
     A convolution without `mean` computes with the weight less the mean of each filter.
     """
-    layer: Any = conv
+    layer = cast(StandardizedTensors, conv)
     weight = weight.double()
     within_filter = tuple(range(1, weight.ndim))
     mean = weight.mean(within_filter, keepdim=True)

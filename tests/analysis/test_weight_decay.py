@@ -25,25 +25,31 @@ def counts(assignments: list[Assignment]) -> dict[str, int]:
     return dict(Counter(assignment.role for assignment in assignments))
 
 
-# How these were counted, from the papers and not from our output.  ResNet v1 (He et al. 2015, table
-# 1). Blocks per stage: 18: 2+2+2+2 = 8 basic blocks (2 convs, 2 norms each); 50: 3+4+6+3 = 16
-# bottlenecks (3 convs, 3 norms); 101: 3+4+23+3 = 33; 152: 3+8+36+3 = 50. One norm per conv. Per
-# block the last norm is gamma_last, the others gamma_other. Projections (option B): where the width
-# changes, so 4 with bottlenecks, and 3 with basic blocks, whose first stage keeps the stem's 64
-# channels. One stem norm: gamma_0. 18:  other 8*1 = 8,   last 8,  down 3, gamma_0 1: 20 norms;
-# weights 1 + 8*2 + 3 + fc 1 = 21 50:  other 16*2 = 32, last 16, down 4, gamma_0 1: 53 norms;
-# weights 1 + 16*3 + 4 + fc 1 = 54 101: other 66, last 33, down 4, gamma_0 1: 104 norms; weights
-# 105.  152: 100, 50, 4, 1: 155 norms; weights 156 ResNeXt-50 and WRN-50-2 have ResNet-50's layers.
-# Biases: a beta per norm, and the classifier's. ResNet-50 v2 (He et al. 2016): 3 norms before the 3
-# convs of each block, none in the stem, none on the projections, and one at the end: 49. Kim et
-# al.: the first norm of the 4 downsampling blocks is gamma_down, so other 16*2 - 4 = 28, last 16,
-# head 1. ViT-Ti, DeiT-Ti (Dosovitskiy et al. 2020, Touvron et al. 2020): 12 blocks with 2
-# LayerNorms and 4 linear maps (qkv, projection, 2 of the MLP), a final LayerNorm, the patch
-# embedding and the classifier: 25 norms, 50 weights, 50 biases; class token and position embedding
-# are spared. Swin-T (Liu et al. 2021): 2+2+6+2 = 12 blocks as ViT's; a norm after the patch
-# embedding (gamma_0), 3 patch mergings with a norm and a linear map without bias, a final norm: 24
-# + 1 + 3 + 1 = 29 norms, 48 + 1 + 3 + 1 = 53 weights, 50 biases; 12 tables of relative position
-# biases are spared.
+# How these were counted, from the papers and not from our output.
+#
+# ResNet v1 (He et al. 2015, table 1), blocks per stage: 18 has 2+2+2+2 = 8 basic blocks (2 convs, 2
+# norms each); 50 has 3+4+6+3 = 16 bottlenecks (3 convs, 3 norms); 101 has 3+4+23+3 = 33; 152 has
+# 3+8+36+3 = 50. One norm per conv. Per block the last norm is gamma_last, the others gamma_other.
+# Projections (option B) stand where the width changes: 4 with bottlenecks, and 3 with basic blocks,
+# whose first stage keeps the stem's 64 channels. One stem norm: gamma_0.
+# 18: other 8*1 = 8, last 8, down 3, gamma_0 1: 20 norms; weights 1 + 8*2 + 3 + fc 1 = 21.
+# 50: other 16*2 = 32, last 16, down 4, gamma_0 1: 53 norms; weights 1 + 16*3 + 4 + fc 1 = 54.
+# 101: other 66, last 33, down 4, gamma_0 1: 104 norms; weights 105.
+# 152: other 100, last 50, down 4, gamma_0 1: 155 norms; weights 156.
+# ResNeXt-50 and WRN-50-2 have ResNet-50's layers. Biases: a beta per norm, and the classifier's.
+#
+# ResNet-50 v2 (He et al. 2016): 3 norms before the 3 convs of each block, none in the stem, none on
+# the projections, and one at the end: 49. Kim et al.: the first norm of the 4 downsampling blocks
+# is gamma_down, so other 16*2 - 4 = 28, last 16, head 1.
+#
+# ViT-Ti, DeiT-Ti (Dosovitskiy et al. 2020, Touvron et al. 2020): 12 blocks with 2 LayerNorms and 4
+# linear maps (qkv, projection, 2 of the MLP), a final LayerNorm, the patch embedding and the
+# classifier: 25 norms, 50 weights, 50 biases. Class token and position embedding are spared.
+#
+# Swin-T (Liu et al. 2021): 2+2+6+2 = 12 blocks as ViT's; a norm after the patch embedding
+# (gamma_0), 3 patch mergings with a norm and a linear map without bias, a final norm: 24 + 1 + 3 +
+# 1 = 29 norms, 48 + 1 + 3 + 1 = 53 weights, 50 biases. 12 tables of relative position biases are
+# spared.
 COLUMNS = (
     "weight",
     "gamma_0",
@@ -67,16 +73,22 @@ ROWS = {
     "deit_tiny_patch16_224": (50, 0, 0, 0, 24, 1, 25, 50, 2),
     "swin_tiny_patch4_window7_224": (53, 1, 0, 0, 27, 1, 29, 50, 12),
 }
-TABLE = {
-    name: {role: n for role, n in zip(COLUMNS, row, strict=True) if n} for name, row in ROWS.items()
-}
+TABLE: dict[str, dict[str, int]] = {}
+for _name, _row in ROWS.items():
+    _counts = dict(zip(COLUMNS, _row, strict=True))
+    TABLE[_name] = {role: count for role, count in _counts.items() if count}
 DEEP = ("resnet101", "resnet152", "wide_resnet50_2")
-DECAYING = (
-    "weight",
-    "gamma_last",
-    "gamma_other",
-    "gamma_head",
-)  # Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T
+# Kim et al. 2022, Guidelines 1-4, 1T, 3T, 4T.
+DECAYING = ("weight", "gamma_last", "gamma_other", "gamma_head")
+
+
+def decaying(assignments: list[Assignment]) -> set[str]:
+    """The roles that decay."""
+    return {assignment.role for assignment in assignments if assignment.decay}
+
+
+def role_counts(assignments: list[Assignment], *, decay: bool) -> Counter[str]:
+    return Counter(assignment.role for assignment in assignments if assignment.decay is decay)
 
 
 def skeleton(name: str, **kwargs: Any) -> nn.Module:
@@ -86,39 +98,39 @@ def skeleton(name: str, **kwargs: Any) -> nn.Module:
 
 def check(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     """Every trainable parameter in exactly one group, frozen ones in none, the sums equal."""
-    grouped = [id(p) for group in groups for p in group["params"]]
-    trainable = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) == set(trainable)
-    assert sum(p.numel() for group in groups for p in group["params"]) == sum(trainable.values())
+    grouped: list[nn.Parameter] = []
+    for group in groups:
+        grouped += group["params"]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    assert len(grouped) == len(set(map(id, grouped)))
+    assert set(map(id, grouped)) == set(map(id, trainable))
+    assert sum(map(torch.numel, grouped)) == sum(map(torch.numel, trainable))
 
 
 @pytest.fixture
 def seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network is recorded once for all policies, which differ in what they make of its norms'
-    roles.
-    """
+    """A network is recorded once for all policies, which differ in what they make of the roles."""
     monkeypatch.setattr(weight_decay, "_norm_roles", functools.cache(weight_decay._norm_roles))
 
 
 @pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEEP)) for n in TABLE]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in DEEP)) for name in TABLE],
 )
 @pytest.mark.one_in(2)
 def test_membership_is_the_papers(name: str) -> None:
     model = skeleton(name)
     assigned = roles(model)
     assert counts(assigned) == TABLE[name]
-    assert {one.role for one in assigned if one.decay} == {
-        role for role in TABLE[name] if role in DECAYING
-    }
+    assert decaying(assigned) == set(TABLE[name]) & set(DECAYING)
 
     groups = {group["name"]: group for group in param_groups(model, 0.1)}
-    assert len(groups["decay"]["params"]) == sum(
-        n for role, n in TABLE[name].items() if role in DECAYING
-    )
-    assert (groups["decay"]["weight_decay"], groups["no-decay"]["weight_decay"]) == (0.1, 0.0)
+    expected_count = sum(TABLE[name].get(role, 0) for role in DECAYING)
+    assert len(groups["decay"]["params"]) == expected_count
+    assert groups["decay"]["weight_decay"] == 0.1
+    assert groups["no-decay"]["weight_decay"] == 0.0
 
     check(model, list(groups.values()))
 
@@ -126,19 +138,16 @@ def test_membership_is_the_papers(name: str) -> None:
 @pytest.mark.usefixtures("seen_once")
 def test_nf_gains_do_not_decay_except_with_timm() -> None:
     model = skeleton("nf_resnet50")
-    assert sum(one.role == "gain" and one.decay for one in roles(model)) == 0
-    assert sum(one.role == "gain" and one.decay for one in roles(model, "timm")) == 53
+    assert role_counts(roles(model), decay=True)["gain"] == 0
+    assert role_counts(roles(model, "timm"), decay=True)["gain"] == 53
     assert counts(roles(skeleton("dm_nfnet_f0")))["skipinit_gain"] == 12
 
 
 def test_the_other_policies() -> None:
     model = skeleton("resnet18")
-    assert all(one.decay for one in roles(model, "all"))
-    assert {one.role for one in roles(model, "weights-only") if one.decay} == {"weight"}
-    assert {one.role for one in roles(model, ["weight", "gamma_last"]) if one.decay} == {
-        "weight",
-        "gamma_last",
-    }
+    assert role_counts(roles(model, "all"), decay=False) == Counter()
+    assert decaying(roles(model, "weights-only")) == {"weight"}
+    assert decaying(roles(model, ["weight", "gamma_last"])) == {"weight", "gamma_last"}
 
 
 NARROW: dict[str, dict[str, Any]] = {  # as deep as they are
@@ -218,42 +227,41 @@ CONVERTED = [
 
 
 @pytest.mark.usefixtures("seen_once")
-@pytest.mark.parametrize(("name", "to", "options", "wanted"), CONVERTED)
+@pytest.mark.parametrize(("name", "scheme", "options", "expected"), CONVERTED)
 @pytest.mark.one_in(3)
 def test_converted_networks(
-    name: str, to: str, options: dict[str, Any], wanted: dict[str, int]
+    name: str, scheme: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     side = NARROW[name].get("img_size", 48)
-    model = convert(
-        timm.create_model(name, **NARROW[name]), to, input_size=(3, side, side), **options
-    ).model
+    source = timm.create_model(name, **NARROW[name])
+    model = convert(source, scheme, input_size=(3, side, side), **options).model
+
     assigned = roles(model)
 
-    assert counts(assigned) == wanted
-    assert {one.role for one in assigned if one.decay} == set(DECAYING) & set(wanted)
-
+    assert counts(assigned) == expected
+    assert decaying(assigned) == set(DECAYING) & set(expected)
     for policy in POLICIES:
         check(model, param_groups(model, 0.1, policy))
 
 
 def test_every_scheme_has_a_row_here() -> None:
-    assert {to for _, to, _, _ in CONVERTED} == set(schemes.names())
+    assert {scheme for _, scheme, _, _ in CONVERTED} == set(schemes.names())
 
 
 def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     model = timm.create_model("resnetv2_18", act_layer="silu")
     done = convert(model, "folded", input_size=(3, 32, 32)).model
-    role = {one.path: one for one in roles(done)}
 
-    assert role["stages.1.blocks.0.norm1.weight"].role == "gamma_down"
-    assert not role["stages.1.blocks.0.norm1.weight"].decay
-    assert role["stages.1.blocks.1.norm1.weight"].role == "gamma_other"
-    assert role["norm.weight"].role == "gamma_head"
-    assert "gamma_unknown" not in counts(list(role.values()))
+    by_path = {assignment.path: assignment for assignment in roles(done)}
+    assert by_path["stages.1.blocks.0.norm1.weight"].role == "gamma_down"
+    assert not by_path["stages.1.blocks.0.norm1.weight"].decay
+    assert by_path["stages.1.blocks.1.norm1.weight"].role == "gamma_other"
+    assert by_path["norm.weight"].role == "gamma_head"
+    assert "gamma_unknown" not in counts(list(by_path.values()))
 
     done.__dict__.pop("_normswap_provenance")
     assert counts(roles(done))["gamma_unknown"] > 0
-    assert not any(one.decay for one in roles(done) if one.role == "gamma_unknown")
+    assert "gamma_unknown" not in decaying(roles(done))
 
 
 SHALLOW: dict[str, dict[str, Any]] = {
@@ -285,15 +293,17 @@ def test_every_parameter_in_exactly_one_group(
     frozen: set[int],
 ) -> None:
     model = skeleton(name, **SHALLOW[name])
-    for i, parameter in enumerate(model.parameters()):
-        parameter.requires_grad_(i not in frozen)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number not in frozen)
+
     groups = param_groups(
         model, 0.1, policy, lr=lr, layer_decay=layer_decay, scalar_lr_scale=scalars
     )
-    check(model, groups)
 
-    assert all(("lr" in group) == (lr is not None) for group in groups)
-    assert not any("lr" in group and "lr_scale" in group for group in groups)
+    check(model, groups)
+    for group in groups:
+        assert ("lr" in group) == (lr is not None)
+        assert not {"lr", "lr_scale"} <= group.keys()
 
 
 def test_optimizers_take_the_groups_and_decay_the_right_ones() -> None:
@@ -305,9 +315,9 @@ def test_optimizers_take_the_groups_and_decay_the_right_ones() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
 
-    for one in roles(model):
-        shrunk = before[one.path] * (0.9 if one.decay else 1.0)
-        torch.testing.assert_close(model.get_parameter(one.path).detach(), shrunk)
+    for assignment in roles(model):
+        shrunk = before[assignment.path] * (0.9 if assignment.decay else 1.0)
+        torch.testing.assert_close(model.get_parameter(assignment.path).detach(), shrunk)
 
     for opt in ("sgd", "adamw", "lamb"):
         made = create_optimizer_v2(param_groups(model, 0.1), opt=opt, lr=0.1, weight_decay=0.0)
@@ -333,7 +343,7 @@ def test_gammas_of_a_network_that_cannot_be_traced_do_not_decay(
     model = skeleton("resnet18")
     check(model, param_groups(model))
     assert counts(roles(model)) == {"weight": 21, "gamma_unknown": 20, "beta": 20, "bias": 1}
-    assert {one.role for one in roles(model) if one.decay} == {"weight"}
+    assert decaying(roles(model)) == {"weight"}
 
 
 def test_shared_and_parametrized_weights() -> None:
@@ -353,12 +363,15 @@ def test_what_has_one_number_for_each_channel_is_no_weight(sizes: list[int]) -> 
     """Whatever its shape: a class token (1, 1, C), a scale (1, C, 1, 1)."""
     block = nn.Conv2d(3, 4, 1)
     block.own = nn.Parameter(torch.ones(sizes))
-    decays = {one.path: one.decay for one in roles(block)}
-    assert decays["own"] is (sum(size > 1 for size in sizes) > 1)
+
+    (decays,) = (assignment.decay for assignment in roles(block) if assignment.path == "own")
+
+    long_sides = [size for size in sizes if size > 1]
+    assert decays is (len(long_sides) > 1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "token"),
     [
         ({"policy": "kim"}, "kim2022"),
         ({"policy": ["weight", "gamma"]}, "gamma_last"),
@@ -370,6 +383,6 @@ def test_what_has_one_number_for_each_channel_is_no_weight(sizes: list[int]) -> 
         ({"weight_decay": float("inf")}, "weight_decay"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+def test_bad_arguments(arguments: dict[str, Any], token: str) -> None:
+    with pytest.raises(OptionError, match=token):
         param_groups(nn.Linear(2, 2), **arguments)
