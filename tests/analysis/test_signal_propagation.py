@@ -7,8 +7,8 @@ signals.md.
 import copy
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,67 +191,88 @@ def mean_squares(points: list[Point]) -> list[float]:
     return [point.variance + point.mean_sq for point in points]
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is measured of blocks l = 2, 3 ..., beside a paper.
+
+    Args:
+        name: The place in the paper, and the quantity.
+        values: The measured value of each block.
+        formula: What the paper says, as a function of l.
+        theory: The values of the formula, perhaps of more blocks.
+    """
+
+    name: str
+    values: list[float]
+    formula: str
+    theory: Any
+
+    @property
+    def ratios(self) -> Any:
+        return np.array(self.values) / self.theory[: len(self.values)]
+
+
 def of_papers(
     depth: int, width: int, seeds: int, shapes: tuple[tuple[int, int], ...] = ((16, 8), (100, 2))
-) -> Iterator[tuple[str, list[float], str, Any]]:
-    """What is measured of blocks l = 2, 3 ..., with the formula of the paper and its values."""
+) -> Iterator[Row]:
+    yield from of_linear_networks(depth, width)
+    yield from of_relu_network(depth, width)
+    for layers, wide in shapes:
+        yield from of_wide_resnet(layers, wide, seeds)
+
+
+def of_linear_networks(depth: int, width: int) -> Iterator[Row]:
     block = np.arange(2, 200)
-    plain, normed, relu = (
-        fully_connected(depth, width, *kind)
-        for kind in ((False, False), (True, False), (True, True))
-    )
-    yield (
+    plain = fully_connected(depth, width, norm=False, relu=False)
+    branch = [point.branch_variance for point in plain[1:]]
+    doubled = 2.0 ** (block - 1)
+    yield Row(
         "De & Smith, figure 2 (a), linear, no norm: skip",
         mean_squares(plain),
         "2^(l - 1)",
-        2.0 ** (block - 1),
+        doubled,
+    )
+    yield Row("the same: branch", branch, "2^(l - 1)", doubled)
+
+    normed = fully_connected(depth, width, norm=True, relu=False)
+    branch = [point.branch_variance for point in normed[1:]]
+    yield Row("figure 2 (b), linear, BatchNorm: skip", mean_squares(normed), "l", block)
+    yield Row("the same: branch", branch, "1", block**0)
+
+
+def of_relu_network(depth: int, width: int) -> Iterator[Row]:
+    block = np.arange(2, 200)
+    points = fully_connected(depth, width, norm=True, relu=True)
+    variances = [point.variance for point in points]
+    squared_means = [point.mean_sq for point in points]
+    yield Row("figure 5, ReLU, BatchNorm: skip", mean_squares(points), "l", block)
+    yield Row("the same: moving variance", variances, "l (1 - 1/pi)", block * (1 - 1 / math.pi))
+    yield Row("the same: squared moving mean", squared_means, "l / pi", block / math.pi)
+
+
+def of_wide_resnet(depth: int, width: int, seeds: int) -> Iterator[Row]:
+    block = np.arange(2, 200)
+    networks = wide_resnet(depth, width, norm=False, seeds=seeds)
+    skips = np.array([mean_squares(points) for points in networks])
+    branch_by_skip = (skips[:, 1:] / skips[:, :-1] - 1).mean(0)
+    yield Row(
+        f"section 2.1, {depth}-{width}, alpha = 1: branch by skip",
+        list(branch_by_skip),
+        "1",
+        block**0,
     )
 
-    yield (
-        "the same: branch",
-        [point.branch_variance for point in plain[1:]],
-        "2^(l - 1)",
-        2.0 ** (block - 1),
-    )
-    yield "figure 2 (b), linear, BatchNorm: skip", mean_squares(normed), "l", block
-    yield "the same: branch", [point.branch_variance for point in normed[1:]], "1", block**0
-    yield "figure 5, ReLU, BatchNorm: skip", mean_squares(relu), "l", block
-    yield (
-        "the same: moving variance",
-        [point.variance for point in relu],
-        "l (1 - 1/pi)",
-        block * (1 - 1 / math.pi),
+    stage = wide_resnet(depth, width, norm=True)[0][1 : skips.shape[1] // 3]
+    shares = [point.added_variance / point.variance for point in stage]
+    yield Row(
+        f"section 2.1, {depth}-{width}, BatchNorm: share of the branch",
+        shares,
+        "1 / (l + 1)",
+        1 / (block + 1),
     )
 
-    yield (
-        "the same: squared moving mean",
-        [point.mean_sq for point in relu],
-        "l / pi",
-        block / math.pi,
-    )
 
-    for layers, wide in shapes:
-        skips = [
-            mean_squares(points) for points in wide_resnet(layers, wide, norm=False, seeds=seeds)
-        ]
-        added = [[after / before - 1 for before, after in pairwise(skip)] for skip in skips]
-        yield (
-            f"section 2.1, {layers}-{wide}, alpha = 1: branch by skip",
-            list(np.mean(added, 0)),
-            "1",
-            block**0,
-        )
-        stage = wide_resnet(layers, wide, norm=True)[0][1 : len(skips[0]) // 3]
-        shares = [point.added_variance / point.variance for point in stage]
-        yield (
-            f"section 2.1, {layers}-{wide}, BatchNorm: share of the branch",
-            shares,
-            "1 / (l + 1)",
-            1 / (block + 1),
-        )
-
-
-def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], str, Any]]:
+def on_cifar10(images: Tensor, depth: int) -> Iterator[Row]:
     """Figure 2 (c): a convolutional network on 100 of CIFAR-10's training images."""
 
     def layer(stride: int = 1, inputs: int = 100) -> nn.Sequential:
@@ -262,16 +283,17 @@ def on_cifar10(images: Tensor, depth: int) -> Iterator[tuple[str, list[float], s
     torch.manual_seed(0)
     points = stacked(layer, layer(2)(layer(2, 3)[-1](images)), depth)
     block = np.arange(2, 200)
-    skip = np.array(mean_squares(points))
-    moving_mean = [point.mean_sq for point in points]
-    yield "figure 2 (c), convolutions, ReLU, BatchNorm: skip", list(skip), "l, a little less", block
-    yield (
-        "the same: moving variance",
-        [point.variance for point in points],
-        "a little below the skip's",
-        skip,
+    skip = mean_squares(points)
+    variances = [point.variance for point in points]
+    squared_means = [point.mean_sq for point in points]
+    yield Row("figure 2 (c), convolutions, ReLU, BatchNorm: skip", skip, "l, a little less", block)
+    yield Row("the same: moving variance", variances, "a little below the skip's", np.array(skip))
+    yield Row(
+        "the same: squared moving mean",
+        squared_means,
+        "grows with l",
+        block * squared_means[0] / 2,
     )
-    yield "the same: squared moving mean", moving_mean, "grows with l", block * moving_mean[0] / 2
 
 
 def growth(depth: int, width: int, seeds: int, kind: str = "", **args: Any) -> str:
@@ -331,9 +353,8 @@ def slope(role: str) -> float:
 
 
 def test_the_signal_at_initialization_is_the_papers() -> None:
-    for name, values, formula, theory in of_papers(12, 200, 2, ((16, 8),)):
-        ratio = np.mean(values / theory[: len(values)])
-        assert ratio == pytest.approx(1, rel=0.15), (name, formula)
+    for row in of_papers(12, 200, 2, ((16, 8),)):
+        assert np.mean(row.ratios) == pytest.approx(1, rel=0.15), (row.name, row.formula)
     assert after_reset() == pytest.approx([1.0, 1.69, 2.43], rel=0.05)
     assert slope("other") == pytest.approx(-2, abs=0.01)
     assert slope("last") > -1
@@ -438,16 +459,12 @@ if __name__ == "__main__":
         "| where | paper | l = 2 | l = 4 | l = 48 | off, % | at most"
         " |\n|---|---|---|---|---|---|---|"
     )
-    reset = "Kim et al., equation 11, resnet50: E[x^2]", after_reset(), "1", np.ones(3)
-    for name, values, formula, theory in (*of_papers(48, 1000, 64), *on_cifar10(images, 48), reset):
-        cells = [f"{value:.3g}" for value in [*values, *[math.nan] * 48]]
-        off = 100 * (values / theory[: len(values)] - 1)
+    reset = Row("Kim et al., equation 11, resnet50: E[x^2]", after_reset(), "1", np.ones(3))
+    for row in (*of_papers(48, 1000, 64), *on_cifar10(images, 48), reset):
+        cells = [f"{value:.3g}" for value in row.values] + [""] * 48
+        off = 100 * (row.ratios - 1)
         ends = f"{np.mean(off):+.0f} | {max(abs(off)):.0f}"
-        print(
-            f"| {name} | {formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |".replace(
-                "nan", ""
-            )
-        )
+        print(f"| {row.name} | {row.formula} | {cells[0]} | {cells[2]} | {cells[46]} | {ends} |")
     print("""
 De & Smith, section 2.1, alpha = 1: E[x^2] of the input of block l, by 2^(l - 1) and the stem's 2:
 mean over networks and its standard error; for the last block median and deviation of log2, too. The
