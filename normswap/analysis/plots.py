@@ -89,7 +89,8 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
 
     # Stages are shaded if all networks have the same.
     all_stages = {tuple(point.stage for point in points) for points in curves.values()}
-    over_blocks(axes, all_stages.pop() if len(all_stages) == 1 else ())
+    stages = all_stages.pop() if len(all_stages) == 1 else ()
+    over_blocks(axes, stages)
 
 
 def over_blocks(axes: Axes, stages: Sequence[str]) -> None:

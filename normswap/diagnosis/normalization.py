@@ -169,6 +169,7 @@ def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, 
     elif least >= 0 and most <= 255:
         yield images * _BYTE, ", given as pixels in 0..255"
 
+    # Whoever forgot the deviations divided by 1; whoever forgot the means subtracted 0.
     half_done = ((present.mean, (1.0,)), ((0.0,), present.std))
     for mean, std in (*_USUAL, *half_done):
         preparation = _Preparation(mean, std, reverses=False)

@@ -174,7 +174,7 @@ def _absorb(
         weight *= scale.expand(bias.numel()).reshape(groups, out, 1, *kernel_ones)
         return scale * bias + shift
 
-    # Before the layer: W (s x + t) + b = (W s) x + (W t + b).
+    # Before the layer: W (s x + t) + b = (W s) x + (W t + b). BEFORE_SHIFT takes t alone.
     scale = scale.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
     shift = shift.expand(groups * inner).reshape(groups, 1, -1, *kernel_ones)
     bias = bias + (weight * shift).flatten(2).sum(2).flatten()
