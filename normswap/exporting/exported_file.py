@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
-from normswap.errors import OptionError, SourceError, first_line
+from normswap.errors import NormswapError, OptionError, SourceError, first_line
 from normswap.exporting import checks, exporter, formats, sidecar
 from normswap.exporting.checks import Figures
 from normswap.exporting.formats import Format, Runs
@@ -51,6 +51,8 @@ class ExportedFile:
         form = formats.choose(file, None)
         try:
             metadata = form.functions.metadata(file)
+        except NormswapError:
+            raise
         except Exception as error:
             raise SourceError(
                 f"{file} is no readable {form.name} file", first_line(error)

@@ -6,8 +6,8 @@ passes it multiplies bytes, which saturates on x64 without VNNI, but not with we
 """
 
 import copy
+import inspect
 import io
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, quietly, refusing
+from normswap.exporting.pt2_archive import read_pt2, rewritten_pt2
 from normswap.exporting.settings import Quantization
 from normswap.graph.tracing import LINEAR
 
@@ -133,7 +134,7 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
 
 def open(file: Path, *, inside: bool = False) -> Runs:
     """See `formats.Format.open`."""
-    module = load(file).module()
+    module = _module(load(file))
     if inside:
         assert isinstance(module, fx.GraphModule)
         copies = []
@@ -147,28 +148,30 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     return torch.no_grad()(module)
 
 
-def load(file: Path) -> ExportedProgram:
-    """The program of a file, whatever its precision. Raises what torch raises."""
-    with quietly():
-        # It defines the operators of int8.
-        import torch.ao.quantization.fx._decomposed
+def _module(program: ExportedProgram) -> nn.Module:
+    """Return the program's module. Sizes of inputs are compared, not by source that is executed."""
+    # Before torch 2.9 it executed none, and had no such argument.
+    if "check_guards" in inspect.signature(program.module).parameters:
+        return program.module(check_guards=False)
+    return program.module()
 
-        return torch.export.load(file)
+
+def load(file: Path) -> ExportedProgram:
+    """Return the program of a file, of any precision, without running anything in the file.
+
+    Raises:
+        SourceError: the file holds something that could run code.
+        Exception: whatever torch raises.
+    """
+    with quietly():
+        return torch.export.load(rewritten_pt2(file))
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
-    return counted(
-        str(node.target).removeprefix("aten.")
-        for node in load(file).graph.nodes
-        if node.op == "call_function"
-    )
+    """See `formats.Format.nodes`; torch does not read the file."""
+    return counted(name.removeprefix("aten.") for name in read_pt2(file).operators)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
-    with zipfile.ZipFile(file) as archive:
-        inside = {
-            name.partition("/extra/")[2]: name for name in archive.namelist() if "/extra/" in name
-        }
-        return {key: archive.read(name).decode() for key, name in inside.items()}
+    """See `formats.Format.metadata`; torch does not read the file."""
+    return dict(read_pt2(file).extra)

@@ -1,0 +1,343 @@
+"""A .pt2 archive, opened so that nothing in it can run.
+
+`torch.export.load` trusts its file: it unpickles inputs and weights, evaluates expressions,
+executes guards, and imports what the file names. So the archive is read here first. Its graph is
+held to a grammar (`pt2_program`), its pickles are read by torch's restricted unpickler, and
+anything else is refused. torch is then given another archive, written in memory from what was read.
+The file itself never reaches torch's reader, so neither can a second meaning of its bytes.
+
+Two layouts exist: that of torch 2.8 and later, and the one before, whose weights are pickled
+dicts of tensors. A pickle that passes is written anew, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import pickletools
+import re
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from normswap.errors import SourceError, quiet
+from normswap.exporting.pt2_expressions import NotAllowedError, shown
+from normswap.exporting.pt2_program import checked_payloads, checked_program
+
+_PROGRAM = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
+_EXTRA = "extra/"
+_TABLES = {
+    "data/weights/": "data/weights/model_weights_config.json",
+    "data/constants/": "data/constants/model_constants_config.json",
+}
+_PICKLED_TENSORS = ("data/weights/model.pt", "data/constants/model.pt")
+_BYTES_OF_TENSORS = re.compile(r"data/(weights/weight|constants/tensor)_[0-9]{1,6}", re.ASCII)
+_VERSIONS = ("archive_format", "archive_version", "byteorder", ".data/version")
+_UNREAD = (".data/serialization_id",)
+
+_OLD_PROGRAM = "serialized_exported_program.json"
+_OLD_SAMPLES = "serialized_example_inputs.pt"
+_OLD_TENSORS = ("serialized_state_dict.pt", "serialized_constants.pt")
+_OLD_EXTRA = "extra_files/"
+_OLD_VERSION = "version"
+
+# What pickles of tensors, numbers and containers call for.
+_PICKLED_NAMES = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor(_v2|_v3)?|parameter)|torch \w+Storage"
+    r"|torch\.storage UntypedStorage|torch Size|torch device"
+    r"|torch (float|int|uint|bfloat|bool|complex)\w*"
+)
+_MOST_ENTRIES = 100_000
+_ENCRYPTED = 1
+
+
+@dataclass
+class Pt2Archive:
+    """What a .pt2 holds, as far as it was read.
+
+    Args:
+        program: the graph, as `checked_program` returns it.
+        extra: the texts that the exporter added, by name.
+        tables: of weights and of constants, by folder: where each tensor's bytes are.
+        tensors: weights and constants that were pickled, by the entry that held them.
+        versions: of the archive's layout, by the entry that holds them.
+        old: whether it has the layout of torch 2.7 and before.
+    """
+
+    program: Mapping[str, object]
+    extra: Mapping[str, str]
+    tables: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    old: bool = False
+
+    @property
+    def operators(self) -> list[str]:
+        """The operators of the graph, a name for each node: aten.relu.default."""
+        graph_module = self.program["graph_module"]
+        assert isinstance(graph_module, dict)
+        targets = [node["target"] for node in graph_module["graph"]["nodes"]]
+        return [target.removeprefix("torch.ops.") for target in targets]
+
+
+def read_pt2(file: Path) -> Pt2Archive:
+    """Read all of a .pt2 but the bytes of its weights, without running anything.
+
+    Raises:
+        SourceError: it holds something that could run code; the message says what.
+        zipfile.BadZipFile, KeyError, ValueError, OSError: it is damaged, or no .pt2.
+    """
+    with _opened(file) as entries:
+        return _read(entries)
+
+
+def rewritten_pt2(file: Path) -> io.BytesIO:
+    """Return a .pt2 with the same network, made of nothing but what was read and checked.
+
+    Raises:
+        SourceError, zipfile.BadZipFile, KeyError, ValueError, OSError: as `read_pt2`.
+    """
+    with _opened(file) as entries:
+        archive = _read(entries)
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as copy:
+            for name, content in _contents(archive, entries):
+                copy.writestr(name, content)
+
+    buffer.seek(0)
+    return buffer
+
+
+class _Entries:
+    """The entries of an archive by name, without the folder that holds all of them."""
+
+    def __init__(self, archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo]) -> None:
+        self.archive = archive
+        self.infos = infos
+
+    def read(self, name: str) -> bytes:
+        """Return an entry's content; raises KeyError: there is none of that name."""
+        if name not in self.infos:
+            raise KeyError(f"it has no entry {name}")
+        return self.archive.read(self.infos[name])
+
+    def record(self, name: str) -> object:
+        """Return the JSON of an entry."""
+        return json.loads(self.read(name))
+
+    def text(self, name: str) -> str:
+        """Return the text of an entry."""
+        return self.read(name).decode()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[_Entries]:
+    """Open an archive; a NotAllowedError in the block becomes the SourceError of this file."""
+    try:
+        with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            yield _Entries(archive, _infos(archive, stream))
+    except NotAllowedError as error:
+        what = f"{file} holds {error}, which normswap does not open"
+        why = "it could run code, or torch.export.save does not write it"
+        remedy = "If you trust its author, open it by torch.export.load in Python"
+        raise SourceError(what, why, remedy) from None
+    except RecursionError:
+        raise ValueError("its records are nested too deeply") from None
+
+
+def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries by name, if every reader of archives would see the same ones.
+
+    torch's reader ignores case and takes the first of two entries of one name, Python's the last.
+    """
+    infos = archive.infolist()
+    if len(infos) > _MOST_ENTRIES:
+        raise NotAllowedError(f"{len(infos)} entries")
+    if sum(info.file_size for info in infos) > os.fstat(stream.fileno()).st_size:
+        raise NotAllowedError("entries that overlap or are compressed")
+
+    seen: set[str] = set()
+    for info in infos:
+        _require_plain_entry(info)
+        if info.filename.lower() in seen:
+            raise NotAllowedError(f"two entries {shown(info.filename)}")
+        seen.add(info.filename.lower())
+
+    names = [info.filename for info in infos]
+    root = "" if _OLD_VERSION in names else f"{names[0].partition('/')[0]}/" if names else ""
+    for name in names:
+        if not name.startswith(root):
+            raise NotAllowedError(f"the entry {shown(name)} outside of its folder {shown(root)}")
+    return {info.filename.removeprefix(root): info for info in infos}
+
+
+def _require_plain_entry(info: zipfile.ZipInfo) -> None:
+    """Refuse an entry that is compressed, encrypted, a link, or leads out of a folder."""
+    name = info.filename
+    mode = info.external_attr >> 16
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise NotAllowedError(f"the compressed entry {shown(name)}")
+    if info.flag_bits & _ENCRYPTED:
+        raise NotAllowedError(f"the encrypted entry {shown(name)}")
+    if mode and not (stat.S_ISREG(mode) or not stat.S_IFMT(mode)):
+        raise NotAllowedError(f"the entry {shown(name)}, which is no file")
+
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or ".." in parts or "" in parts:
+        raise NotAllowedError(f"the entry {shown(name)}")
+
+
+def _read(entries: _Entries) -> Pt2Archive:
+    # torch knows the operators of int8 once they are imported.
+    with quiet():
+        importlib.import_module("torch.ao.quantization.fx._decomposed")
+
+    if _OLD_PROGRAM in entries.infos:
+        return _read_old(entries)
+    if _PROGRAM not in entries.infos:
+        raise KeyError(f"it has no entry {_PROGRAM}")
+
+    known = (_PROGRAM, _SAMPLES, *_TABLES.values(), *_PICKLED_TENSORS, *_VERSIONS, *_UNREAD)
+    for name in entries.infos:
+        expected = name in known or name.startswith(_EXTRA) or _BYTES_OF_TENSORS.fullmatch(name)
+        if not expected:
+            raise NotAllowedError(f"the entry {shown(name)}")
+
+    program = checked_program(entries.record(_PROGRAM))
+    _read_samples(entries, _SAMPLES)
+    tables = {
+        folder: checked_payloads(entries.record(table))
+        for folder, table in _TABLES.items()
+        if table in entries.infos
+    }
+    for folder, table in tables.items():
+        _require_bytes(entries, folder, table)
+
+    pickled = [name for name in _PICKLED_TENSORS if name in entries.infos]
+    return Pt2Archive(
+        program=program,
+        extra=_extra(entries, _EXTRA),
+        tables=tables,
+        tensors={name: _read_tensors(entries, name) for name in pickled},
+        versions={name: entries.text(name) for name in _VERSIONS if name in entries.infos},
+    )
+
+
+def _read_old(entries: _Entries) -> Pt2Archive:
+    """Read the layout of torch 2.7 and before."""
+    known = (_OLD_PROGRAM, _OLD_SAMPLES, *_OLD_TENSORS, _OLD_VERSION)
+    for name in entries.infos:
+        if name not in known and not name.startswith(_OLD_EXTRA):
+            raise NotAllowedError(f"the entry {shown(name)}")
+
+    program = checked_program(entries.record(_OLD_PROGRAM))
+    _read_samples(entries, _OLD_SAMPLES)
+    return Pt2Archive(
+        program=program,
+        extra=_extra(entries, _OLD_EXTRA),
+        tensors={name: _read_tensors(entries, name) for name in _OLD_TENSORS},
+        versions={_OLD_VERSION: entries.text(_OLD_VERSION)},
+        old=True,
+    )
+
+
+def _extra(entries: _Entries, folder: str) -> dict[str, str]:
+    names = [name for name in entries.infos if name.startswith(folder)]
+    return {name.removeprefix(folder): entries.text(name) for name in names}
+
+
+def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) -> None:
+    """Refuse a tensor that has a size and no bytes: torch would make zeros of any size."""
+    config = table["config"]
+    assert isinstance(config, dict)
+    for name, payload in config.items():
+        entry = f"{folder}{payload['path_name']}"
+        if entry not in entries.infos:
+            raise KeyError(f"it has no entry {entry}")
+        sides = [side["as_int"] for side in payload["tensor_meta"]["sizes"]]
+        if not entries.infos[entry].file_size and 0 not in sides:
+            raise NotAllowedError(f"the weight {shown(name)} without its numbers")
+
+
+def _read_samples(entries: _Entries, name: str) -> None:
+    """Check the inputs that the network was exported with. Nothing here needs them."""
+    if name in entries.infos and entries.infos[name].file_size:
+        _unpickle(entries, name)
+
+
+def _read_tensors(entries: _Entries, name: str) -> dict[str, Tensor]:
+    """Return the tensors of a pickled dict."""
+    content = _unpickle(entries, name)
+    if not isinstance(content, dict):
+        raise NotAllowedError(f"something else than tensors in the entry {shown(name)}")
+    for key, value in content.items():
+        plain = type(value) in (Tensor, torch.nn.Parameter)
+        if not isinstance(key, str) or not plain or value.layout != torch.strided:
+            raise NotAllowedError(f"something else than tensors in the entry {shown(name)}")
+    return content
+
+
+def _unpickle(entries: _Entries, name: str) -> object:
+    """Return what torch's restricted unpickler reads in an entry that torch.save wrote."""
+    content = entries.read(name)
+    try:
+        _require_known_names(content)
+        with quiet():
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    # Whatever the restricted unpickler does not take, torch would read by the full one.
+    except Exception:
+        raise NotAllowedError(f"a pickle of more than tensors and numbers: {shown(name)}") from None
+
+
+def _require_known_names(content: bytes) -> None:
+    """Refuse a pickle that calls for anything but tensors, numbers and containers."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = archive.namelist()
+        pickles = [name for name in names if name.endswith(".pkl")]
+        if len(set(names)) < len(names) or len(pickles) != 1:
+            raise NotAllowedError("a pickle")
+        if sum(info.file_size for info in archive.infolist()) > len(content):
+            raise NotAllowedError("a compressed pickle")
+        pickled = archive.read(pickles[0])
+
+    for code, argument, _ in pickletools.genops(pickled):
+        called = code.name in ("GLOBAL", "INST")
+        if called and not _PICKLED_NAMES.fullmatch(str(argument)):
+            raise NotAllowedError("a pickle")
+        if code.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID"):
+            raise NotAllowedError("a pickle")
+
+
+def _contents(archive: Pt2Archive, entries: _Entries) -> Iterator[tuple[str, bytes]]:
+    """Yield the entries of the new archive: names, and what torch's reader finds there."""
+    root = "" if archive.old else "model/"
+    for name, version in archive.versions.items():
+        yield f"{root}{name}", version.encode()
+
+    program = _OLD_PROGRAM if archive.old else _PROGRAM
+    yield f"{root}{program}", json.dumps(archive.program).encode()
+    # Without inputs, torch makes no Python source of guards on them.
+    samples = _OLD_SAMPLES if archive.old else _SAMPLES
+    yield f"{root}{samples}", b""
+
+    for name, tensors in archive.tensors.items():
+        buffer = io.BytesIO()
+        torch.save(tensors, buffer)
+        yield f"{root}{name}", buffer.getvalue()
+
+    for folder, table in archive.tables.items():
+        yield f"{root}{_TABLES[folder]}", json.dumps(table).encode()
+        config = table["config"]
+        assert isinstance(config, dict)
+        for entry in sorted({payload["path_name"] for payload in config.values()}):
+            yield f"{root}{folder}{entry}", entries.read(f"{folder}{entry}")

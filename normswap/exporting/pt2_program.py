@@ -1,0 +1,555 @@
+"""The graph of a .pt2, its JSON held to a grammar before torch reads it.
+
+torch's reader makes Python source of names, looks operators up with `getattr` and imports what a
+tree of outputs names. So every text has a rule here: names are identifiers, operators come from
+known namespaces and take tensors and numbers, trees are of tuples, lists and dicts. What has no
+rule is refused. Stack traces and other notes, which no computation needs, are left out.
+
+A rule takes a value of the file and returns what torch is given in its place. It raises
+NotAllowedError where the file could run code by that value.
+"""
+
+import json
+import keyword
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from normswap.exporting.pt2_expressions import (
+    SYMBOL,
+    NotAllowedError,
+    checked_size,
+    require_guard,
+    shown,
+)
+
+Rule: TypeAlias = Callable[[object], object]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,500}", re.ASCII)
+# Parameters may be called by any text without what ends a string of Python source.
+_PATH = re.compile(r"[^\"'\\{}\x00-\x1f\x7f]{0,500}")
+_KEY = re.compile(r"[\w.\- ]{0,200}", re.ASCII)
+_VERSION = re.compile(r"[\w.+<=>\- ]{0,100}", re.ASCII)
+_LARGEST_INTEGER = 2**64
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
+_DIALECTS = ("", "ATEN", "TRAINING")
+_STRIDED = 7
+
+# Operators by namespace; None: all that pass `require_operator`. torchvision's others read files.
+_NAMESPACES: Mapping[str, frozenset[str] | None] = {
+    "aten": None,
+    "prims": None,
+    "quantized_decomposed": None,
+    "torchvision": frozenset(
+        ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+    ),
+}
+_OPERATOR = re.compile(r"torch\.ops\.([a-z_]+)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
+# Operators on memory as it lies: they believe sizes and indices that the file states.
+_RAW_MEMORY = re.compile(
+    r"set_|set_data|data|shallow_copy_data_|record_stream|_reshape_alias(_copy)?|_?resize_.*|resize.*"
+    r"|.*(sparse|nested|csr|csc|bsr|bsc|cslt|semi_structured|fbgemm|mkldnn|prepacked).*|_test_.*"
+)
+# Arguments that are a choice among a few words, or the text of an error.
+_WORD_ARGUMENT = re.compile(
+    r"UPLO|activation|approximate|assert_msg|driver|equation|indexing|interpolation|mode|norm|ord|p"
+    r"|pad_mode|padding|padding_mode|padding_side|reduce|rounding_mode|side"
+)
+_PLAIN_ARGUMENT = re.compile(
+    r"(Optional\[|List\[)*(Tensor|int|float|bool|number|complex|Device|Generator)\]*"
+)
+# Operators that hold graphs of their own, which are held to this grammar as well.
+_WITH_GRAPHS = re.compile(
+    r"torch\.ops\.higher_order\.(cond|map_impl|while_loop|scan|associative_scan"
+    r"|wrap_with_set_grad_enabled|wrap_with_autocast)"
+)
+# Arithmetic on sizes, which is no operator on tensors.
+_ON_SIZES = re.compile(
+    r"_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|mod|pow|truediv|and_|or_|lshift"
+    r"|rshift)|torch\.sym_(not|int|float|ite|max|min|sqrt)|math\.trunc"
+)
+
+_TREE_TYPES = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+# Records of answers of Hugging Face networks, which transformers makes known to torch.
+_ANSWER_TYPE = re.compile(r"transformers(\.\w+)+", re.ASCII)
+
+
+def checked_program(record: object) -> dict[str, object]:
+    """Return the program as torch may read it.
+
+    Args:
+        record: the JSON of the program, as the file has it.
+
+    Raises:
+        NotAllowedError: something in it could run code, or is not known.
+    """
+    program = _PROGRAM(record)
+    assert isinstance(program, dict)
+    return program
+
+
+def checked_payloads(record: object) -> dict[str, object]:
+    """Return the table of weights or constants: where the bytes of each are, its shape and type.
+
+    Raises:
+        NotAllowedError: one is pickled, or is no plain tensor.
+    """
+    table = _PAYLOADS(record)
+    assert isinstance(table, dict)
+    return table
+
+
+def require_operator(target: str) -> None:
+    """Check that a node's operator computes tensors from tensors and numbers.
+
+    Args:
+        target: the operator as the file names it: torch.ops.aten.relu.default.
+
+    Raises:
+        NotAllowedError: it could do something else, or is not known here.
+    """
+    if _ON_SIZES.fullmatch(target) or _WITH_GRAPHS.fullmatch(target):
+        return
+
+    named = _OPERATOR.fullmatch(target)
+    if named is None:
+        raise NotAllowedError(f"the operator {shown(target)}")
+
+    namespace, name, overload = named.groups()
+    allowed = _NAMESPACES.get(namespace, frozenset())
+    if (allowed is not None and name not in allowed) or _RAW_MEMORY.fullmatch(name):
+        raise NotAllowedError(f"the operator {shown(target)}")
+    _require_schema(namespace, name, overload, target)
+
+
+def _require_schema(namespace: str, name: str, overload: str, target: str) -> None:
+    """Check the types of an operator's arguments, as torch has it: no file name, no raw storage."""
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    if not isinstance(operator, torch._ops.OpOverload):
+        raise NotAllowedError(f"the operator {shown(target)}, which PyTorch does not know here")
+
+    # The interpreter of TorchScript has further operators, some of which write files.
+    full_name = operator._schema.name
+    if operator._schema.overload_name:
+        full_name = f"{full_name}.{operator._schema.overload_name}"
+    if not torch._C._dispatch_has_kernel(full_name):
+        raise NotAllowedError(f"the operator {shown(target)}")
+
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        plain = _PLAIN_ARGUMENT.fullmatch(kind) is not None
+        word = kind in ("str", "Optional[str]") and _WORD_ARGUMENT.fullmatch(argument.name)
+        if not plain and not word:
+            raise NotAllowedError(f"the operator {shown(target)}, which takes {argument.name}")
+
+
+def _text(pattern: re.Pattern[str], what: str) -> Rule:
+    """A rule: text that the whole pattern matches."""
+
+    def checked(value: object) -> object:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise NotAllowedError(f"the {what} {shown(value)}")
+        return value
+
+    return checked
+
+
+def _one_of(values: Sequence[object], what: str) -> Rule:
+    """A rule: one of a few values."""
+
+    def checked(value: object) -> object:
+        if value not in values:
+            raise NotAllowedError(f"the {what} {shown(value)}")
+        return value
+
+    return checked
+
+
+def _identifier(value: object) -> object:
+    """A rule: a name that may stand in Python source."""
+    if isinstance(value, str) and _IDENTIFIER.fullmatch(value) and not keyword.iskeyword(value):
+        return value
+    raise NotAllowedError(f"the name {shown(value)}")
+
+
+def _argument_name(value: object) -> object:
+    """A rule: the name of an operator's argument, which may be a keyword, or none."""
+    if isinstance(value, str) and (not value or _IDENTIFIER.fullmatch(value)):
+        return value
+    raise NotAllowedError(f"the argument {shown(value)}")
+
+
+def _boolean(value: object) -> object:
+    """A rule: true or false."""
+    if not isinstance(value, bool):
+        raise NotAllowedError(f"{shown(value)} where true or false stands")
+    return value
+
+
+def _integer(value: object) -> object:
+    """A rule: a whole number of at most 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _LARGEST_INTEGER:
+        raise NotAllowedError(f"{shown(value)} where a whole number stands")
+    return value
+
+
+def _number(value: object) -> object:
+    """A rule: a number, which torch writes as text where it is infinite or none."""
+    if isinstance(value, float) or value in ("Infinity", "-Infinity", "NaN"):
+        return value
+    return _integer(value)
+
+
+def _message(value: object) -> object:
+    """A rule: text that an operator takes, such as a mode or the message of an error."""
+    if not isinstance(value, str) or len(value) > 10_000 or not value.isprintable():
+        raise NotAllowedError(f"the text {shown(value)}")
+    return value
+
+
+def _target(value: object) -> object:
+    """A rule: an operator."""
+    if not isinstance(value, str):
+        raise NotAllowedError(f"the operator {shown(value)}")
+    require_operator(value)
+    return value
+
+
+def _left_out(value: object) -> object:
+    """A rule: notes on a node, such as its stack trace, which torch needs for nothing."""
+    return {}
+
+
+def _guards(value: object) -> object:
+    """A rule: comparisons of sizes. torch checks sizes without them, so it gets none to execute."""
+    for guard in _items(value):
+        if not isinstance(guard, str):
+            raise NotAllowedError(f"the guard {shown(guard)}")
+        require_guard(guard)
+    return []
+
+
+def _size_expression(value: object) -> object:
+    """A rule: the expression of a size."""
+    if not isinstance(value, str):
+        raise NotAllowedError(f"the expression {shown(value)}")
+    return checked_size(value)
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise NotAllowedError(f"{shown(value)} where a list stands")
+    return value
+
+
+def _optional(rule: Rule) -> Rule:
+    """A rule: null, or what another rule allows."""
+
+    def checked(value: object) -> object:
+        return None if value is None else rule(value)
+
+    return checked
+
+
+def _list(rule: Rule) -> Rule:
+    """A rule: a list, each item by another rule."""
+    return lambda value: [rule(item) for item in _items(value)]
+
+
+def _table(key_rule: Rule, rule: Rule) -> Rule:
+    """A rule: a table, with a rule for its keys and one for its values."""
+
+    def checked(value: object) -> object:
+        if not isinstance(value, dict):
+            raise NotAllowedError(f"{shown(value)} where a table stands")
+        return {key_rule(key): rule(item) for key, item in value.items()}
+
+    return checked
+
+
+def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
+    """A rule: a record with some of these fields. Others must be empty, and are left out."""
+
+    def checked(value: object) -> object:
+        if not isinstance(value, dict):
+            raise NotAllowedError(f"{shown(value)} where a {name} stands")
+        for key in value.keys() - fields.keys():
+            if value[key] not in (None, [], {}, ""):
+                raise NotAllowedError(f"the field {shown(key)} of a {name}")
+        return {key: rule(value[key]) for key, rule in fields.items() if key in value}
+
+    return checked
+
+
+def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
+    """A rule: one value, stored under the name of its kind."""
+
+    def checked(value: object) -> object:
+        if not isinstance(value, dict) or len(value) != 1:
+            raise NotAllowedError(f"{shown(value)} where a {name} stands")
+        ((kind, content),) = value.items()
+        if kind not in kinds:
+            raise NotAllowedError(f"the kind {shown(kind)} of a {name}")
+        return {kind: kinds[kind](content)}
+
+    return checked
+
+
+def _tree(value: object) -> object:
+    """A rule: the JSON, in a text, of how inputs or outputs are nested."""
+    if not isinstance(value, str):
+        raise NotAllowedError(f"the tree {shown(value)}")
+    try:
+        protocol, spec = json.loads(value)
+    except (ValueError, TypeError, RecursionError):
+        raise NotAllowedError(f"the tree {shown(value)}") from None
+    return json.dumps([_integer(protocol), _branch(spec)])
+
+
+def _branch(spec: object) -> dict[str, object]:
+    """Return a branch of a tree: a leaf, or a tuple, list, dict or record of branches."""
+    if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"}:
+        raise NotAllowedError(f"the tree {shown(spec)}")
+
+    kind = spec["type"]
+    context = spec["context"]
+    known = kind is None or kind in _TREE_TYPES
+    if not known and not (isinstance(kind, str) and _ANSWER_TYPE.fullmatch(kind)):
+        raise NotAllowedError(f"the type {shown(kind)} among its inputs and outputs")
+    if context is not None:
+        context = json.dumps(_keys(context))
+
+    children = [_branch(child) for child in _items(spec["children_spec"])]
+    return {"type": kind, "context": context, "children_spec": children}
+
+
+def _keys(context: object) -> object:
+    """Return the keys of a dict of inputs or outputs, from their JSON; None of a tuple or list."""
+    try:
+        keys = json.loads(str(context))
+    except (ValueError, RecursionError):
+        raise NotAllowedError(f"the tree {shown(context)}") from None
+    if keys is None:
+        return None
+
+    for key in _items(keys):
+        if not isinstance(key, (str, int)) or not _KEY.fullmatch(str(key)):
+            raise NotAllowedError(f"the key {shown(key)} of inputs or outputs")
+    return keys
+
+
+def _call_tree(value: object) -> object:
+    """A rule: the tree of all inputs, whose arguments by name become arguments of a function."""
+    tree = _tree(value)
+    _, spec = json.loads(str(tree))
+    for arguments in spec["children_spec"][1:]:
+        for name in json.loads(arguments["context"] or "[]") or []:
+            _identifier(name)
+    return tree
+
+
+def _plain_tensor(value: object) -> object:
+    """A rule: the shape and type of a tensor whose numbers are in the file; not one without end."""
+    meta = _TENSOR_META(value)
+    assert isinstance(meta, dict)
+    sides = [side.get("as_int") for side in meta["sizes"]]
+    if not all(isinstance(side, int) and side >= 0 for side in sides):
+        raise NotAllowedError(f"a weight of the shape {shown(meta['sizes'])}")
+    if math.prod(side for side in sides if isinstance(side, int)) > 2**32:
+        raise NotAllowedError(f"a weight of the shape {shown(sides)}")
+    return meta
+
+
+def _unpickled(value: object) -> object:
+    """A rule: a weight is stored as its bytes, not as a pickle."""
+    if value is not False:
+        raise NotAllowedError("a pickled weight")
+    return False
+
+
+def _nested_graph(value: object) -> object:
+    """A rule: the graph inside an operator such as `cond`."""
+    return _GRAPH(value)
+
+
+_SYMBOL_NAME = _text(SYMBOL, "symbol")
+_TENSOR_PATH = _text(_PATH, "path of a tensor")
+_NAMED = _record("tensor", {"name": _identifier})
+
+_DEVICE = _record("device", {"type": _one_of(_DEVICES, "device"), "index": _optional(_integer)})
+_HINT = _union("hint", {"as_int": _integer, "as_bool": _boolean, "as_float": _number})
+_EXPRESSION = _record("expression", {"expr_str": _size_expression, "hint": _optional(_HINT)})
+_SIZE = _union("size", {"as_expr": _EXPRESSION, "as_int": _integer})
+_FLOAT_SIZE = _union("number", {"as_expr": _EXPRESSION, "as_float": _number})
+_CONDITION = _union("condition", {"as_expr": _EXPRESSION, "as_bool": _boolean})
+_TENSOR_META = _record(
+    "tensor",
+    {
+        "dtype": _integer,
+        "sizes": _list(_SIZE),
+        "requires_grad": _boolean,
+        "device": _DEVICE,
+        "strides": _list(_SIZE),
+        "storage_offset": _SIZE,
+        "layout": _one_of((_STRIDED,), "layout"),
+    },
+)
+
+_SIZE_ARGUMENT = _union("size", {"as_name": _identifier, "as_int": _integer})
+_FLOAT_ARGUMENT = _union("number", {"as_name": _identifier, "as_float": _number})
+_BOOL_ARGUMENT = _union("condition", {"as_name": _identifier, "as_bool": _boolean})
+_OPTIONAL_TENSOR = _union("tensor", {"as_tensor": _NAMED, "as_none": _boolean})
+_ARGUMENT = _union(
+    "argument",
+    {
+        "as_none": _boolean,
+        "as_tensor": _NAMED,
+        "as_tensors": _list(_NAMED),
+        "as_optional_tensor": _OPTIONAL_TENSOR,
+        "as_optional_tensors": _list(_OPTIONAL_TENSOR),
+        "as_nested_tensors": _list(_list(_NAMED)),
+        "as_int": _integer,
+        "as_ints": _list(_integer),
+        "as_int_lists": _list(_list(_integer)),
+        "as_float": _number,
+        "as_floats": _list(_number),
+        "as_float_lists": _list(_list(_number)),
+        "as_complex": _record("complex number", {"real": _number, "imag": _number}),
+        "as_bool": _boolean,
+        "as_bools": _list(_boolean),
+        "as_string": _message,
+        "as_strings": _list(_message),
+        "as_sym_int": _SIZE_ARGUMENT,
+        "as_sym_ints": _list(_SIZE_ARGUMENT),
+        "as_sym_float": _FLOAT_ARGUMENT,
+        "as_sym_floats": _list(_FLOAT_ARGUMENT),
+        "as_sym_bool": _BOOL_ARGUMENT,
+        "as_sym_bools": _list(_BOOL_ARGUMENT),
+        "as_scalar_type": _integer,
+        "as_memory_format": _integer,
+        "as_layout": _integer,
+        "as_device": _DEVICE,
+        "as_graph": _record("graph", {"name": _identifier, "graph": _nested_graph}),
+    },
+)
+_NODE = _record(
+    "node",
+    {
+        "target": _target,
+        "inputs": _list(
+            _record(
+                "argument",
+                {"name": _argument_name, "arg": _ARGUMENT, "kind": _optional(_integer)},
+            )
+        ),
+        "outputs": _list(_ARGUMENT),
+        "metadata": _left_out,
+        "is_hop_single_tensor_return": _optional(_boolean),
+        "name": _optional(_identifier),
+    },
+)
+_GRAPH = _record(
+    "graph",
+    {
+        "inputs": _list(_ARGUMENT),
+        "outputs": _list(_ARGUMENT),
+        "nodes": _list(_NODE),
+        "tensor_values": _table(_identifier, _TENSOR_META),
+        "sym_int_values": _table(_identifier, _SIZE),
+        "sym_bool_values": _table(_identifier, _CONDITION),
+        "sym_float_values": _table(_identifier, _FLOAT_SIZE),
+        "is_single_tensor_return": _boolean,
+    },
+)
+
+# A text among the inputs is an argument that the network was exported with.
+_CONSTANT = _union(
+    "constant",
+    {
+        "as_none": _boolean,
+        "as_int": _integer,
+        "as_float": _number,
+        "as_string": _text(_KEY, "text"),
+        "as_bool": _boolean,
+    },
+)
+_INPUT = _union(
+    "input",
+    {
+        "user_input": _record("input", {"arg": _ARGUMENT}),
+        "parameter": _record("parameter", {"arg": _NAMED, "parameter_name": _TENSOR_PATH}),
+        "buffer": _record(
+            "buffer", {"arg": _NAMED, "buffer_name": _TENSOR_PATH, "persistent": _boolean}
+        ),
+        "tensor_constant": _record(
+            "constant", {"arg": _NAMED, "tensor_constant_name": _TENSOR_PATH}
+        ),
+        "constant_input": _record("constant", {"name": _identifier, "value": _CONSTANT}),
+    },
+)
+_OUTPUT = _union(
+    "output",
+    {
+        "user_output": _record("output", {"arg": _ARGUMENT}),
+        "loss_output": _record("output", {"arg": _NAMED}),
+        "buffer_mutation": _record("buffer", {"arg": _NAMED, "buffer_name": _TENSOR_PATH}),
+        "parameter_mutation": _record("parameter", {"arg": _NAMED, "parameter_name": _TENSOR_PATH}),
+        "gradient_to_parameter": _record(
+            "gradient", {"arg": _NAMED, "parameter_name": _TENSOR_PATH}
+        ),
+        "gradient_to_user_input": _record(
+            "gradient", {"arg": _NAMED, "user_input_name": _identifier}
+        ),
+        "user_input_mutation": _record("input", {"arg": _NAMED, "user_input_name": _identifier}),
+    },
+)
+_SIGNATURE = _record("signature", {"input_specs": _list(_INPUT), "output_specs": _list(_OUTPUT)})
+_CALL = _record(
+    "call",
+    {
+        "inputs": _list(_ARGUMENT),
+        "outputs": _list(_ARGUMENT),
+        "in_spec": _call_tree,
+        "out_spec": _tree,
+        "forward_arg_names": _optional(_list(_identifier)),
+    },
+)
+_PROGRAM = _record(
+    "program",
+    {
+        "graph_module": _record(
+            "graph",
+            {
+                "graph": _GRAPH,
+                "signature": _SIGNATURE,
+                "module_call_graph": _list(
+                    _record("call", {"fqn": _TENSOR_PATH, "signature": _optional(_CALL)})
+                ),
+                "metadata": _left_out,
+            },
+        ),
+        "opset_version": _table(_text(_KEY, "opset"), _integer),
+        "range_constraints": _table(
+            _SYMBOL_NAME,
+            _record("range", {"min_val": _optional(_integer), "max_val": _optional(_integer)}),
+        ),
+        "schema_version": _record("version", {"major": _integer, "minor": _integer}),
+        "verifiers": _list(_one_of(_DIALECTS, "dialect")),
+        "torch_version": _text(_VERSION, "version"),
+        "guards_code": _guards,
+    },
+)
+_PAYLOAD = _record(
+    "weight",
+    {
+        "path_name": _text(re.compile(r"(weight|tensor)_[0-9]{1,6}", re.ASCII), "stored object"),
+        "is_param": _boolean,
+        "use_pickle": _unpickled,
+        "tensor_meta": _plain_tensor,
+    },
+)
+_PAYLOADS = _record("table of weights", {"config": _table(_TENSOR_PATH, _PAYLOAD)})
