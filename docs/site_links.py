@@ -1,4 +1,7 @@
-"""A hook of MkDocs: links to files beside docs/ go to the repository; fences lose the marks of the tests."""
+"""A hook of MkDocs that rewrites each page for the site.
+
+Links to files beside docs/ go to the repository. Fences lose the marks that the tests read.
+"""
 
 import re
 
@@ -7,5 +10,6 @@ _MARKS = re.compile(r"^(```\w+) [^\n]*$", re.M)
 
 
 def on_page_markdown(markdown: str, *, config: dict[str, str], **_: object) -> str:
-    """Rewrite one page."""
-    return _MARKS.sub(r"\1", _BESIDE.sub(rf"]({config['repo_url']}/blob/main/\1)", markdown))
+    """Return the page as the site shows it."""
+    linked = _BESIDE.sub(rf"]({config['repo_url']}/blob/main/\1)", markdown)
+    return _MARKS.sub(r"\1", linked)

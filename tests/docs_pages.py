@@ -1,13 +1,22 @@
-"""The pages of docs/: their code blocks, in order, and their tables. `python tests/docs_pages.py`
-fills in the tables.
+"""The pages of docs/: their code blocks, in order, and their tables.
 
-What stands behind a block's language says how it is run: `slow` (it takes long), `exit=2` (the
-command fails, and shall), `file=NAME` (it is saved, not run), `needs=PACKAGE` (without which the
-page's slow blocks are skipped). A `text` block is what the block before it prints, `...` for what
-varies. Behind `<!-- from FILE -->` stand the tables of that file, which a script wrote, each below
-its heading; `<!-- from FILE: PATTERN -->` takes the rows that it fits. The table behind `<!--
-options -->` has the options of all schemes, from their records. The same call writes what `normswap
-advise` reads of the laboratory's table.
+`python tests/docs_pages.py` fills in the tables. It also writes what `normswap advise` reads of the
+laboratory's table.
+
+The words behind a block's language say how the block is run:
+
+- `slow`: it takes long.
+- `exit=2`: its command fails with this exit code, as it should.
+- `file=NAME`: it is saved under this name, not run.
+- `needs=PACKAGE`: the page's slow blocks are skipped where this package is missing.
+
+A `text` block is what the block before it prints, with `...` for what varies.
+
+Tables are filled in behind these marks:
+
+- `<!-- from FILE -->`: the tables of that file, which a script wrote, each below its heading.
+- `<!-- from FILE: PATTERN -->`: only the rows of these tables that the pattern matches.
+- `<!-- options -->`: the options of all schemes, from their records.
 """
 
 import itertools
@@ -42,8 +51,9 @@ class Block:
     """A fenced block.
 
     Args:
-        language: the first word behind the fence.
-        marks: the others.
+        language: The first word behind the fence.
+        marks: The other words behind the fence.
+        text: The lines between the fences.
     """
 
     language: str
@@ -52,93 +62,106 @@ class Block:
 
     @property
     def slow(self) -> bool:
+        """Whether the block takes long."""
         return "slow" in self.marks
 
     @property
     def exit_code(self) -> int:
-        return int(self._said("exit") or 0)
+        """The exit code that its command should have."""
+        return int(self._value("exit") or 0)
 
     @property
     def file(self) -> str:
-        """What it is to be saved as, if it is not to be run."""
-        return self._said("file")
+        """The name that the block is saved under; a block that is run has none."""
+        return self._value("file")
 
     @property
     def needs(self) -> str:
-        """A package without which it does not run, and which the tests do without."""
-        return self._said("needs")
+        """A package that the block needs and that the tests do not install."""
+        return self._value("needs")
 
-    def _said(self, mark: str) -> str:
-        return next((one.partition("=")[2] for one in self.marks if one.startswith(f"{mark}=")), "")
+    def _value(self, mark: str) -> str:
+        """Return the value of a mark of the form `mark=value`, or an empty text."""
+        for each in self.marks:
+            name, sign, value = each.partition("=")
+            if sign and name == mark:
+                return value
+        return ""
 
     def lines(self) -> list[str]:
+        """Return the commands of a shell block, a line each."""
         joined = self.text.replace("\\\n", " ")
         return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
     return blocks_in(page.read_text(encoding="utf-8"))
 
 
 def blocks_in(text: str) -> list[Block]:
+    """Return the fenced blocks of a text, in order."""
     found = _BLOCK.findall(text)
-    return [Block(language, tuple(marks.split()), text) for language, marks, text in found]
+    return [Block(language, tuple(marks.split()), body) for language, marks, body in found]
 
 
 def filled(text: str) -> str:
-    """A page with the tables of the files that it names."""
-
-    def tables(match: re.Match[str]) -> str:
-        lines = (ROOT / match[1]).read_text(encoding="utf-8").splitlines()
-        marker = match[0].partition("\n")[0]
-        return f"{marker}\n\n" + "\n".join([*_with_headings(lines, re.compile(match[2] or "")), ""])
-
-    return _OPTIONS.sub(lambda match: match[1] + options(), _TABLE.sub(tables, text))
+    """Return a page with the tables of the files that it names, and of the schemes' options."""
+    with_tables = _TABLE.sub(_tables, text)
+    return _OPTIONS.sub(lambda match: match[1] + options(), with_tables)
 
 
 def without_tables(text: str) -> str:
-    """A page without what `filled` fills in."""
+    """Return a page without what `filled` fills in."""
     return _OPTIONS.sub("", _TABLE.sub("", text))
 
 
+def _tables(match: re.Match[str]) -> str:
+    """Return a mark, and behind it the tables of the file that it names."""
+    lines = (ROOT / match[1]).read_text(encoding="utf-8").splitlines()
+    pattern = re.compile(match[2] or "")
+    mark = match[0].partition("\n")[0]
+    return f"{mark}\n\n" + "\n".join([*_with_headings(lines, pattern), ""])
+
+
 def _with_headings(lines: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
-    """The tables among some lines, each below its heading, if it has one, of the rows that the
-    pattern fits.
+    """Yield the lines of the tables among `lines`, each table below its heading, if it has one.
+
+    A table has only the rows that the pattern matches; one without such a row is left out.
     """
     heading = ""
     for line, group in itertools.groupby(lines, lambda line: line.startswith("|") or line):
         if line is not True:
-            heading = line.removeprefix("## ") if line.startswith("## ") else heading
+            if line.startswith("## "):
+                heading = line.removeprefix("## ")
             continue
+
         head, rule, *rows = group
         chosen = [row for row in rows if pattern.search(row)]
-        if chosen:
-            yield from (f"**{heading}**", "") if heading else ()
-            yield from (head, rule, *chosen, "")
+        if not chosen:
+            continue
+        if heading:
+            yield from (f"**{heading}**", "")
+        yield from (head, rule, *chosen, "")
 
 
 def options() -> str:
+    """Return the table of the options of all schemes."""
     schemes_of: dict[Option, list[str]] = {}
     for scheme, record in TARGETS.items():
         for option in record.options:
             schemes_of.setdefault(option, []).append(f"`{scheme}`")
-    rows = [
-        (
-            f"`{flag(option.name)}`",
-            ", ".join(names),
-            f"`{option.default}`",
-            option.help.replace("|", "\\|"),
-        )
-        for option, names in schemes_of.items()
-    ]
-    head = [("option", "of", "default", "what it does"), ("---",) * 4]
-    return "".join("| " + " | ".join(row) + " |\n" for row in head + rows).replace(
-        "| --- | --- | --- | --- |", "|---|---|---|---|"
-    )
+
+    lines = ["| option | of | default | what it does |", "|---|---|---|---|"]
+    for option, names in schemes_of.items():
+        help_text = option.help.replace("|", "\\|")
+        cells = (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", help_text)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def after_training() -> str:
-    """What `normswap advise` reads: by task, where training ended for each target it may name."""
+    """Return the JSON that `normswap advise` reads: where training ended, by task and target."""
     tasks: dict[str, dict[str, Any]] = {}
     heading = ""
     lines = (ROOT / _MEASURED).read_text(encoding="utf-8").splitlines()

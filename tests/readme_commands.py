@@ -1,5 +1,6 @@
-"""The README's two set-up commands, for CI to run what the README says: `python
-tests/readme_commands.py tests`.
+"""The README's two set-up commands, so that CI runs what the README says.
+
+`python tests/readme_commands.py tests` prints the command that runs the tests, `demo` the other.
 """
 
 import re
@@ -7,20 +8,19 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+# How each command ends, by the name that it is asked for by.
+_ENDINGS = {"demo": "normswap demo", "tests": "pytest -n 2 --dist worksteal"}
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced code blocks of one language."""
-    return [
-        block.strip()
-        for block in re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.M | re.S)
-    ]
+    """Return the README's fenced code blocks of one language."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.M | re.S)
+    return [block.strip() for block in pattern.findall(README.read_text())]
 
 
-def command(which: str) -> str:
-    """The command that runs the demo, or the one that runs the tests."""
-    ending = {"demo": "normswap demo", "tests": "pytest -n 2 --dist worksteal"}[which]
-    (found,) = [block for block in blocks("bash") if block.endswith(ending)]
+def command(name: str) -> str:
+    """Return the command that runs the demo (`demo`), or the one that runs the tests (`tests`)."""
+    (found,) = [block for block in blocks("bash") if block.endswith(_ENDINGS[name])]
     return found
 
 

@@ -95,11 +95,9 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
     if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
-        why = (
-            "there are none"
-            if images is None
-            else "those of synthetic images are not what training would begin from"
-        )
+        why = "there are none"
+        if images is not None:
+            why = "statistics of synthetic images are no starting point for training"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
     if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"

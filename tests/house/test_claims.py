@@ -76,17 +76,26 @@ def same_answers() -> str:
 
 
 def int8() -> str:
-    """The most that ours lose of a network in ONNX Runtime, of five."""
+    """The most top-1 that ours loses in ONNX Runtime, of five networks.
+
+    README names beside it what the runtime's own quantizer loses on the same network.
+    """
     rows = [row for row in table("int8.md") if row["format"] == "onnx"]
     assert len({row["network"] for row in rows}) == 5
-    return f"[{tenths(max(round(number(row['top-1 of fp32, %']) - number(row['of ours']), 2) for row in rows))}]"
+
+    def lost(row: Row, column: str) -> float:
+        return round(number(row["top-1 of fp32, %"]) - number(row[column]), 2)
+
+    worst = max(rows, key=lambda row: lost(row, "of ours"))
+    assert f"on the same network: {tenths(lost(worst, 'of tool'))})" in README
+    return f"[{tenths(lost(worst, 'of ours'))}]"
 
 
 CLAIMS: dict[str, Callable[[], str]] = {
     "timm networks": folded_timm,
     "networks of torchvision": folded_elsewhere,
     "CIFAR-10 test images": same_answers,
-    "int8 in ONNX Runtime": int8,
+    "top-1 lost in int8 in ONNX Runtime": int8,
 }
 
 
