@@ -19,7 +19,7 @@ from normswap.copying import duplicate, twin
 
 
 class Holder(nn.Module):
-    """A module that holds something."""
+    """A module that holds the objects that it is given, by name."""
 
     def __init__(self, **held: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Holder(nn.Module):
 
 
 class Its(Holder):
-    """It says itself how it is copied."""
+    """A module whose class says itself how it is copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Its:
         new = Its(copied=True)
@@ -72,7 +72,8 @@ def methods() -> Holder:
     return made
 
 
-SAME: dict[str, Callable[[nn.Module], Any]] = {  # what holds of a copy, if it is one
+# What holds of each network, and so must hold of its copy.
+SAME: dict[str, Callable[[nn.Module], Any]] = {
     "shared": lambda m: m.mine is m.one.theirs is m.again[0] and m.mine["rows"] is m.again[1],
     "circular": lambda m: m.row[0] is m.row,
     "one_memory": lambda m: (
@@ -118,11 +119,14 @@ def test_a_copy_has_the_same_state_in_memory_of_its_own(name: str) -> None:
     next(iter(model.parameters())).requires_grad_(False)
     mine = dict(model.named_parameters())
     copied = duplicate(model, {})
+
     assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
+
     for key, ours in copied.named_parameters():
         assert torch.equal(ours, mine[key])
         assert ours.data_ptr() != mine[key].data_ptr()
         assert ours.requires_grad is mine[key].requires_grad
+
     assert copied.state_dict().keys() == model.state_dict().keys()
 
 
@@ -131,6 +135,7 @@ def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
     history = torch.ones(2, requires_grad=True) * 2
     vars(model.one)["cache"] = history
     copied: Any = duplicate(model, {})
+
     assert copied.lock is model.lock
     assert copied.beside is not model.beside
     assert copied.one.cache is history
@@ -140,6 +145,7 @@ def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
 def test_who_says_how_it_is_copied_is_copied_so() -> None:
     model = nn.Sequential(Its(copied=False), parametrizations.weight_norm(nn.Linear(2, 2)))
     copied: Any = duplicate(model, {})
+
     assert copied[0].copied
     assert copied[1].weight is not model[1].weight
     assert torch.equal(copied[1].weight, model[1].weight)
@@ -161,6 +167,7 @@ def test_what_takes_a_place_takes_it_everywhere() -> None:
 def test_a_twin_has_the_parameters_and_its_own_buffers() -> None:
     model: Any = Holder().train()
     copied: Any = twin(model)
+
     assert copied.one.weight is model.one.weight
     assert copied.two.running_mean is not model.two.running_mean
     assert not copied.training
@@ -197,6 +204,7 @@ def test_a_parameter_that_cannot_be_copied_is_cloned_and_stays_one() -> None:
     model = nn.Linear(2, 2)
     model.weight = Stubborn(torch.ones(2, 2), requires_grad=False)
     copied: Any = duplicate(model, {})
+
     assert isinstance(copied.weight, nn.Parameter)
     assert copied.weight is not model.weight
     assert copied.weight.data_ptr() != model.weight.data_ptr()

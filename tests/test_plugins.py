@@ -21,8 +21,9 @@ DEMO = Path(normswap.__file__).parent / "demo_data"
 
 
 class Odd(nn.BatchNorm2d):
-    """Computes what BatchNorm computes, by a forward of its own, which small maps do not get to
-    see.
+    """A BatchNorm with a forward of its own, which computes the same.
+
+    That forward must not be run on small maps.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ class Odd(nn.BatchNorm2d):
 
 
 class PerPixel(nn.Module):
-    """No BatchNorm at all: y = 2 x + 1 per channel."""
+    """A norm that is no BatchNorm: y = 2 x + 1 per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +79,7 @@ def test_a_subclass_of_what_is_vouched_for_is_not_meant() -> None:
             return super().forward(input) * 2
 
     normswap.register_norm(Odd)
+
     with pytest.raises(RefusedError, match="Odder has a forward of its own"):
         normswap.convert(network(Odder(4)), to="folded", input_size=(3, 8, 8))
 
@@ -89,6 +91,7 @@ def test_an_affine_norm_of_any_class_folds() -> None:
     x = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         assert distance(source(x), done.model(x)) < 1e-6
+
     assert not any(isinstance(module, PerPixel) for module in done.model.modules())
 
 
@@ -104,14 +107,17 @@ def test_a_norm_with_statistics_per_sample_is_left_alone_and_can_be_estimated() 
             return super().forward(input)
 
     model = network(Mine(2, 4))
+
     with pytest.raises(RefusedError, match="nothing to convert"):
         normswap.convert(
             model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)]
         )
+
     normswap.register_norm(Mine, per_sample=True)
     done = normswap.convert(
         model, to="folded", input_size=(3, 8, 8), calibrate=[torch.randn(8, 3, 8, 8)]
     )
+
     assert not any(affine.is_norm(module) for module in done.model.modules())
 
 
@@ -132,15 +138,18 @@ def test_a_scheme_has_a_name_of_its_own() -> None:
     for name in ("folded", "opacus", "unfold"):
         with pytest.raises(OptionError, match=f"there is a scheme '{name}' already"):
             normswap.register_scheme(name, scheme)
+
     assert normswap.register_scheme("mine", scheme).name == "mine"
     assert "mine" in schemes.names()
+
     done = normswap.convert(network(nn.BatchNorm2d(4)), to="mine", input_size=(3, 8, 8))
+
     assert [step.scheme for step in done.plan.steps] == ["mine"]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which the example package is installed."""
+    """Return the environment in which the example package is installed."""
     site = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -171,6 +180,7 @@ def test_an_installed_scheme_is_a_target_of_the_command_line(
 ) -> None:
     listed = json.loads(cli(installed, "schemes", "--json").stdout)
     mine = next(row for row in listed if row["name"] == "halved-skipinit")
+
     assert mine["options"] == {"share": 0.5}
     assert not mine["exact"]
 

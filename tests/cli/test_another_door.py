@@ -1,5 +1,6 @@
-"""Law of doors: command line, Python, a plan applied, and a directory loaded give one result, to
-the last bit.
+"""Law of doors: every way to a conversion gives one result, to the last bit.
+
+The ways are the command line, Python, a plan that is applied, and a directory that is loaded.
 """
 
 from pathlib import Path
@@ -40,8 +41,10 @@ def typed(options: dict[str, Any]) -> list[str]:
 
 
 def assert_same(one: Any, two: Any) -> None:
-    """Structure, tensors, the record of where they are from, and how images are prepared, in timm's
-    own record too.
+    """Assert that two networks are the same in everything.
+
+    Compared are structure, tensors, provenance, how images are prepared (in timm's own record too),
+    and the answers.
     """
     assert str(one) == str(two)
 
@@ -91,10 +94,12 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
         options["seed"] = 3
 
     done = normswap.convert(source, row.scheme, **options)
+
     assert_same(done.model, by_command)
     assert_same(checkpoint.open_model("typed"), by_command)
 
     report = body["steps"][-1]["report"]
+
     assert [error["relative_l2"] for error in report["logits"]] == [
         error.relative_l2 for error in done.report.logits
     ]
@@ -109,6 +114,7 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
         return
 
     run_json(capfd, "convert", MODEL, "--from-plan", "p.json", "-o", "planned")
+
     assert_same(normswap.load("planned"), by_command)
 
 
@@ -153,4 +159,5 @@ def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:
     )
     x = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     one, two = (torch.export.load(name).module()(x) for name in ("typed.pt2", "called.pt2"))
+
     assert one.equal(two)

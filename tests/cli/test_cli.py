@@ -1,5 +1,6 @@
-"""The command line: what it prints, what it writes, and that every bad input gives one line and
-leaves nothing.
+"""The command line: what it prints, and what it writes.
+
+Every bad input gives one line on stderr, and leaves nothing written.
 """
 
 import dataclasses
@@ -54,45 +55,52 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_help_imports_anything_heavy() -> None:
-    """What makes it fast; a limit in seconds would depend on the machine. `--help` loads no
-    command.
+    """Imports are counted, as a limit in seconds would depend on the machine.
+
+    `normswap --help` loads no command at all.
     """
-    code = (
-        "import sys; from normswap.cli.app import main; main(['--help'])\nown = [m for m in"
-        f" sys.modules if m.startswith('normswap.cli.commands.')]\nfor command in {COMMANDS}:"
-        " main([command, '--help'])\nheavy = [m for m in ('torch', 'timm', 'numpy', 'pydantic',"
-        " 'matplotlib') if m in sys.modules]\nsys.exit(str([own, heavy]))"
-    )
+    code = f"""
+import sys
+from normswap.cli.app import main
+
+main(["--help"])
+loaded = [name for name in sys.modules if name.startswith("normswap.cli.commands.")]
+for command in {COMMANDS}:
+    main([command, "--help"])
+heavy = {{"torch", "timm", "numpy", "pydantic", "matplotlib"}} & sys.modules.keys()
+sys.exit(str([loaded, list(heavy)]))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
     assert done.stderr.strip() == "[[], []]"
 
 
 def test_help_lists_the_commands_in_order(capfd: Capture) -> None:
     assert main(["--help"]) == 0
 
-    words = [
-        line.split()[1]
-        for line in capfd.readouterr().out.partition("Commands")[2].splitlines()
-        if "  " in line
-    ]
+    listed = capfd.readouterr().out.partition("Commands")[2]
+    words = [line.split()[1] for line in listed.splitlines() if "  " in line]
 
     assert tuple(word for word in words if word in COMMANDS) == COMMANDS
     assert main([]) == main(["--version"]) == 0
 
     begin, _, version = capfd.readouterr().out.rpartition("normswap 0.")
+
     assert "Begin with `normswap demo`" in " ".join(begin.split())
     assert version.strip().replace(".", "").isdecimal()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command(command: str, capfd: Capture) -> None:
-    """Its summary is that of the list; examples, which its own parser takes, and the keys of --json
-    end it.
+    """The page begins with the summary of the list of commands.
+
+    It ends with examples, which the command's own parser takes, and with the keys of --json.
     """
     assert main([command, "--help"]) == 0
 
     page = " ".join(capfd.readouterr().out.split())
     module = importlib.import_module(f"normswap.cli.commands.{command}_command")
+
     assert module.run.__doc__.startswith(commands.SUMMARIES[command].rpartition(": ")[0])
     assert commands.SUMMARIES[command][:60] in page
     assert "Keys of --json: " in page
@@ -111,6 +119,7 @@ def test_options_stand_in_the_panel_of_their_record(capfd: Capture) -> None:
     assert main(["convert", "--help"]) == 0
     panels = re.split(r"╭─ (.*?) ─*╮", capfd.readouterr().out)
     inside = dict(zip(panels[1::2], panels[2::2], strict=True))
+
     assert "--arch " in inside["How MODEL is opened"]
     assert "--alpha " in inside["Options of the schemes"]
     assert "--to " in inside["Options"]
@@ -120,6 +129,7 @@ def test_options_stand_in_the_panel_of_their_record(capfd: Capture) -> None:
 
 def test_inspect_resnet50(capfd: Capture) -> None:
     body = run_json(capfd, "inspect", "resnet50", "--weights", "random")
+
     assert body["roles"] == {"stem": 1, "last": 16, "down": 4, "other": 32, "head": 0}
     assert [block["skip"] for block in body["blocks"]].count("projection") == 4
     assert len(body["sites"]) == 53
@@ -132,6 +142,7 @@ def test_inspect_resnet50(capfd: Capture) -> None:
 def test_inspect_shows_counts_and_blocks_within_100_columns(capfd: Capture) -> None:
     assert main(["inspect", *SMALL]) == 0
     out = capfd.readouterr().out
+
     assert "1 stem, 8 last, 4 down, 8 other" in out
     assert "4 projection, 4 identity" in out
     assert max(map(len, out.splitlines())) <= 100
@@ -147,6 +158,7 @@ def test_inspect_says_why_a_norm_is_refused(
     )
     monkeypatch.setattr(checkpoint, "open_model", lambda *args, **kwargs: model)
     batch, group = run_json(capfd, "inspect", "mine")["sites"]
+
     assert "no running statistics" in batch["refused"]
     assert "per sample" in group["refused"]
 
@@ -154,6 +166,7 @@ def test_inspect_says_why_a_norm_is_refused(
 def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -> None:
     assert main(["convert", MODEL, "--to", "skipinit"]) == 0
     out, err = capfd.readouterr()
+
     assert err == ""
     assert "22 folded into the layer before" in out
     assert "layer4.1.bn2" in out
@@ -166,6 +179,7 @@ def test_convert_says_what_it_did_and_writes_there(capfd: Capture, here: Path) -
 def test_dry_run_writes_nothing(capfd: Capture, here: Path) -> None:
     arguments = ["convert", MODEL, "--to", "skipinit", "--dry-run"]
     (step,) = run_json(capfd, *arguments)["steps"]
+
     assert {edit["layer"] for edit in step["edits"]} == {"Folded", "Scale", "Vacant"}
     assert step["report"] is None
     assert main(arguments) == 0
@@ -175,6 +189,7 @@ def test_dry_run_writes_nothing(capfd: Capture, here: Path) -> None:
 
 def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     convert = ["convert", MODEL]
+
     assert main([*convert, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
     assert set(files(here)) == {"plan.json"}
 
@@ -229,8 +244,10 @@ def test_default_output_is_named_after_the_source(
 
 def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
     fit = ("--to", "groupnorm", "--relative-eps", "0", "--calibrate", IMAGES, "--samples", "2")
+
     assert main(["convert", MODEL, *fit, "-o", "out"]) == 0
     out = capfd.readouterr().out
+
     assert "not known: too few calibration images" in out
     assert "give --calibrate" not in out
     assert (
@@ -241,6 +258,7 @@ def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> No
 def test_verify(capfd: Capture, converted: Path) -> None:
     data = ("--data", IMAGES, "--samples", "100", "--workers", "0")
     body = run_json(capfd, "verify", str(converted / "folded"), *data)
+
     assert body["passed"]
     assert body["source_unchanged"] is True
     assert body["data"]["agreement"] == 1
@@ -258,12 +276,9 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
     file = shipped.FOLDER / "model.safetensors"
-    shape = {"channels": "32,64,80,96", "stem_type": "deep"}
-    shaped = [
-        word
-        for name, value in {**shape, "stem_width": 16}.items()
-        for word in ("--arch-arg", f"{name}={value}")
-    ]
+    shaped: list[str] = []
+    for argument in ("channels=32,64,80,96", "stem_type=deep", "stem_width=16"):
+        shaped += ["--arch-arg", argument]
     how = ("--arch", "resnet18", *shaped, "--num-classes", "10", "--input-size", "3,64,64")
 
     assert run_json(capfd, "verify", str(converted / "folded"), "--against", str(file), *how)[
@@ -271,6 +286,7 @@ def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, convert
     ]
 
     random = ("--against", "resnet18", *shaped, "--num-classes", "10", "--weights", "random")
+
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
 
@@ -288,7 +304,7 @@ def test_verify_names_the_layer_that_was_changed(
 
 @pytest.mark.parametrize("changed", ["layer2.0.conv1.weight", "layer3.0.bn2.bias"])
 def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Path) -> None:
-    """Also of a network whose values were fitted, which no plan tells."""
+    """The values of this network were fitted, and no plan tells them."""
     assert main(["convert", MODEL, "--to", "groupnorm", "-o", "out"]) == 0
 
     rewrite(
@@ -306,6 +322,7 @@ def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Pat
 
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
     shutil.copytree(shipped.FOLDER, here / "source")
+
     assert main(["convert", "source", "--to", "folded", "-o", "out"]) == 0
 
     state = load_file(here / "source" / "model.safetensors")
@@ -320,6 +337,7 @@ def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Pa
     assert "warning: the source is not what it was" in capfd.readouterr().out
 
     shutil.rmtree(here / "source")
+
     refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
@@ -328,6 +346,7 @@ def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, h
 
     command = ("verify", "other", "--data", IMAGES, "--samples", "40", "--workers", "0")
     share = run_json(capfd, *command)["data"]["agreement"]
+
     assert main([*command, "--min-kept", str(share)]) == 0
     assert "measured: it is not exact" in capfd.readouterr().out
     assert main([*command, "--min-kept", str(share + 0.01)]) == 1
@@ -341,6 +360,7 @@ def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, h
 
 def test_schemes(capfd: Capture) -> None:
     bodies = {body["name"]: body for body in run_json(capfd, "schemes")}
+
     assert {"folded", "skipinit", "regularized-skipinit", "unfold"} <= set(bodies)
     assert bodies["skipinit"]["exact_only_with"] == ["alpha"]
     assert bodies["folded"]["exact_only_with"] == []
@@ -418,8 +438,10 @@ def test_what_the_system_throws(
         raise error
 
     monkeypatch.setattr(schemes_command, "show", fail)
+
     assert main(["schemes"]) == code
     out, err = capfd.readouterr()
+
     assert (out, err.strip("\n")) == ("", said)  # older typer ends the line that ^C stands on
 
 
@@ -464,6 +486,7 @@ def test_warnings_and_logs_stay_quiet(capfd: Capture, monkeypatch: pytest.Monkey
         logging.getLogger("timm").error("a log line")
 
     monkeypatch.setattr(schemes_command, "show", noisy)
+
     assert main(["schemes"]) == 0
     assert capfd.readouterr() == ("", "")
     assert logging.root.manager.disable == 0
@@ -476,8 +499,9 @@ def test_half_precision_that_becomes_float32_is_said(here: Path, capfd: Capture)
 
 
 def test_module_runs_as_the_command(here: Path) -> None:
-    """In a process of its own: exit code and streams are those of `main`. A command that does not
-    import torch.
+    """A process of its own has the exit code and the streams of `main`.
+
+    The command is one that does not import torch, so that the test is quick.
     """
     words = ["recipes", "nowhere"]
     done = subprocess.run(
@@ -488,9 +512,19 @@ def test_module_runs_as_the_command(here: Path) -> None:
 
 
 def test_a_log_has_a_line_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.training_bar() as (show, _):
+    with progress.training_bar() as (report, _):
         for update in range(1, 9):
-            show(TrainingProgress(update, 8, update / 4, 2.0, 10.0, 0.1, 1.0, None))
+            moment = TrainingProgress(
+                update=update,
+                updates=8,
+                epoch=update / 4,
+                epochs=2.0,
+                images_per_s=10.0,
+                lr=0.1,
+                loss=1.0,
+                top1=None,
+            )
+            report(moment)
     said = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in said] == ["1.00/2", "2.00/2"]
 
@@ -506,6 +540,7 @@ def test_facts_begin_at_the_margin(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_said_of_many_paths_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     dead = [f"layer{i}: it is dead" for i in range(5)]
     tables.listing("note", [*dead[:4], "a.b: it lives: yes", "run this", "run that", dead[4]])
+
     assert capsys.readouterr().out.splitlines() == [
         "note: layer0, layer1, layer2, 2 more: it is dead",
         "note: a.b: it lives: yes",
@@ -520,6 +555,7 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
     shared = {field.name for field in dataclasses.fields(Written)} & {
         field.name for field in dataclasses.fields(FileSettings)
     }
+
     assert shared >= {"format", "dtype", "dynamic_batch", "normalize", "softmax"}
     assert {name: getattr(asked, name) for name in shared} == {
         name: getattr(default, name) for name in shared
@@ -527,7 +563,7 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
 
 
 def test_recalibrating_wants_images_of_the_part_that_is_trained_on() -> None:
-    """Where the other commands take those that are evaluated on, if any."""
+    """Other commands take the images that are evaluated on, if any."""
     fields = {field.name: field for field in dataclasses.fields(recalibrate_command.Domain)}
     assert fields["data"].default is dataclasses.MISSING
     assert fields["split"].default == "train"
@@ -609,12 +645,14 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
     assert main([*small]) == 0
 
     out, err = capfd.readouterr()
+
     assert err == ""
     assert "layer4.1" in out
     assert out.endswith(f"next: normswap advise {shlex.join([*SMALL[:3], *size, *channels])}\n")
 
     first = run_json(capfd, *small)
     again = run_json(capfd, *small)
+
     assert first == again
     assert run_json(capfd, *small, "--seed", "1") != first
 
@@ -622,6 +660,7 @@ def test_spp_prints_tables_and_is_reproducible(capfd: Capture) -> None:
 def test_decay_says_who_and_why(capfd: Capture) -> None:
     body = run_json(capfd, "decay", "resnet50")
     roles = {row["role"]: (row["decay"], row["tensors"]) for row in body["roles"]}
+
     assert roles == {
         "weight": (True, 54),
         "gamma_last": (True, 16),

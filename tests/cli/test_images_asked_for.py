@@ -1,5 +1,6 @@
-"""A command asks the reader of images for what was typed: which images, how many at a time, drawn
-by which seed.
+"""A command asks the reader of images for what was typed.
+
+It asks for the right images, as many at a time, drawn by the right seed.
 """
 
 from typing import Any
@@ -66,5 +67,6 @@ def test_what_is_typed_is_asked_for(case: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(datasets, "make_loader", read)
     words, asked = ASKED[case]
+
     assert main([case.partition(",")[0], MODEL, *words]) == 2
     assert seen == [("demo", asked)]

@@ -1,5 +1,6 @@
-"""`--input-size`: a network that runs at one size only, and says nowhere which, by command from end
-to end.
+"""`--input-size`, by command from end to end.
+
+The network runs at one size only, and says nowhere which.
 """
 
 import json
@@ -21,8 +22,8 @@ from torch import nn
 
 def fixed():
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 20 * 10, 4)]
-    return nn.Sequential(*layers).eval()
+    convolution = [nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(8 * 20 * 10, 4)).eval()
 """
 SIZE = ["--input-size", "3,40,20"]
 
@@ -44,10 +45,11 @@ def test_without_it_the_error_names_it(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn: None) -> None:
-    """What is written knows it: nobody has to say it again."""
+    """What is written knows the size: nobody has to say it again."""
     assert main(["convert", name, *SIZE, "--to", "folded", "-o", "out"]) == 0
 
     capsys.readouterr()
+
     assert main(["inspect", "out", "--trust-factory", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["input_size"] == [3, 40, 20]
     assert main(["verify", "out", "--trust-factory"]) == 0
@@ -57,21 +59,25 @@ def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn:
 
     source = zoo.open_source(name)
     x = torch.randn(2, 3, 40, 20)
+
     assert distance(run(source, x), run(load("out", trust_factory=True), x)) < 1e-5
 
 
 def test_it_goes_into_the_record_and_leaves_the_rest() -> None:
     model = zoo.open_source("resnet18", weights="random")
     before = zoo.data_config(model)
+
     assert zoo.for_size(model, (3, 96, 64)) is model
     assert network_input.size(model) == (3, 96, 64)
     assert zoo.data_config(model) == before | {"input_size": (3, 96, 64)}
 
     record = provenance.of(model)
+
     assert record is not None
     assert record.arch is not None
 
     bare = zoo.for_size(timm.create_model("resnet18"), (3, 96, 64))
+
     assert zoo.data_config(bare)["input_size"] == (3, 96, 64)
     assert list(zoo.data_config(bare)["mean"]) == before["mean"]
 

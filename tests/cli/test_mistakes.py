@@ -1,5 +1,6 @@
-"""Mistakes by kind, a few of each: one line, exit code 2, nothing written; early ones before torch
-is imported.
+"""Mistakes by kind, a few of each: one line, exit code 2, nothing written.
+
+Mistakes that need no network are said before torch is imported.
 """
 
 import json
@@ -45,7 +46,7 @@ def text(name: str, content: bytes) -> Callable[[Path], None]:
 
 
 def images(**shown: str) -> Callable[[Path], None]:
-    """Lay files of images; a mode of Pillow's says which, anything else is their text."""
+    """Lay a file of an image for each name; a text that is no mode of Pillow's is its content."""
 
     def write(here: Path) -> None:
         for name, content in shown.items():
@@ -71,7 +72,10 @@ def network(here: Path) -> None:
 
 
 def weights(**changed: torch.Tensor | None) -> Callable[[Path], None]:
-    """Lay a weights file of a small ResNet with some tensors replaced, added, or (None) left out."""
+    """Lay a weights file of a small ResNet.
+
+    Tensors that are named are replaced or added; None leaves one out.
+    """
 
     def write(here: Path) -> None:
         state = dict(
@@ -108,7 +112,7 @@ NET = (
     "5",
 )
 W = ("inspect", "w.pth", "--arch", "resnet18")
-# what is wrong; what is laid there; the arguments; what the line says
+# What is wrong, what is laid into the folder, the arguments, and what the line must say.
 Mistake = tuple[str, Callable[[Path], None] | None, tuple[str, ...], tuple[str, ...]]
 # These are seen in the command line and in small files: they are said before torch, which takes
 # seconds, is imported.
@@ -349,9 +353,11 @@ for i, arguments in enumerate({[arguments for _, _, arguments, _ in EARLY]}):
         text=True,
         check=False,
     )
+
     assert done.stdout.splitlines() == [f"{i} 2 False True" for i in range(len(EARLY))], (
         done.stderr[-500:]
     )
+
     for (name, _, _, said), line in zip(EARLY, done.stderr.splitlines(), strict=True):
         assert line.startswith("error: "), name
         assert all(words in line for words in said), (name, line)

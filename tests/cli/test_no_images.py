@@ -1,5 +1,6 @@
-"""Networks that take no images, by command: from a factory to a file that is verified, fitted to
-arrays on the way.
+"""Networks that take no images, by command, from a factory to a file that is verified.
+
+On the way they are fitted to arrays.
 """
 
 import importlib
@@ -22,10 +23,12 @@ FACTORY = """
 from test_no_images import *
 
 def signal():
-    return seeded([nn.Conv1d(2, 8, 9, 4), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(184, 5)])
+    convolution = [nn.Conv1d(2, 8, 9, 4), nn.BatchNorm1d(8), nn.ReLU()]
+    return seeded([*convolution, nn.Flatten(), nn.Linear(184, 5)])
 
 def volume():
-    return seeded([nn.Conv3d(1, 8, 3, 2), nn.BatchNorm3d(8), nn.ReLU(), nn.Flatten(), nn.Linear(432, 5)])
+    convolution = [nn.Conv3d(1, 8, 3, 2), nn.BatchNorm3d(8), nn.ReLU()]
+    return seeded([*convolution, nn.Flatten(), nn.Linear(432, 5)])
 
 def two():
     return seeded([Two()])[0]
@@ -98,14 +101,18 @@ def test_to_a_verified_file(
     fitted = printed(
         "convert", source, *options, "--to", "groupnorm", "--calibrate", "arrays", "-o", "out"
     )
+
     assert fitted["steps"][0]["report"]["kept"]["count"] == 10
     assert printed("verify", "out", "--trust-factory", *data)["data"]["count"] == 40
+
     printed("convert", source, *options, "--to", "folded", "-o", "folded")
     written = printed(
         "export", "folded", "--trust-factory", "-o", "it.onnx", "--samples", "40", *data
     )
+
     assert written["figures"]["count"] == 40
     assert printed("verify", "it.onnx", "--against", source, *data, "--min-kept", "1")["passed"]
+
     session = onnxruntime.InferenceSession("it.onnx")
     expected = run(getattr(importlib.import_module("no_images"), name)(), *samples.values())
     actual = [
@@ -114,7 +121,9 @@ def test_to_a_verified_file(
     ]
     np.testing.assert_allclose(np.concatenate(actual), expected[:3].numpy(), rtol=1e-3, atol=1e-4)
     np.save(here / "arrays/00.npy", np.zeros(7, dtype="float32"))
+
     refused(("evaluate", source, *options, *data), ("arrays/00.npy",), here, capfd)
+
     if name == "two":
         refused(
             ("bench", source, *options), ("bench times networks that take one tensor",), here, capfd

@@ -1,5 +1,6 @@
-"""Law of what is said: every command that an answer, a finding, an error or a card names is run,
-and mends that.
+"""Law of what is said: every command that is named can be run, and does what it is named for.
+
+Answers, findings, errors and cards name commands.
 """
 
 import re
@@ -117,8 +118,9 @@ def test_what_an_error_proposes_is_right(
 
 @pytest.mark.parametrize("scheme", ["skipinit", "groupnorm", "affine"])
 def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None:
-    """Its Python loads the network; its commands measure it, go on from there, and bring it back
-    where it says so.
+    """The card's Python loads the network, and its commands measure it.
+
+    They bring the source back if the card says so.
     """
     run_json(capfd, "convert", MODEL, "--to", scheme, "-o", "out")
     card = Path("out/README.md").read_text()
