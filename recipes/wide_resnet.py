@@ -5,7 +5,7 @@
 - `depth` n = 6 k + 4: k blocks of two 3x3 convolutions in each of three stages. n counts the
   convolutions of the blocks, the stem and the three projections.
 - `width`: the stages have 16, 32 and 64 times as many channels.
-- `order`: with "pre" (v2, the order of the tables) norm and ReLU stand before each convolution; with
+- `order`: with "pre" (v2, as in the tables) norm and ReLU stand before each convolution; with
   "post" (v1) they stand after it, and a ReLU follows each sum.
 - `norm=False` leaves the norms out.
 
