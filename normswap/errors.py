@@ -102,10 +102,24 @@ def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) ->
         otherwise: The remedy if no name is alike.
         most: How many names are suggested at most.
     """
-    matches = difflib.get_close_matches(name, list(names), most)
+    matches = difflib.get_close_matches(name[:100], list(names), most)
     if not matches:
         return otherwise
     return f"Did you mean {' or '.join(matches)}?"
+
+
+def first_few(items: Iterable[str], most: int = 5) -> str:
+    """Return the first items of a list, and how many more there are.
+
+    Args:
+        items: What is listed, such as names of tensors.
+        most: How many are shown at most.
+    """
+    listed = list(items)
+    shown = ", ".join(listed[:most])
+    if len(listed) > most:
+        shown += f" and {len(listed) - most} more"
+    return shown
 
 
 def first_line(error: BaseException) -> str:

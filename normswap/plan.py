@@ -1,5 +1,6 @@
-"""SAY: what will be done to a network, as data. A plan can be printed, saved, edited by hand and
-fed back.
+"""SAY: what will be done to a network, as data.
+
+A plan can be printed, saved, edited by hand and fed back.
 
 An `Edit` names a dotted module path and the layer that will stand there; a `Step` is one scheme's
 edits; a `Plan` is the steps that lead from the bare architecture to the network at hand, in order.
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from normswap import reading
 from normswap.errors import PlanError
 
 if TYPE_CHECKING:
@@ -23,24 +25,25 @@ if TYPE_CHECKING:
 # An object as JSON has it.
 Body: TypeAlias = dict[str, Any]
 VERSION = 2
+# Bounds of a plan that is read. Conversions in a row make one step each.
+MOST_STEPS = 100
+MOST_IN_CHAIN = 100
 
 
 class _Record:
-    """What pydantic reads from JSON without an unknown key, or a value of another type that could
-    be cast.
-    """
+    """A record that pydantic reads from JSON, without unknown keys and without casting values."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
-class Arch:
+class Arch(_Record):
     """How to build the bare skeleton of a network.
 
     Args:
-        name: what its builder calls it.
-        kwargs: the builder's arguments, as JSON has them.
-        builder: who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`),
+        name: The name that its builder knows.
+        kwargs: The builder's arguments, as JSON has them.
+        builder: Who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`),
             torchvision, ...
     """
 
@@ -49,21 +52,27 @@ class Arch:
     builder: str = "timm"
 
     def __str__(self) -> str:
-        """As a reader wants it: without what is too long to read."""
-        pairs = (f"{key} = {value}" for key, value in self.kwargs.items())
-        return f"{self.name}({', '.join(pair if len(pair) < 80 else f'{pair[:70]} ...' for pair in pairs)})"
+        """Return name and arguments. A long argument is cut off."""
+        shown: list[str] = []
+        for key, value in self.kwargs.items():
+            pair = f"{key} = {value}"
+            if len(pair) >= 80:
+                pair = f"{pair[:70]} ..."
+            shown.append(pair)
+        return f"{self.name}({', '.join(shown)})"
 
 
 class AbsorbMode(str, Enum):
     """How a linear layer y = W x + b absorbs a neighbour s x + t (s, t per channel).
 
-    AFTER: it is followed by it: W' = s W, b' = s b + t. AFTER_UNIT: the same with gamma = 1, beta =
-    0.
-    BEFORE: it precedes the layer, with no padding in between: W' = W s per input channel, b' = b +
-    W t.
-    BEFORE_MAGNITUDE: of that |s| alone. BEFORE_SHIFT: t alone. NORM: as a norm that stays in the
-    layer (tune mode).
-    SUM: it is another term of the sum of which the layer is one: W' = W + W2, b' = b + b2.
+    AFTER: the neighbour follows the layer: W' = s W, b' = s b + t.
+    AFTER_UNIT: the same with gamma = 1, beta = 0.
+    BEFORE: the neighbour precedes the layer, with no padding in between: W' = W s per input
+        channel, b' = b + W t.
+    BEFORE_MAGNITUDE: as BEFORE, but with |s| alone.
+    BEFORE_SHIFT: as BEFORE, but with t alone.
+    NORM: the neighbour stays in the layer as a norm (tune mode).
+    SUM: layer and neighbour are terms of one sum: W' = W + W2, b' = b + b2.
     """
 
     AFTER = "after"
@@ -82,8 +91,11 @@ class AbsorbMode(str, Enum):
 
 @dataclass(frozen=True)
 class Absorption(_Record):
-    """How a layer absorbs a neighbour, and by which of the neighbour's channels: from, up to; None:
-    by all.
+    """How a layer absorbs a neighbour.
+
+    Args:
+        way: The formula.
+        part: The neighbour's channels that are used: from, up to. None means all.
     """
 
     way: AbsorbMode
@@ -91,6 +103,7 @@ class Absorption(_Record):
 
     @property
     def channels(self) -> slice:
+        """The neighbour's channels that are used, as an index."""
         if self.part is None:
             return slice(None)
         return slice(*self.part)
@@ -109,16 +122,16 @@ class Edit(_Record):
     """Place `layer` at `path`.
 
     Args:
-        path: dotted path of a module.
-        layer: name of the class in `normswap.layers` whose `replacing(old, *reads, **args)` builds
-            the replacement.
-        args: JSON-able keyword arguments; every number that the surgery needs.
-        reads: paths of the modules whose values the replacement is built from.
-        takes: how each of `reads` is absorbed, for a layer that absorbs its neighbours.
-        keep: the module at the path stays, and the replacement comes after it; its tensors are then
-            called `inner.*`.
-        then: further layers after the replacement, which is then called `inner`.
-        out_of_place: nothing in the replacement writes into its input.
+        path: The dotted path of a module.
+        layer: The name of the class in `normswap.layers` whose `replacing(old, *reads, **args)`
+            builds the replacement.
+        args: The keyword arguments, as JSON has them, with every number that the surgery needs.
+        reads: The paths of the modules whose values the replacement is built from.
+        takes: How each of `reads` is absorbed, for a layer that absorbs its neighbours.
+        keep: Whether the module at the path stays and the replacement comes after it. Its tensors
+            are then called `inner.*`.
+        then: Further layers after the replacement, which is then called `inner`.
+        out_of_place: Whether nothing in the replacement writes into its input.
     """
 
     path: str
@@ -138,7 +151,7 @@ class Edit(_Record):
 
     @property
     def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
-        """(path, how) of every neighbour that is absorbed."""
+        """Every neighbour that is absorbed: its path, and how."""
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
@@ -150,20 +163,21 @@ class Edit(_Record):
 
     @property
     def depth(self) -> int:
-        """How many times `inner` stands between the path and what was there, or was placed there,
-        first.
+        """How many times `inner` stands between the path and the first module there.
+
+        The first module is the one that stays, or else the replacement.
         """
         return self.keep + len(self.then)
 
 
 @dataclass(frozen=True)
 class Outcome(_Record):
-    """The outcome of a norm, as the rule that did it says.
+    """The outcome of a norm, in the words of the rule that did it.
 
     Args:
-        counted: in a few words, as norms are counted: `folded into the layer before`.
-        sentence: `folds into layer1.0.conv1`.
-        reason: why it stays, or what is special about it.
+        counted: A few words under which norms are counted: `folded into the layer before`.
+        sentence: A sentence about this norm: `folds into layer1.0.conv1`.
+        reason: Why the norm stays, or what is special about it.
     """
 
     counted: str
@@ -176,8 +190,13 @@ class Outcome(_Record):
 
 @dataclass(frozen=True)
 class Step(_Record):
-    """One conversion: scheme, options, at most one edit per path; the outcomes are for the reader
-    alone.
+    """One conversion.
+
+    Args:
+        scheme: The name of the scheme.
+        options: The scheme's options.
+        edits: The edits, at most one per path.
+        outcomes: What became of each norm, by path, for the reader alone.
     """
 
     scheme: str
@@ -203,12 +222,14 @@ class Plan:
     steps: tuple[Step, ...] = ()
 
     def then(self, step: Step) -> Plan:
+        """Return the plan with one more step at its end."""
         return Plan((*self.steps, step))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON but for the outcomes: two plans with the same digest do the
-        same thing.
+        """SHA-256 of the canonical JSON without the outcomes.
+
+        Two plans with the same digest do the same thing.
         """
         body = self._body()
         for step in body["steps"]:
@@ -219,47 +240,76 @@ class Plan:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
     def to_json(self, indent: int | None = None) -> str:
+        """Return the plan as JSON, with its digest."""
         return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Read what `to_json` wrote, possibly edited by hand: no digest is compared; raises
-        PlanError: ill-formed.
+        """Return the plan that `to_json` wrote, and that somebody may have edited by hand.
+
+        The digest in the text is not compared with the plan's.
+
+        Args:
+            text: The JSON.
+            origin: What errors call the plan, such as the name of its file.
+
+        Raises PlanError: the text is no plan, has an unknown key, or exceeds a bound.
         """
         try:
-            body = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{origin} is not JSON", str(error)) from None
-        if not isinstance(body, dict):
-            raise PlanError(
-                f"{origin} is no plan",
-                f"it holds a {type(body).__name__} where a plan is an object",
-            )
-        if body.get("version") != VERSION:
-            raise PlanError(
-                f"{origin} has plan version {body.get('version')!r}, this normswap reads {VERSION}"
-            )
-        from pydantic import ValidationError
+            body = reading.parse_json(text)
+            if not isinstance(body, dict):
+                kind = type(body).__name__
+                raise PlanError(
+                    f"{origin} is no plan", f"it holds a {kind} where a plan is an object"
+                )
+            version = body.get("version")
+            if version != VERSION:
+                raise PlanError(
+                    f"{origin} has plan version {version!r:.40}, this normswap reads {VERSION}"
+                )
+            # The records are read from the text, since strict records take no list for a tuple.
+            steps = reading.validated(_plan_reader(), text).steps
+        except reading.UnreadableError as error:
+            raise PlanError(_located(origin, str(error))) from None
 
-        try:
-            return Plan(_reader().validate_json(text).steps)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = "".join(
-                f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]
-            )
-            raise PlanError(f"{origin}{place}: {first['msg'].lower()}") from None
+        _check_counts(steps, origin)
+        return Plan(steps)
+
+
+def _located(origin: str, reason: str) -> str:
+    """Return the sentence of an error: a key of the plan is written behind the plan's name."""
+    key, colon, _ = reason.partition(": ")
+    names_key = bool(colon) and " " not in key
+    if not names_key:
+        return f"{origin}: {reason}"
+    return f"{origin}.{reason}"
+
+
+def _check_counts(steps: tuple[Step, ...], origin: str) -> None:
+    """Raise PlanError for more steps, or more layers in a chain, than a conversion ever has."""
+    if len(steps) > MOST_STEPS:
+        raise PlanError(f"{origin} has {len(steps)} steps", f"at most {MOST_STEPS} are carried out")
+
+    for step in steps:
+        for edit in step.edits:
+            if len(edit.then) > MOST_IN_CHAIN:
+                raise PlanError(
+                    f"{origin}: the edit of {edit.path} has {len(edit.then)} layers in `then`",
+                    f"at most {MOST_IN_CHAIN} are placed",
+                )
 
 
 @dataclass(frozen=True)
 class _PlanFile(_Record):
+    """A plan as it is stored."""
+
     version: int
     steps: tuple[Step, ...]
     digest: str = ""
 
 
 @functools.cache
-def _reader() -> TypeAdapter[_PlanFile]:
+def _plan_reader() -> TypeAdapter[_PlanFile]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(_PlanFile)

@@ -1,5 +1,4 @@
-"""Where a network comes from: its architecture, its source, what was done to it, the norms it once
-had.
+"""Where a network comes from: its architecture, its source, what was done to it, its old norms.
 
 The record rides on the module itself, so that it survives `copy.deepcopy` and needs no second
 argument anywhere.
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from normswap.plan import AbsorbMode, Arch, Body, Plan, Step
+from normswap.plan import AbsorbMode, Arch, Body, Edit, Plan, Step
 
 _KEY = "_normswap_provenance"
 
@@ -23,13 +22,13 @@ class Provenance:
     """The origin of a network.
 
     Args:
-        arch: how to build the bare skeleton; None where that is not known.
-        source: what the user named: a name, a hub id, a path.
-        sha256: hash of the source's tensors (see `zoo.hash_tensors`), None for random weights.
-        pretrained_cfg: timm's preprocessing record (input_size, mean, std, interpolation, crop_pct,
-            label_names ...).
-        plan: everything done since the bare architecture.
-        norms: the tensors of every norm that was replaced, by their original dotted path.
+        arch: How to build the bare skeleton; None where that is not known.
+        source: The name, hub id or path that the user gave.
+        sha256: The hash of the source's tensors (see `zoo.hash_tensors`); None for random weights.
+        pretrained_cfg: timm's record of images and classes (input_size, mean, std, interpolation,
+            crop_pct, label_names ...).
+        plan: Everything that was done since the bare architecture.
+        norms: The tensors of every norm that was replaced, by their original dotted path.
     """
 
     arch: Arch | None = None
@@ -41,10 +40,10 @@ class Provenance:
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:
-        """Where norms stood before the network was converted, in the order of the record.
+        """The paths of the norms before the network was converted, in the order of the record.
 
-        Those of branches that were merged are left out: nothing in the network has their statistics
-        any more.
+        Norms of merged branches are left out, as nothing in the network has their statistics any
+        more.
         """
         suffix = ".running_mean"
         paths = (name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
@@ -52,32 +51,39 @@ class Provenance:
 
     @functools.cached_property
     def merged_paths(self) -> frozenset[str]:
-        """The modules that were merged with branches beside them, and what these had absorbed
-        before.
-        """
-        edits = [edit for step in self.plan.steps for edit in step.edits]
-        merged = {
-            path
-            for edit in edits
-            if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes)
-            for path in (edit.path, *edit.reads)
-        }
-        return frozenset(
-            merged | {read for edit in edits if edit.path in merged for read in edit.reads}
-        )
+        """The paths of modules that were merged with branches, and of what these had absorbed."""
+        edits: list[Edit] = []
+        for step in self.plan.steps:
+            edits += step.edits
+
+        merged: set[str] = set()
+        for edit in edits:
+            if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes):
+                merged.update((edit.path, *edit.reads))
+
+        absorbed: set[str] = set()
+        for edit in edits:
+            if edit.path in merged:
+                absorbed.update(edit.reads)
+        return frozenset(merged | absorbed)
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
-        """The record one step later, with the tensors of the norms that the step replaced."""
+        """Return the record one step later.
+
+        Args:
+            step: The step.
+            norms: The tensors of the norms that the step replaced, by their path.
+        """
         return replace(self, plan=self.plan.then(step), norms={**self.norms, **norms})
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:
-    """Let `model` carry `record`; returns the model."""
+    """Let `model` carry `record`, and return the model."""
     model.__dict__[_KEY] = record
     return model
 
 
 def of(model: nn.Module) -> Provenance:
-    """The record that `model` carries, or one that names its class alone."""
+    """Return the record that `model` carries, or one that names its class alone."""
     record: Provenance = model.__dict__.get(_KEY) or Provenance(source=type(model).__name__)
     return record

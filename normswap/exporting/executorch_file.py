@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from normswap import reading
 from normswap.exporting import pt2_file, simpler_graph
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
@@ -95,7 +96,8 @@ def metadata(file: Path) -> dict[str, str]:
     plans = {plan.name: plan for plan in _program(file).execution_plan}
     if _METADATA not in plans:
         return {}
-    return dict(json.loads(plans[_METADATA].values[0].val.string_val))
+    noted = reading.parse_object(plans[_METADATA].values[0].val.string_val)
+    return {name: str(value) for name, value in noted.items()}
 
 
 def _program(file: Path) -> Program:

@@ -50,7 +50,8 @@ class ExportedFile:
             return None
         form = formats.choose(file, None)
         try:
-            metadata = form.functions.metadata(file)
+            noted = form.functions.metadata(file)
+            metadata = {str(name): str(value) for name, value in noted.items()}
         except NormswapError:
             raise
         except Exception as error:

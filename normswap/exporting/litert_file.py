@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normswap import reading
 from normswap.exporting import simpler_graph
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
@@ -204,7 +205,8 @@ def metadata(file: Path) -> dict[str, str]:
         for entry in model.metadata or []
         if entry.name == _METADATA.encode()
     )
-    return dict(json.loads(bytes(next(noted, b"{}"))))
+    text = bytes(next(noted, b"{}")).decode("utf-8")
+    return {name: str(value) for name, value in reading.parse_object(text).items()}
 
 
 def _model(file: Path) -> ModelT:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from normswap import reading
 from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, refusing
@@ -125,4 +126,4 @@ def metadata(file: Path) -> dict[str, str]:
     """See `formats.Format.metadata`."""
     lines = file.read_text(encoding="utf-8").splitlines()
     noted = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
-    return {key: str(json.loads(value)) for key, _, value in noted}
+    return {key: str(reading.parse_json(value)) for key, _, value in noted}

@@ -3,26 +3,136 @@
 Its name has the whole name of the file, as exports in one folder may need different preprocessing.
 """
 
+from __future__ import annotations
+
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import timm
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from torch import Tensor, nn
 
-from normswap import provenance
+from normswap import provenance, reading
+from normswap.errors import SourceError
 from normswap.exporting.formats import sidecar_of
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import preprocessing, zoo
+from normswap.models.records import Deviations, ImageRecord, Interpolation, Means, Names, Side, Word
 from normswap.plan import Body
 from normswap.version import __version__
 
+_REMEDY = "Remove it, and what the file itself says holds; or export the network again"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class ImageInput(_Strict):
+    """The images that a file takes. Its size is (C, H, W), its batch None where it takes any."""
+
+    name: Word
+    dtype: Word
+    layout: Word
+    batch: Side | None
+    size: Annotated[list[Side], Field(min_length=3, max_length=3)]
+    channels: Word | None
+    range: tuple[float, float]
+
+
+class Resizing(_Strict):
+    """How an image gets its size."""
+
+    to: Annotated[list[Side], Field(min_length=2, max_length=2)]
+    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    crop_mode: Word | None = None
+    interpolation: Interpolation | None = None
+
+
+class Normalization(_Strict):
+    """Mean and deviation of each channel, of pixels in 0..1."""
+
+    mean: Means
+    std: Deviations
+
+    @model_validator(mode="after")
+    def _has_one_of_each(self) -> Normalization:
+        if len(self.mean) != len(self.std):
+            raise ValueError("mean and std have different lengths")
+        return self
+
+
+class Answer(_Strict):
+    """The file's answer, and what its numbers mean."""
+
+    name: Word
+    dtype: Word
+    labels: Names | None
+
+
+class NamedTensor(_Strict):
+    """One of several inputs or outputs. The first side is None where it takes any batch."""
+
+    name: Word
+    dtype: Word
+    shape: Annotated[list[Side | None], Field(max_length=8)]
+
+
+class CheckedFigures(BaseModel):
+    """How far the file was from its network, as far as it is printed."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    relative_l2: float
+    tolerance: float
+    inputs: Word
+    count: int
+    answers: int
+    unit: Word
+    agreement: float | None
+    top1: float | None
+    source_top1: float | None
+
+    @model_validator(mode="after")
+    def _has_both_accuracies(self) -> CheckedFigures:
+        if (self.top1 is None) != (self.source_top1 is None):
+            raise ValueError("top1 stands without source_top1")
+        return self
+
+
+class SidecarOfImages(_Strict):
+    """The sidecar of a file that takes images and gives one answer."""
+
+    input: ImageInput
+    resize: Resizing
+    normalize: Normalization | None
+    assumed: Annotated[list[Word], Field(max_length=100)]
+    output: Answer
+    precision: dict[str, Word] = {}
+    checked: CheckedFigures | Word | None = None
+    quantization: dict[str, Any] | None = None
+
+
+class SidecarOfTensors(_Strict):
+    """The sidecar of a file that has more inputs or outputs, or other ones."""
+
+    inputs: Annotated[list[NamedTensor], Field(min_length=1, max_length=1000)]
+    outputs: Annotated[list[NamedTensor], Field(max_length=1000)]
+    resize: Resizing | None = None
+    normalize: Normalization | None = None
+    precision: dict[str, Word] = {}
+    checked: CheckedFigures | Word | None = None
+    quantization: dict[str, Any] | None = None
+
 
 def config(model: nn.Module) -> Body:
-    """timm's preprocessing record of a network: input_size, mean, std, interpolation, crop_pct,
-    crop_mode.
+    """Return timm's preprocessing record of a network.
+
+    It has input_size, mean, std, interpolation, crop_pct and crop_mode.
     """
     data_config = zoo.data_config(model)
     # timm does not record how many channels a network was made for.
@@ -36,12 +146,14 @@ def config(model: nn.Module) -> Body:
 def body(
     model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool
 ) -> Body:
-    """How to prepare an image for the file, and what its answers mean.
+    """Return how to prepare an image for the file, and what its answers mean.
 
     Args:
-        size: (C, H, W) that the file takes.
-        output: the name of its output.
-        normalize: the file normalizes images itself; dynamic: it takes any number of images.
+        model: The network inside the file.
+        size: The size (C, H, W) of the images that the file takes.
+        output: The name of its output.
+        normalize: Whether the file normalizes images itself.
+        dynamic: Whether it takes any number of images.
     """
     stated = config(model)
     labels = provenance.of(model).pretrained_cfg.get("label_names")
@@ -70,24 +182,35 @@ def body(
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """The sidecar's inputs (`tensors`) and outputs (`answers`) of a file that takes more than
-    images.
+    """Return the inputs and outputs of a file that takes more than images.
+
+    Args:
+        signature: The names of the inputs.
+        tensors: The inputs that it was traced on.
+        answers: Its outputs, by name.
+        dynamic: Whether it takes any number of samples.
     """
 
-    def said(name: str, tensor: Tensor) -> Body:
+    def described(name: str, tensor: Tensor) -> Body:
         shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
         return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
     return {
         "inputs": [
-            said(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)
+            described(name, tensor) for name, tensor in zip(signature.inputs, tensors, strict=True)
         ],
-        "outputs": [said(name, tensor) for name, tensor in answers.items()],
+        "outputs": [described(name, tensor) for name, tensor in answers.items()],
     }
 
 
 def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
-    """The metadata of the file: all values are text, lists and records as JSON."""
+    """Return the metadata of the file. All values are text, lists and records as JSON.
+
+    Args:
+        model: The network inside the file.
+        body: The sidecar.
+        dtype: The precision of the weights.
+    """
     record = provenance.of(model)
     return {
         "source": record.source,
@@ -108,12 +231,61 @@ def write(file: Path, body: Body) -> None:
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
-    """The sidecar of an exported file, or its copy in the metadata; empty where there is neither."""
+    """Return the sidecar of an exported file; empty for a file that `export` did not write.
+
+    Args:
+        file: The exported file. Its sidecar lies beside it.
+        noted: The file's metadata, in which `export` leaves a copy of the sidecar.
+
+    Raises SourceError: the sidecar cannot be read, or is not the one that was written.
+    """
+    inside = _copy_inside(noted)
+    place = sidecar_of(file)
+    if not place.exists():
+        if inside:
+            _check(inside, f"{file}: the sidecar in it")
+        return inside
+
     try:
-        text = sidecar_of(file).read_text(encoding="utf-8")
-    except OSError:
-        text = noted.get("preprocess", "{}")
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError):
+        beside: Body = reading.parse_object(reading.file_text(place))
+    except reading.UnreadableError as error:
+        raise SourceError(f"{place} cannot be read", str(error), _REMEDY) from None
+    _check(beside, str(place))
+
+    # What was measured is written beside the file after the file itself.
+    for key, value in inside.items():
+        if beside.get(key) != value:
+            why = f"{key} is not what {file.name} says by itself"
+            raise SourceError(f"{place} was changed", why, _REMEDY)
+    return beside
+
+
+def _copy_inside(noted: Mapping[str, str]) -> Body:
+    """Return the copy in a file's metadata; empty where another program wrote the metadata."""
+    text = noted.get("preprocess")
+    if not isinstance(text, str):
         return {}
+    try:
+        body: Body = reading.parse_object(text)
+    except reading.UnreadableError:
+        return {}
+    return body if body.keys() & {"input", "inputs"} else {}
+
+
+def _check(body: Body, origin: str) -> None:
+    """Raise SourceError, which names the key, for what is no sidecar."""
+    is_of_images = "input" in body
+    try:
+        reading.validated(_reader(is_of_images), json.dumps(body))
+        if "input" in body:
+            # An image of this size must be possible, too.
+            reading.validated(
+                TypeAdapter(ImageRecord), json.dumps({"input_size": body["input"]["size"]})
+            )
+    except reading.UnreadableError as error:
+        raise SourceError(f"{origin} cannot be read", str(error), _REMEDY) from None
+
+
+@functools.cache
+def _reader(is_of_images: bool) -> TypeAdapter[Any]:
+    return TypeAdapter(SidecarOfImages if is_of_images else SidecarOfTensors)

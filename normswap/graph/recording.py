@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from normswap.copying import tree, twin
-from normswap.errors import TraceError, first_line, spelled
+from normswap.errors import TraceError, first_few, first_line, spelled
 from normswap.graph.recorder import Recorder, Widening
 from normswap.graph.tracing import Traced, inputs, single
 from normswap.layers import affine
@@ -28,7 +28,6 @@ from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import callers_dtype, show_heads, undisturbed
-from normswap.models.weight_files import some
 
 # The folders of torch and of this package. Whole paths: a user's folder may have the same name.
 _LIBRARY_FOLDERS = tuple(
@@ -248,9 +247,9 @@ def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterato
     ]
     defaults = calling.defaults(model, example)
     if uncalled and defaults:
-        yield f"never called: {some(uncalled)}; forward had the default of {', '.join(defaults)}"
+        yield f"never called: {first_few(uncalled)}; forward had the default of {', '.join(defaults)}"
     elif uncalled and main.branches:
-        yield f"never called: {some(uncalled)}"
+        yield f"never called: {first_few(uncalled)}"
 
 
 def _resized(example: Example) -> Iterator[Example]:

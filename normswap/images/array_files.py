@@ -1,5 +1,6 @@
-"""Inputs that are no pictures: arrays in .npy files, or tensors by the names of inputs in
-.safetensors files.
+"""Inputs that are no pictures: arrays in .npy files, or tensors in .safetensors files.
+
+The tensors of a .safetensors file have the names of the network's inputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -18,8 +18,9 @@ _LABELS = "labels"
 
 
 def find(place: Path) -> list[Path]:
-    """The files of arrays that a file or a folder is or holds, by name; none where it holds
-    something else.
+    """Return the files of arrays that a file or a folder is or holds, by name.
+
+    The list is empty where it holds something else.
     """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return [
@@ -28,12 +29,15 @@ def find(place: Path) -> list[Path]:
 
 
 class Arrays(Dataset[object]):
-    """Samples of files: (tensor, label) for a network of one input, else a dict by input with
-    "labels"; -1: no label.
+    """Samples of files: (tensor, label), or a dict by input with "labels"; -1: no label.
 
-    A file holds one sample, of a shape as stated, or many, with one dimension more in front.
-    `inputs` has shape and type of each input by name, which is empty where there is one. Raises
-    SourceError: a file does not hold these.
+    Args:
+        files: The files. Each holds one sample, of a shape as stated, or many, with one dimension
+            more in front.
+        inputs: Shape and type of each input of the network, by name. The name is empty where there
+            is one input.
+
+    Raises SourceError: a file does not hold these.
     """
 
     notes = ("arrays are taken as they are: nothing is resized or normalized",)
@@ -41,7 +45,7 @@ class Arrays(Dataset[object]):
     def __init__(
         self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]
     ) -> None:
-        samples = [_read(file, inputs) for file in files]
+        samples = [_read_samples(file, inputs) for file in files]
         try:
             self.tensors = {
                 name: torch.cat([sample[name] for sample in samples]) for name in samples[0]
@@ -56,38 +60,90 @@ class Arrays(Dataset[object]):
 
     def __getitem__(self, index: int) -> object:
         sample = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return sample if "" not in sample else (sample[""], sample[_LABELS])
+        if "" not in sample:
+            return sample
+        return sample[""], sample[_LABELS]
 
 
-def _read(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
-    try:
-        is_array = file.suffix.lower() == ".npy"
-        stored = (
-            {"": torch.from_numpy(np.load(file, allow_pickle=False))}
-            if is_array
-            else load_file(file)
-        )
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise SourceError(f"{file} cannot be read", first_line(error)) from None
+def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
+    """Return a batch of each input of a file, and the labels; raises SourceError."""
+    stored = _read_tensors(file)
     labels = stored.pop(_LABELS, None)
     if len(inputs) == len(stored) == 1:
         stored = dict(zip(inputs, stored.values(), strict=True))
     if not inputs.keys() <= stored.keys():
-        has, needs = (", ".join(filter(None, names)) or "one array" for names in (stored, inputs))
+        has = ", ".join(filter(None, stored)) or "one array"
+        needs = ", ".join(filter(None, inputs)) or "one array"
         remedy = "Give .safetensors files whose tensors have the names of the inputs"
         raise SourceError(f"{file} holds {has}", f"the network takes {needs}", remedy)
-    samples: dict[str, Tensor] = {}
-    for name, (shape, dtype) in inputs.items():
-        tensor = samples[name] = stored[name].to(getattr(torch, dtype))
-        if tensor.ndim == len(shape):
-            samples[name] = tensor[None]
-        if samples[name].ndim != len(shape) + 1:
-            what = f"{file}: {name or 'the array'} has the shape {'x'.join(map(str, tensor.shape))}"
-            raise SourceError(what, f"one sample has {len(shape)} dimensions")
-    count = len(samples[name])
+
+    samples = {
+        name: _batch(stored[name], name, len(shape), dtype, file)
+        for name, (shape, dtype) in inputs.items()
+    }
+    count = len(next(iter(samples.values())))
     if labels is None:
         labels = torch.full((count,), -1)
     samples[_LABELS] = labels.reshape(-1).long()
     if {len(tensor) for tensor in samples.values()} != {count}:
         raise SourceError(f"{file} has not as many samples of each input as labels")
     return samples
+
+
+def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -> Tensor:
+    """Return the samples of one input, with a batch in front.
+
+    Args:
+        tensor: One sample, or many.
+        name: The name of the input; empty where there is one.
+        dimensions: How many dimensions one sample has.
+        dtype: The type of the input.
+        file: The file that holds them.
+
+    Raises SourceError: the tensor has other dimensions, or numbers of a type that is not read.
+    """
+    try:
+        samples = tensor.to(getattr(torch, dtype))
+    except RuntimeError as error:
+        raise SourceError(f"{file} cannot be read", first_line(error)) from None
+
+    if samples.ndim == dimensions:
+        samples = samples[None]
+    if samples.ndim != dimensions + 1:
+        shape = "x".join(map(str, tensor.shape))
+        what = f"{file}: {name or 'the array'} has the shape {shape}"
+        raise SourceError(what, f"one sample has {dimensions} dimensions")
+    return samples
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; the array of a .npy file has an empty name."""
+    try:
+        if file.suffix.lower() != ".npy":
+            return load_file(file)
+        _check_size(file)
+        return {"": torch.from_numpy(np.load(file, allow_pickle=False))}
+    # numpy reads the header as a literal of Python, and raises what Python's own reader raises.
+    except Exception as error:
+        raise SourceError(f"{file} cannot be read", first_line(error)) from None
+
+
+def _check_size(file: Path) -> None:
+    """Raise ValueError for a .npy file that says it holds more numbers than it has bytes for.
+
+    numpy would reserve the memory before it reads the first number.
+    """
+    with file.open("rb") as opened:
+        version = np.lib.format.read_magic(opened)
+        read_header = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read_header = np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(opened)
+        start = opened.tell()
+
+    # Python's whole numbers do not overflow.
+    size = dtype.itemsize
+    for side in shape:
+        size *= side
+    if min((0, *shape)) < 0 or size > file.stat().st_size - start:
+        raise ValueError(f"its header says {size} bytes of numbers, and the file has fewer")

@@ -1,5 +1,4 @@
-"""Images with labels: where they are, and batches of them, preprocessed as the network wants them;
-on timm's readers.
+"""Images with labels, read by timm's readers, in batches that are preprocessed for the network.
 
 timm's own dataset replaces an image it cannot read by the next one, and its labels follow the
 folders present. Both would bend a measured accuracy, so here an unreadable image is an error that
@@ -14,8 +13,11 @@ order, as they did in training.
 from __future__ import annotations
 
 import csv
+import functools
 import io
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -39,12 +41,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from normswap import shipped
-from normswap.errors import OptionError, SourceError, first_line, quiet, spelled
+from normswap.errors import OptionError, SourceError, first_few, first_line, quiet, spelled
 from normswap.images import array_files
 from normswap.models import network_input, preprocessing
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
-from normswap.models.weight_files import some
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -52,16 +53,29 @@ PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")
 # Calibration takes at most so many images, unless a number is given.
 _MOST_TO_CALIBRATE = 512
 _REMEDY = "Name the folders as the network names its classes, or give a CSV of files and labels"
+# Formats that Pillow hands to a program on this machine.
+_READ_BY_PROGRAMS = ("EPS", "WMF")
+# An image that is resized grows by as many times as it is longer than wide.
+_MOST_TIMES_LONGER = 200
+# A folder may be shown by as many links as this.
+_MOST_LINKS = 100
+# An output's number has fewer digits.
+_MOST_DIGITS = 10
 _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 class Loader:
-    """Batches of images (N, C, H, W) and labels (N,), or of several inputs and labels by name, in a
-    fixed order.
+    """Batches of images (N, C, H, W) and labels (N,), in a fixed order.
 
-    `origin` is what the user named; `count` how many images one pass has, of a stream at most, None
-    where nobody knows; `notes` which part of a dataset they are, and how labels were read, where
-    the user should know.
+    A batch for a network of several inputs is a dict of these and the labels, by name.
+
+    Args:
+        batches: torch's loader.
+        origin: What the user named.
+        count: How many images one pass has; of a stream, the most that are taken. None where nobody
+            knows.
+        notes: Which part of a dataset they are, and how labels were read, where the user should
+            know.
     """
 
     def __init__(
@@ -77,9 +91,12 @@ class Loader:
 
     def only(self, rows: Sequence[int]) -> Loader:
         """Return a loader of these images; no other is read."""
-        old = self.batches
+        all_batches = self.batches
         batches = _batches(
-            Subset(old.dataset, rows), old.batch_size, old.num_workers, old.generator
+            Subset(all_batches.dataset, rows),
+            all_batches.batch_size,
+            all_batches.num_workers,
+            all_batches.generator,
         )
         return Loader(batches, self.origin, len(rows), self.notes)
 
@@ -88,16 +105,16 @@ class Loader:
         batches = iter(self.batches)
         for batch in batches:
             if isinstance(batch, str):
-                # All of them are named at once: the others are read, too.
-                broken = "\n".join(
-                    [batch, *(other for other in batches if isinstance(other, str))]
-                ).splitlines()
+                # All broken images are named at once, so the other batches are read, too.
+                others = [other for other in batches if isinstance(other, str)]
+                broken = "\n".join([batch, *others]).splitlines()
                 raise SourceError(
-                    f"{self.origin}: {some(broken)}", remedy="Remove or replace them."
+                    f"{self.origin}: {first_few(broken)}", remedy="Remove or replace them."
                 )
             if isinstance(batch, dict):
                 yield batch
                 continue
+
             images, labels = batch
             yield images[:left], labels[:left]
             if left is not None:
@@ -117,19 +134,22 @@ def make_loader(
     seed: int = 0,
     labelled: bool | None = True,
 ) -> Loader:
-    """Batches from `data`, resized, cropped and normalized for evaluating `model`.
+    """Return batches of images, resized, cropped and normalized for evaluating a network.
 
     Args:
-        model: the network, or its record (`image_record`).
-        data: a folder of class folders, a `.tar` of one, a `.csv` that begins with the line
+        model: The network, or its record (`image_record`).
+        data: A folder of class folders, a `.tar` of one, a `.csv` that begins with the line
             `file,label`, a dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data`
             or `hfds/user/name`, or arrays (`array_files`).
-        split: which part of a dataset that has parts; a folder of that name inside the folder is
+        batch_size: The number of images in a batch.
+        workers: The number of processes that read images; 0: this process reads them.
+        split: Which part of a dataset that has parts. A folder of that name inside the folder is
             used if present.
-        samples: take this many images, drawn without replacement by `seed`; a stream gives its
+        samples: How many images are taken, drawn without replacement by `seed`. A stream gives its
             first ones.
-        labelled: false: labels mean nothing, and the folders may be any; None: only where there are
-            class folders and a classifier; else they are -1.
+        seed: The seed of the draw.
+        labelled: Whether labels are needed. None: they are read where there are class folders and a
+            classifier. Labels that are not read are -1.
 
     Raises SourceError: no images there, or of other classes than the network's; OptionError: a
     number below one.
@@ -139,10 +159,12 @@ def make_loader(
             f"batch size {batch_size}, {workers} workers, {samples} samples", "must be positive"
         )
     network_input.require_seed(seed)
+
     record = image_record(model) if isinstance(model, nn.Module) else model
     values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     dataset: Any = open_images(record, data, split, create_transform(**values), labelled=labelled)
+
     notes = getattr(dataset, "notes", ())
     count = samples
     if not isinstance(dataset, IterableDataset):
@@ -161,20 +183,29 @@ def _batches(dataset: Any, size: int | None, workers: int, generator: Any) -> Da
 
 
 def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
-    """Draw which of so many images are used, ascending."""
+    """Return which images are used, ascending.
+
+    Args:
+        count: How many images there are.
+        samples: How many are drawn; None: all are used.
+        seed: The seed of the draw.
+    """
     if samples is None or samples >= count:
         return range(count)
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[
-        :samples
-    ].tolist()
-    return sorted(order)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    drawn: list[int] = order[:samples].tolist()
+    return sorted(drawn)
 
 
 def split_for_calibration(
     loader: Loader, first: int | None, *, most: int | None = None
 ) -> tuple[Loader, Loader]:
-    """Draw `first` images to fit to (by default half, at most 512), and `most` others to measure
-    on, or all.
+    """Return images to fit to, and others to measure on.
+
+    Args:
+        loader: All images.
+        first: How many are drawn to fit to; by default half of them, at most 512.
+        most: How many of the others are measured on at most; by default all.
 
     Raises OptionError: a part has none.
     """
@@ -182,11 +213,10 @@ def split_for_calibration(
     count = first
     if count is None:
         count = min(total // 2, _MOST_TO_CALIBRATE)
+
     if not 0 < count < total:
-        what = (
-            f"{loader.origin} has {'an unknown number of' if loader.count is None else total}"
-            " images"
-        )
+        number = "an unknown number of" if loader.count is None else total
+        what = f"{loader.origin} has {number} images"
         why = f"{count or 'some'} to calibrate on leave none to measure on"
         raise OptionError(what, why, f"Give more of them, or lower {spelled('samples')}")
     drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist()
@@ -196,12 +226,21 @@ def split_for_calibration(
 def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:
-    """Return a dataset of (transformed PIL image, label), by arguments of `make_loader`; a stream
-    has no length.
+    """Return a dataset of transformed images and labels. A stream has no length.
+
+    Args:
+        record: The network's record (`image_record`).
+        data: The images, as in `make_loader`.
+        split: Which part of a dataset that has parts.
+        transform: From a PIL image to a tensor.
+        labelled: Whether labels are needed, as in `make_loader`.
+
+    Raises SourceError: no images there, or of other classes than the network's.
     """
     if files := array_files.find(Path(data)):
         inputs = record.get("inputs") or {"": (record["input_size"], "float32")}
         return array_files.Arrays(files, inputs)  # type: ignore[return-value]
+
     channels = record["input_size"][0]
     modes = {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:
@@ -211,18 +250,24 @@ def open_images(
         )
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
+
     mode = modes[channels]
     path = Path(data)
     if data == shipped.NAME and not path.exists():
         path = shipped.IMAGES
     place = part_of(path, split) if path.exists() else None
+    if place is not None:
+        _check_place(place)
     dataset = _open(place, data, split, mode)
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
-    notes = [f"images of {place or f'the part {split} of {data}'}"]
-    if place in (Path(data), shipped.IMAGES):
-        notes = []
+
+    notes: list[str] = []
+    if place not in (Path(data), shipped.IMAGES):
+        part = place or f"the part {split} of {data}"
+        notes.append(f"images of {part}")
+
     names = _names(dataset)
     outputs: dict[int, int] = {}
     if names and labelled is not False:
@@ -235,9 +280,52 @@ def open_images(
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
+def _check_place(place: Path) -> None:
+    """Raise SourceError for a pipe or a device, and for a folder whose links lead round in it.
+
+    A folder is listed with all that its links lead to. So a link to a folder above has no end, and
+    two links in each of thirty folders, to the next one, show a billion folders.
+    """
+    if place.is_file():
+        return
+    if not place.is_dir():
+        raise SourceError(f"{place} is neither a folder nor a file")
+
+    visits: Counter[tuple[int, int]] = Counter()
+    ahead = [(place, frozenset({_identity(place)}))]
+    while ahead:
+        folder, above = ahead.pop()
+        for inner in _folders_in(folder):
+            identity = _identity(inner)
+            visits[identity] += 1
+            if identity in above:
+                raise SourceError(f"{inner} is a link to a folder above it", remedy="Remove it")
+            if visits[identity] > _MOST_LINKS:
+                raise SourceError(
+                    f"more than {_MOST_LINKS} links show {inner}", remedy="Remove them"
+                )
+            ahead.append((inner, above | {identity}))
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder, behind links too; none where it may not be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Return what tells a folder from all others, whatever path leads to it."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
 def image_record(model: nn.Module) -> Cfg:
-    """Return a network's preprocessing (`data_config`) and classes, counted by a run where none are
-    stated.
+    """Return a network's preprocessing (`data_config`) and its classes.
+
+    Classes are counted by a run where none are stated.
     """
     record = preprocessing.stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
@@ -248,7 +336,8 @@ def image_record(model: nn.Module) -> Cfg:
 
 
 def _counted(model: nn.Module) -> int | None:
-    """How many scores the network gives; None where it runs on no example, or gives something else."""
+    """Return how many scores the network gives; None where it runs on no example, or gives none."""
+    # The forward is the user's, and may raise anything for an input that it does not take.
     with suppress(Exception), undisturbed(model), torch.inference_mode():
         return network_input.scores(
             network_input.noise(model, network_input.size(model)).call(model)
@@ -257,6 +346,14 @@ def _counted(model: nn.Module) -> int | None:
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
+    """Return timm's dataset of a place on this disk, or of a name; raises SourceError.
+
+    Args:
+        place: The folder or file; None for a dataset that timm knows by name.
+        data: What the user named.
+        split: Which part of a dataset that has parts.
+        mode: Pillow's mode of the images, L or RGB.
+    """
     if place is not None and place.suffix.lower() == ".csv":
         return ImageDataset(str(place), reader=CsvReader(place), input_img_mode=mode)
     if place is not None:
@@ -269,6 +366,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
             f"{data} does not exist",
             remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.",
         )
+
     try:
         # timm's readers print what they raise, too.
         with quiet(), redirect_stdout(io.StringIO()):
@@ -283,6 +381,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
         raise SourceError(
             f"{data} needs a package that is not installed", first_line(error)
         ) from None
+    # timm's readers of datasets raise many kinds of errors.
     except Exception as error:
         remedy = (
             "Expected class folders with images, a .tar of them, a CSV of files, or a dataset of"
@@ -292,6 +391,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
 
 
 def _names(dataset: object) -> Mapping[str, int]:
+    """Return the number of each label by its name; empty where the labels have no names."""
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
             names = getattr(holder, attribute, None)
@@ -301,8 +401,16 @@ def _names(dataset: object) -> Mapping[str, int]:
 
 
 class LabelledImages(Dataset[object]):
-    """Images and the network's labels; a sentence for an unreadable image, as a worker's error is a
-    traceback.
+    """Images and the network's labels.
+
+    An unreadable image gives a sentence that names it, as a worker's error would be a traceback.
+
+    Args:
+        images: timm's dataset.
+        mode: Pillow's mode of the images, L or RGB.
+        transform: From a PIL image to a tensor.
+        outputs: The network's output for each label; None: labels stay as they are.
+        notes: What the user should know.
     """
 
     def __init__(
@@ -325,13 +433,18 @@ class LabelledImages(Dataset[object]):
     def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
         try:
             image, label = self._image(index)
-        except (OSError, ValueError, SyntaxError) as error:
+        # Pillow's readers of hundred formats raise any kind of error for a damaged file.
+        except Exception as error:
             name_of = getattr(self.images, "filename", lambda index: f"image {index}")
             return f"{name_of(index)} cannot be read: {first_line(error)}"
+
         label = -1 if label is None else int(label)
-        return self.transform(image), label if self.outputs is None else self.outputs[label]
+        if self.outputs is not None:
+            label = self.outputs[label]
+        return self.transform(image), label
 
     def _image(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image in its mode, and its label."""
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
             return _converted(image, self.mode), label
@@ -339,43 +452,75 @@ class LabelledImages(Dataset[object]):
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
         else:
+            _check_regular(reader, index)
             file, label, *_ = reader[index]
-        with file, Image.open(file) as image:
+        with file, Image.open(file, formats=_formats()) as image:
             return _converted(image, self.mode), label
 
 
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Return the image formats that Pillow reads by itself, without starting another program."""
+    Image.init()
+    return tuple(name for name in Image.ID if name not in _READ_BY_PROGRAMS)
+
+
+def _check_regular(reader: Any, index: int) -> None:
+    """Raise ValueError where an image of a folder is a pipe or a device, which may have no end."""
+    samples = getattr(reader, "samples", None)
+    if samples is None:
+        return
+    file = Path(str(samples[index][0]))
+    if file.exists() and not file.is_file():
+        raise ValueError("it is no regular file")
+
+
 def _converted(image: Image.Image, mode: str) -> Image.Image:
-    """The image in `mode`, of 8 bits; Pillow cuts deeper pixels off at 255, so those are refused
-    (ValueError).
+    """Return the image in `mode`, of 8 bits.
+
+    Raises ValueError: its pixels have more bits, which Pillow would cut off at 255; or it is so
+    narrow that an image resized from it would fill the memory.
     """
+    width, height = image.size
+    if max(width, height) > _MOST_TIMES_LONGER * min(width, height):
+        raise ValueError(f"it has {width}x{height} pixels, too narrow to be resized")
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"its pixels (mode {image.mode}) have more than 8 bits: scale them to 8")
     return image.convert(mode)
 
 
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
-    """Read the image's bytes: timm's own way leaves a tar open, in a state that worker processes
-    would share.
+    """Return the bytes of an image in a tar, and its label.
+
+    timm leaves the tar open, in a state that worker processes would share.
     """
     member, _, inside = reader.samples[index]
+    start = member.offset_data + getattr(inside, "offset_data", 0)
+    if start + member.size > Path(reader.root).stat().st_size:
+        raise ValueError("the tar ends before it")
+
     with open(reader.root, "rb") as tar:
-        tar.seek(member.offset_data + getattr(inside, "offset_data", 0))
+        tar.seek(start)
         return io.BytesIO(tar.read(member.size)), reader.targets[index]
 
 
 def collate(batch: list[object]) -> object:
-    """Make a batch for `Loader`, which raises what a worker could not read."""
+    """Return a batch, or the sentences about its unreadable images, which `Loader` raises."""
     broken = [item for item in batch if isinstance(item, str)]
     return "\n".join(broken) or default_collate(batch)
 
 
 def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The folder or tar in `folder` that has one of these names, the first first."""
-    paths = (folder / f"{name}{ending}" for name in names for ending in ("", ".tar"))
-    return next((path for path in paths if path.exists() and _is_part(path)), None)
+    """Return the folder or tar in `folder` that has the first of these names; None: none has."""
+    for name in names:
+        for path in (folder / name, folder / f"{name}.tar"):
+            if path.exists() and _is_part(path):
+                return path
+    return None
 
 
 def _is_part(path: Path) -> bool:
+    """Return whether a folder is a part of a dataset, and not a class folder of that name."""
     if path.is_file():
         return True
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
@@ -383,8 +528,9 @@ def _is_part(path: Path) -> bool:
 
 
 def part_of(folder: Path, split: str) -> Path:
-    """The part of a folder that a split's name means, or the folder itself where it has none of a
-    usual name.
+    """Return the part of a folder that a split's name means.
+
+    It is the folder itself where it has no part of a usual name.
     """
     usual = next((names for names in (TRAIN, VALIDATION) if split in names), ())
     named_part = part_named(folder, (split, *usual))
@@ -396,8 +542,9 @@ def part_of(folder: Path, split: str) -> Path:
 
 
 class CsvReader(ReaderImageFolder):
-    """timm's reader of images that a CSV lists: its first line is `file,label`, files are named
-    relative to it.
+    """timm's reader of images that a CSV lists.
+
+    The first line is `file,label`, and files are named relative to the CSV.
     """
 
     def __init__(self, file: Path) -> None:
@@ -410,6 +557,7 @@ class CsvReader(ReaderImageFolder):
                 ]
         except (OSError, UnicodeDecodeError, csv.Error, KeyError, AttributeError):
             rows = []
+
         pairs = [(str(file.parent / name), label) for name, label in rows]
         absent = [f"{path} does not exist" for path, _ in pairs if not Path(path).is_file()]
         if absent or not pairs:
@@ -420,15 +568,23 @@ class CsvReader(ReaderImageFolder):
             raise SourceError(
                 f"{file} is no list of images and labels", "".join(absent[:1]), remedy
             )
-        ordered = sorted({label for _, label in pairs}, key=natural_key)
+
+        try:
+            ordered = sorted({label for _, label in pairs}, key=natural_key)
+        except ValueError as error:
+            what = f"{file} has a label that cannot be put in order"
+            raise SourceError(what, first_line(error)) from None
         self.class_to_idx = {label: number for number, label in enumerate(ordered)}
         self.samples = [(path, self.class_to_idx[label]) for path, label in pairs]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """How many outputs a network has, and the names of all, in order; None and empty where it does
-    not say.
+    """The outputs of a network.
+
+    Args:
+        count: How many there are; None where the network does not say.
+        names: The names of all, in order; empty where it does not say.
     """
 
     count: int | None = None
@@ -438,11 +594,18 @@ class Outputs:
 def label_map(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
 ) -> tuple[dict[int, int], str]:
-    """The network's output for each number of a label (by its name), and a note on how it was
-    found, if to be known.
+    """Return the network's output for the number of each label, and a note for the user.
 
-    Where labels are not needed and mean nothing, the output is -1. Raises SourceError: some names
-    are the network's and others are not, or nothing says which output a label is.
+    Where labels are not needed and mean nothing, the output is -1.
+
+    Args:
+        labels: The number of each label, by its name.
+        outputs: The network's outputs.
+        origin: What errors call the images.
+        needed: Whether labels are needed.
+
+    Raises SourceError: some names are the network's and others are not, or nothing says which
+    output a label is.
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):
@@ -454,20 +617,25 @@ def label_map(
         if needed:
             raise SourceError(what, why, _REMEDY)
         return dict.fromkeys(labels.values(), -1), f"{what}: accuracy is not known"
-    for way, output_of in _ways(labels, outputs).items():
+
+    for way, output_of in _possible_meanings(labels, outputs).items():
         output_of_label = {label: output_of.get(label) for label in labels}
         strange = [label for label, output in output_of_label.items() if output is None]
         if len(strange) == len(labels):
             continue
+
         if strange:
-            names = some(label or "(images outside of the class folders)" for label in strange)
+            names = first_few(label or "(images outside of the class folders)" for label in strange)
             what = (
                 f"{origin}: {len(strange)} of {len(labels)} labels are no classes of the network"
                 f" ({names})"
             )
             raise SourceError(
-                what, f"its classes are {some(outputs.names)}" if outputs.names else "", _REMEDY
+                what,
+                f"its classes are {first_few(outputs.names)}" if outputs.names else "",
+                _REMEDY,
             )
+
         output_of_number = {
             labels[label]: output for label, output in output_of_label.items() if output is not None
         }
@@ -481,40 +649,50 @@ def label_map(
             output_of_number,
             f"labels by {way}: {len(labels)} of the network's {outputs.count} classes",
         )
+
     if outputs.names or outputs.count not in (None, len(labels)):
-        what = (
-            f"{origin} has {len(labels)} class{'es' * (len(labels) > 1)} ({some(sorted(labels))})"
-        )
-        why = f"the network has {outputs.count}" + (
-            f" ({some(outputs.names)})" if outputs.names else ""
-        )
+        classes = "class" if len(labels) == 1 else "classes"
+        what = f"{origin} has {len(labels)} {classes} ({first_few(sorted(labels))})"
+        why = f"the network has {outputs.count}"
+        if outputs.names:
+            why += f" ({first_few(outputs.names)})"
         raise SourceError(what, why, _REMEDY)
     return {number: number for number in labels.values()}, ""
 
 
-def _ways(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
-    """The outputs that labels may mean: by name, by WordNet id, by number.
+def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
+    """Return the outputs that labels may mean: by name, by WordNet id, by number.
 
     Names are compared letter for letter, then without case, `_` and `-`; a name that two outputs
     have is none. timm lists the WordNet ids of networks with as many classes as a set of
     ImageNet's.
     """
-    by_name: dict[str, int] = {}
-    for names in ([_plain(name) for name in outputs.names], outputs.names):
-        by_name |= {name: index for index, name in enumerate(names) if names.count(name) == 1}
+    plain_names = [_plain(name) for name in outputs.names]
+    by_name = {**_once(plain_names), **_once(outputs.names)}
+    named: dict[str, int] = {}
+    for label in labels:
+        # The name letter for letter goes before the plain one.
+        output = by_name.get(label, by_name.get(_plain(label)))
+        if output is not None:
+            named[label] = output
+
     subset = infer_imagenet_subset({"num_classes": outputs.count})
     wordnet_ids = ImageNetInfo(subset).label_names() if subset else []
     return {
-        "name": {
-            label: by_name[name]
-            for label in labels
-            for name in (_plain(label), label)
-            if name in by_name
-        },
+        "name": named,
         "WordNet id": {label: index for index, label in enumerate(wordnet_ids)},
-        "number": {label: int(label) for label in labels if label.isdecimal()},
+        "number": {
+            label: int(label) for label in labels if label.isdecimal() and len(label) < _MOST_DIGITS
+        },
     }
 
 
+def _once(names: Sequence[str]) -> dict[str, int]:
+    """Return the index of each name that stands once in the list."""
+    counts = Counter(names)
+    return {name: index for index, name in enumerate(names) if counts[name] == 1}
+
+
 def _plain(name: str) -> str:
+    """Return a name without case, `_` and `-`."""
     return re.sub(r"[\s_-]+", " ", name).strip().casefold()

@@ -1,3 +1,4 @@
-"""From a name to a network: timm, other libraries, factories, directories, weights files; and what
-a network takes.
+"""From a name to a network, and what a network takes.
+
+Names are those of timm, of other libraries, of factories, directories and weights files.
 """

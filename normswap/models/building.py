@@ -1,26 +1,61 @@
-"""The result of every kind of source: a bare network, how to build it again, and how to get its
-weights.
+"""The result of every kind of source: a bare network, and how to build and fill it again.
+
+The arguments of an architecture may come from a file. So whoever the builder is, they pass
+`check_arguments`, and the builder runs in `make`, offline and within bounds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import nn
+from timm.models import is_model
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrize
 
+from normswap import reading
 from normswap.errors import PlanError, SourceError, first_line, quiet
+from normswap.models import hub
 from normswap.models.hub import Cfg
 from normswap.plan import Arch
 
 Made = TypeVar("Made")
 
+# Arguments, at any depth, by which a builder loads weights, opens files or asks a hub.
+_LOADING = frozenset(
+    "pretrained pretrained_cfg_overlay pretrained_model_name_or_path checkpoint checkpoint_path"
+    " checkpoint_file state_dict hf_hub_id hf_hub_filename url file custom_load weights_backbone"
+    " cache_dir local_dir token use_auth_token auth_token proxies force_download revision"
+    " code_revision subfolder gguf_file trust_remote_code auto_map custom_pipelines"
+    " quantization_config".split()
+)
+# Arguments by which transformers would ask the hub for another network, where they are true.
+_FETCHING = frozenset({"use_pretrained_backbone"})
+# Arguments that name a network of timm inside another one.
+_OF_TIMM = frozenset({"backbone", "architecture"})
+# Arguments whose text is shown to people. Any other text is a short name.
+_SHOWN = frozenset({"id2label", "label2id", "label_names", "label_descriptions", "problem_type"})
+# What attention is computed by: torch's own functions, not a kernel that a hub has.
+_IMPLEMENTATIONS = (None, "eager", "sdpa")
+# The largest argument: more classes, pixels or channels than this has no network.
+_LARGEST = 2**24
+_LONGEST_NAME = 500
+# timm's largest networks have 5,000 modules.
+_MOST_MODULES = 50_000
+
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The user's wishes beside a name: arguments of the architecture, another head or stem, trained
-    weights or none.
+    """The user's wishes beside a name.
+
+    Args:
+        args: Arguments of the architecture.
+        num_classes: The number of outputs of another head; None: the head stays.
+        in_chans: The number of input channels of another stem; None: the stem stays.
+        trained: Whether the weights are trained ones.
     """
 
     args: Cfg = field(default_factory=dict)
@@ -29,22 +64,28 @@ class BuildRequest:
     trained: bool = False
 
     def arguments(self, num_classes: str = "num_classes", in_chans: str = "in_chans") -> Cfg:
-        """Return all of it as keyword arguments, the two by the builder's own words for them, by
-        default timm's.
+        """Return all of it as keyword arguments.
+
+        Args:
+            num_classes: The builder's word for the number of classes; by default timm's.
+            in_chans: The builder's word for the number of input channels; by default timm's.
         """
         words = {num_classes: self.num_classes, in_chans: self.in_chans}
-        return {**self.args, **{word: value for word, value in words.items() if value is not None}}
+        given = {word: value for word, value in words.items() if value is not None}
+        return {**self.args, **given}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A bare network: random values, on the CPU, in eval mode; arch and source say how to build and
-    open it again.
+    """A bare network, on the CPU and in eval mode.
 
     Args:
-        preprocessing: the preprocessing it was trained with, as JSON has it, in timm's words, as
+        model: The network, with random values.
+        arch: How to build it again.
+        source: How to open it again.
+        preprocessing: The preprocessing it was trained with, as JSON has it, in timm's words, as
             far as that is known.
-        pretrained: gives the network with the weights that the source stands for.
+        pretrained: Returns the network with the weights that the source stands for.
     """
 
     model: nn.Module
@@ -54,32 +95,171 @@ class Built:
     pretrained: Callable[[], nn.Module]
 
 
-def make(arch: str, factory: Callable[..., Made], kwargs: Mapping[str, object]) -> Made:
-    """Call `factory`; raises SourceError where it does not take the arguments, or fails."""
+class TooLargeError(SourceError):
+    """A network has more layers or numbers than any that is known."""
+
+
+def make(
+    arch: str,
+    factory: Callable[..., Made],
+    kwargs: Mapping[str, object],
+    *,
+    online: bool = False,
+) -> Made:
+    """Return what `factory` builds, no larger than networks are.
+
+    Args:
+        arch: What errors call the network.
+        factory: The builder.
+        kwargs: Its keyword arguments.
+        online: Whether the builder may ask the hub: only the user's own code may.
+
+    Raises SourceError: it does not take the arguments, or fails.
+    """
     try:
-        with quiet():
+        with quiet(), nullcontext() if online else hub.offline(), _bounded(arch):
             return factory(**kwargs)
+    except TooLargeError:
+        raise
+    # The builder is another library's, or the user's own code.
     except (Exception, SystemExit) as error:
-        described = ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its defaults"
+        described = ", ".join(f"{key}={value!r:.200}" for key, value in kwargs.items())
         if len(described) > 200:
             described = f"{described[:200]} ..."
-        raise SourceError(f"{arch} cannot be built with {described}", first_line(error)) from None
+        what = f"{arch} cannot be built with {described or 'its defaults'}"
+        raise SourceError(what, first_line(error)) from None
 
 
-def check_allowed(arch: str, kwargs: Iterable[str], forbidden: Iterable[str]) -> None:
-    """Raises SourceError for an argument that would load weights, or give something else than the
-    network.
+@contextmanager
+def _bounded(arch: str) -> Iterator[None]:
+    """Raise TooLargeError as soon as a network that is being built has too many layers or numbers.
+
+    A layer is counted when it gets its place in another one, and its numbers before they are drawn.
     """
-    wrong = sorted(set(kwargs) & set(forbidden))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    modules = 0
+    size = 0
+
+    def count_module(_parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > _MOST_MODULES:
+            why = f"it has more than {_MOST_MODULES} layers"
+            raise TooLargeError(f"{arch} cannot be built", why, "Check its arguments")
+
+    def count_bytes(_module: nn.Module, _name: str, tensor: Tensor | None) -> None:
+        nonlocal size
+        if tensor is None or nn.parameter.is_lazy(tensor):
+            return
+        size += tensor.numel() * tensor.element_size()
+        if size > memory:
+            why = f"its numbers are more than this machine's memory of {memory / 2**30:.0f} GB"
+            raise TooLargeError(f"{arch} cannot be built", why, "Check its arguments")
+
+    handles = [
+        module_hooks.register_module_module_registration_hook(count_module),
+        module_hooks.register_module_parameter_registration_hook(count_bytes),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_size(build: Callable[[], object]) -> None:
+    """Raise TooLargeError where `build` makes a network that no machine holds.
+
+    It is built without numbers, which takes a moment where drawing them would take minutes.
+    """
+    try:
+        with torch.device("meta"):
+            build()
+    except TooLargeError:
+        raise
+    # Some networks cannot be built without numbers. Building them says what else is wrong.
+    except Exception:
+        return
+
+
+def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
+    """See that an architecture is plain data which builds a network and does nothing else.
+
+    Args:
+        arch: The architecture, perhaps from a file that somebody wrote.
+        forbidden: More arguments that this builder must not get, at the first level.
+
+    Raises SourceError, which names the argument: it would load weights, open a file, ask a hub,
+    or is no plain data.
+    """
+    if len(arch.name) > _LONGEST_NAME:
+        raise SourceError(f"{arch.name[:40]} ... is no name of a network", "it is too long")
+    wrong = sorted(set(arch.kwargs) & set(forbidden))
     if wrong:
         raise SourceError(
-            f"{arch} cannot be built with {', '.join(wrong)}", "not part of an architecture"
+            f"{arch.name} cannot be built with {', '.join(wrong)}", "not part of an architecture"
         )
+
+    try:
+        reading.check_plain(arch.kwargs)
+    except reading.UnreadableError as error:
+        raise SourceError(f"{arch.name} cannot be built with these arguments", str(error)) from None
+    _check_entries(arch.name, arch.kwargs)
+
+
+def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
+    """Check the entries of an object, and of all objects in it."""
+    for name, value in arguments.items():
+        why = _reason_against(name, value)
+        if why:
+            raise SourceError(f"{arch} cannot be built with {name}={value!r:.200}", why)
+
+        entries = value if isinstance(value, list | tuple) else [value]
+        for entry in entries:
+            if isinstance(entry, Mapping) and name not in _SHOWN:
+                _check_entries(arch, entry)
+
+
+def _reason_against(name: str, value: object) -> str:
+    """Return why an argument is refused; empty where it is not."""
+    if name in _LOADING and value:
+        return "it would load files, and is not part of an architecture"
+    if name in _FETCHING and value:
+        return "it would fetch weights, and is not part of an architecture"
+    if name.endswith("_implementation") and value not in _IMPLEMENTATIONS:
+        return "it may name code on a hub; eager and sdpa are taken"
+    if name in _OF_TIMM and isinstance(value, str) and not is_model(value.partition(".")[0]):
+        return "it is no network of timm, and other ones are not fetched"
+    if name in _SHOWN:
+        return ""
+
+    return _reason_against_values(value)
+
+
+def _reason_against_values(value: object) -> str:
+    """Return why a value, or one in a list, is refused: a place of files, or far too large."""
+    values = value if isinstance(value, list | tuple) else [value]
+    for entry in values:
+        if isinstance(entry, list | tuple):
+            reason = _reason_against_values(entry)
+            if reason:
+                return reason
+
+        if isinstance(entry, str) and _names_a_place(entry):
+            return "it names a file or an address"
+        if isinstance(entry, int | float) and abs(entry) > _LARGEST:
+            return f"no argument is larger than {_LARGEST}"
+    return ""
+
+
+def _names_a_place(text: str) -> bool:
+    return "/" in text or "\\" in text or text.startswith(("hf-hub:", "hf_hub:", "local-dir:", "~"))
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Tell whether `build` gives a network like `model`: tensor names and shapes, each module's
-    class and settings.
+    """Tell whether `build` gives a network like `model`.
+
+    Compared are the tensors' names and shapes, and each module's class and settings.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -92,4 +272,5 @@ def _blueprint(model: nn.Module) -> tuple[object, ...]:
     # torch makes a class of its own for each parametrized layer.
     kind = parametrize.type_before_parametrizations
     layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
-    return layers, tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+    shapes = tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+    return layers, shapes

@@ -29,12 +29,13 @@ Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call."""
+    """The arguments of one call of a network."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object] = field(default_factory=dict)
 
     def call(self, model: nn.Module) -> object:
+        """Return what the network gives."""
         return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
@@ -46,25 +47,25 @@ class Example:
         return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
+        """Return every tensor of the call."""
         return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
 
     @property
     def images(self) -> Tensor:
-        """The first floating-point tensor: what the network looks at."""
-        return next((t for t in self.tensors() if t.is_floating_point()), self.tensors()[0])
+        """The first floating-point tensor, which is what the network looks at."""
+        tensors = self.tensors()
+        return next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of one of its images, (C, H, W)."""
+        """The size (C, H, W) of one of its images."""
         if self.listed:
             return tuple(self.images.shape)
         return tuple(self.images.shape[1:])
 
     @property
     def count(self) -> int:
-        """How many samples it has: as many as are in its list, else as its first images' first
-        dimension says.
-        """
+        """The number of samples: the length of its list, or else of its images' first dimension."""
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
@@ -74,7 +75,10 @@ class Example:
         return [*self.args, *self.kwargs.values()]
 
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
-        """Cut every tensor and list; None where not each of them has the same number of samples."""
+        """Return the call with every tensor and list cut.
+
+        None where not each of them has the same number of samples.
+        """
         sizes: set[int] = set()
 
         def measure(value: Any) -> None:
@@ -86,14 +90,19 @@ class Example:
         return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
-        """Return the first samples of the batch, where every argument has the same number of them."""
+        """Return the first samples of the batch, or itself where it cannot be parted."""
         if self.count <= count:
             return self
         return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the samples that are marked in `rows` (N,), bool; None where none is, or it cannot
-        be parted.
+        """Return the samples that are marked.
+
+        Args:
+            rows: Which samples, (N,), bool.
+
+        Returns:
+            The call; None where no sample is marked, or the call cannot be parted.
         """
         if bool(rows.all()):
             return self
@@ -108,15 +117,16 @@ class Example:
         return self._cut(marked)
 
     def like(self, model: nn.Module) -> Example:
-        """On the model's device, and floating-point tensors in its dtype."""
+        """Return the call on the model's device, with floating-point tensors in its dtype."""
         tensor = anchor(model)
         return self.on(tensor.device).map_floats(lambda values: values.to(tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
+        """Return the call with its tensors on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def parted(self, size: int) -> list[Example]:
-        """Its samples in order, `size` at a time, or itself where it cannot be parted."""
+        """Return its samples in order, `size` at a time, or itself where it cannot be parted."""
         part_of = torch.arange(self.count) // size
         parts = [self.take(part_of == i) for i in part_of.unique()]
         return [part for part in parts if part is not None] or [self]
@@ -136,12 +146,15 @@ class Example:
 
     @property
     def mirrors(self) -> bool:
-        """Whether all it takes is images, in one argument, which may be shown in a mirror as well."""
-        among = [value for value in self._values() if next(named_tensors(value), None) is not None]
-        sides = 3 if self.listed else 4
-        return len(among) == 1 and all(
-            t.ndim == sides and t.is_floating_point() for t in self.tensors()
+        """Whether one argument alone holds images, so that they may be mirrored."""
+        with_tensors = [
+            value for value in self._values() if next(named_tensors(value), None) is not None
+        ]
+        dimensions = 3 if self.listed else 4
+        are_images = all(
+            tensor.ndim == dimensions and tensor.is_floating_point() for tensor in self.tensors()
         )
+        return len(with_tensors) == 1 and are_images
 
     @property
     def plain(self) -> str:
@@ -155,8 +168,9 @@ class Example:
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Make a call of this form with images (N, C, H, W); raises TraceError: it takes more than
-        images.
+        """Return a call of this form with images (N, C, H, W).
+
+        Raises TraceError: the network takes more than images.
         """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
@@ -167,11 +181,10 @@ class Example:
         return self.map(lambda _: images)
 
     def read(self, batch: object) -> tuple[Example, object]:
-        """Read a batch for a network that is called like this: the call, and the labels beside it,
-        or None.
+        """Return a batch as a call of this form, and the labels beside it, or None.
 
         A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and
-        then labels; "labels" in a dict of keywords are labels, too, unless this call has some. A
+        then labels. "labels" in a dict of keywords are labels, too, unless this call has some. A
         list of images may be one argument.
         """
         if isinstance(batch, Example):
@@ -182,21 +195,15 @@ class Example:
             labels = batch.get("labels")
             if self.args and isinstance(self.args[0], Mapping):
                 return Example((batch,)), labels
-            return (
-                Example(
-                    (),
-                    {
-                        name: batch[name]
-                        for name in batch
-                        if name != "labels" or name in self.kwargs
-                    },
-                ),
-                labels,
-            )
+            takes_labels = "labels" in self.kwargs
+            keywords = {name: batch[name] for name in batch if name != "labels" or takes_labels}
+            return Example((), keywords), labels
+
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None
         if self.listed and _is_listed(batch):
             return self._around(list(batch)), None
+
         count = max(1, len(self.args))
         labels = next(iter(batch[count:]), None)
         if count > 1:
@@ -208,6 +215,8 @@ class Example:
         return self.read(batch[0])[0], labels
 
     def _around(self, images: list[object]) -> Example:
+        """Return a call of this form with other images in its list."""
+
         def put(value: object) -> object:
             return images if isinstance(value, list) else value
 
@@ -220,59 +229,69 @@ class Example:
 
 
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
-    """Tell whether these are images, one by one, or records of them; and not a batch with labels."""
-    images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
-    return isinstance(batch, list) and (
-        images or all(isinstance(entry, Mapping) for entry in batch)
-    )
+    """Return whether these are single images or records of them, and no batch with labels."""
+    if not isinstance(batch, list):
+        return False
+    are_images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
+    return are_images or all(isinstance(entry, Mapping) for entry in batch)
 
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
-    """Return the values of a call by the names of forward's arguments; of a dict among them by its
-    own keys.
+    """Return the values of a call by the names of forward's arguments.
+
+    A dict among them gives its own keys.
     """
-    positional = [
-        p.name for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names = dict(enumerate(positional))
+    names = [parameter.name for parameter in _positional(model)]
     values: dict[str, object] = {}
     for i, value in enumerate(example.args):
-        values |= value if isinstance(value, Mapping) else {names.get(i, str(i)): value}
+        if isinstance(value, Mapping):
+            values |= value
+        else:
+            name = names[i] if i < len(names) else str(i)
+            values[name] = value
     return values | example.kwargs
 
 
 def defaults(model: nn.Module, example: Example) -> list[str]:
-    """The names of forward's arguments that the call leaves at their defaults."""
+    """Return the names of forward's arguments that the call leaves at their defaults."""
     named = named_arguments(model, example)
-    return [p.name for p in _parameters(model) if p.default is not p.empty and p.name not in named]
+    optional = [each.name for each in _parameters(model) if each.default is not each.empty]
+    return [name for name in optional if name not in named]
 
 
 def form(model: nn.Module) -> Example:
-    """Find how images are given to a network, from the signature of its forward.
+    """Return how images are given to a network, from the signature of its forward.
 
-    They are its first argument, or one by name; a tensor, or a list by its annotation. What has no
-    default is one, too.
+    They are its first argument, or the one that it names as its main input; a tensor, or a list
+    where the annotation says so. Arguments without a default are given, too.
     """
     empty = torch.empty(0)
-    positional = [
-        p for p in _parameters(model) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    taken = [*positional, *(p for p in _parameters(model) if p.kind is p.KEYWORD_ONLY)]
-    stated = getattr(model, "main_input_name", None)
-    first = next((p for p in taken if p.name == stated), next(iter(taken), None))
-    if first is None:
+    positional = _positional(model)
+    named = [each for each in _parameters(model) if each.kind is each.KEYWORD_ONLY]
+    taken = [*positional, *named]
+    if not taken:
         return Example((empty,))
-    value: object = empty
-    if _takes_list(model, first):
-        value = [empty]
-    required = [p for p in taken if p.default is p.empty and p is not first]
+
+    stated = getattr(model, "main_input_name", None)
+    first = next((each for each in taken if each.name == stated), taken[0])
+    images: object = [empty] if _takes_list(model, first) else empty
+    required = [each for each in taken if each.default is each.empty and each is not first]
+
     if positional and first is positional[0]:
-        named: dict[str, object] = {p.name: empty for p in required if p.kind is p.KEYWORD_ONLY}
-        return Example((value, *[empty] * (len(required) - len(named))), named)
-    return Example((), {p.name: empty for p in required} | {first.name: value})
+        keywords: dict[str, object] = {each.name: empty for each in required if each in named}
+        others = len(required) - len(keywords)
+        return Example((images, *[empty] * others), keywords)
+    return Example((), {**{each.name: empty for each in required}, first.name: images})
+
+
+def _positional(model: nn.Module) -> list[inspect.Parameter]:
+    """Return forward's arguments that may be given without their names."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each for each in _parameters(model) if each.kind in kinds]
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return forward's arguments; none where Python does not know them."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -280,20 +299,26 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
+    """Return whether forward's annotation asks for a list."""
+    # Annotations are the user's, and may name what is not imported.
     with suppress(Exception):
         return get_origin(get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
     return False
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the user's inputs, one call each; tensors among them are images, if `form` says how
-    they are taken.
+    """Return the user's inputs, one call each.
+
+    Args:
+        inputs: A call, or a list of calls.
+        form: How the network takes images. With it, a tensor among the inputs is images.
 
     Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more
     than images.
     """
-    calls = []
-    for call in inputs if isinstance(inputs, list) else [inputs]:
+    several = inputs if isinstance(inputs, list) else [inputs]
+    calls: list[Example] = []
+    for call in several:
         if form and isinstance(call, Tensor):
             call = form.of(call)
         elif isinstance(call, Mapping):
@@ -301,6 +326,7 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
         elif not isinstance(call, Example):
             call = Example(call if isinstance(call, tuple) else (call,))
         calls.append(call)
+
     if not calls or not all(call.tensors() for call in calls):
         remedy = (
             "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"
@@ -331,7 +357,13 @@ def anchor(model: nn.Module) -> Tensor:
 
 
 def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
-    """Return every tensor in tuples, lists, dicts and records of them, with its name."""
+    """Yield every tensor in tuples, lists, dicts and records, with its name.
+
+    Args:
+        value: The tensor, or what holds tensors.
+        name: The name of the value itself.
+        depth: How many levels are looked into.
+    """
     if isinstance(value, Tensor):
         yield name, value
     elif depth:
@@ -340,6 +372,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
+    """Return the entries of a collection or record, with their keys."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -352,16 +385,18 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 
 def is_record(value: object) -> bool:
-    """Tell whether the value is an object of a class for results (ImageList, NestedTensor, a
-    dataclass).
-    """
+    """Return whether a value is a record of results, such as a dataclass or an ImageList."""
     is_a_value = type(value).__module__.split(".")[0] in ("torch", "builtins", "types", "numpy")
     return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
-    """Return the same structure, every tensor in it changed, and whatever is of these kinds as a
-    whole.
+    """Return the same structure with every tensor in it changed.
+
+    Args:
+        value: The structure: tuples, lists, dicts and records.
+        change: Returns what stands in the place of a tensor.
+        kinds: Further classes whose objects are changed as a whole.
     """
     if isinstance(value, (Tensor, *kinds)):
         return change(value)
@@ -371,6 +406,7 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
         return type(value)(*(changed(entry, change, *kinds) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(entry, change, *kinds) for entry in value)
+
     if is_record(value) and next(named_tensors(value), None) is not None:
         record = copy.copy(value)
         vars(record).update(changed(vars(value), change, *kinds))

@@ -8,12 +8,13 @@ from normswap.models import calling
 
 
 def find(name: str) -> torch.device:
-    """Find the device of a name; `auto` is the accelerator, or else the CPU; raises OptionError:
-    there is none such.
+    """Return the device of a name; `auto` is the accelerator, or else the CPU.
+
+    Raises OptionError: torch does not know the name, or this machine has no such device.
     """
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
     if name == "auto":
         return accelerator or torch.device("cpu")
     try:
@@ -22,12 +23,13 @@ def find(name: str) -> torch.device:
         raise OptionError(
             f"device {name!r}", "torch does not know it", "Use auto, cpu, cuda, cuda:1 or mps"
         ) from None
-    there = (
-        accelerator
+
+    is_here = (
+        accelerator is not None
         and device.type == accelerator.type
         and (device.index or 0) < torch.accelerator.device_count()
     )
-    if device.type != "cpu" and not there:
+    if device.type != "cpu" and not is_here:
         raise OptionError(
             f"device {name} is not available here",
             remedy=f"Use {spelled('device', 'cpu')}, or auto",
@@ -36,8 +38,9 @@ def find(name: str) -> torch.device:
 
 
 def place(model: nn.Module, name: str) -> nn.Module:
-    """Move a network to the device of a name, and give it back; raises OptionError, also for an
-    exported file.
+    """Move a network to the device of a name, and return it.
+
+    Raises OptionError: there is no such device, or the network is an exported file.
     """
     device = find(name)
     if name != "auto" and device.type != "cpu" and not calling.anchor(model).numel():

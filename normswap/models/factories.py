@@ -1,6 +1,6 @@
-"""Networks of the user's own code: `package.module:factory`, called with the arguments of
-`--arch-arg`.
+"""Networks of the user's own code: `package.module:factory`.
 
+The factory is called with the arguments of `--arch-arg`.
 The module is looked for where Python looks, and in the working directory. The factory's random
 numbers come from a fixed seed, so that a network it draws can be had again.
 """
@@ -25,7 +25,10 @@ from normswap.plan import Arch
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Call the factory; the weights are those that it gives the network; or raises SourceError."""
+    """Return the network of a factory, with the weights that the factory gives it.
+
+    Raises SourceError: the factory cannot be imported, fails, or gives no network.
+    """
     arch = Arch(name, request.arguments(), "factory")
     model = create(arch)
     stated = own_cfg(model)
@@ -45,7 +48,7 @@ def create(arch: Arch) -> nn.Module:
     with _working_directory():
         factory = _found(arch.name)
         with seeded():
-            model = make(arch.name, factory, arch.kwargs)
+            model = make(arch.name, factory, arch.kwargs, online=True)
     if not isinstance(model, nn.Module):
         what = f"{arch.name} gives something of type {type(model).__name__}"
         raise SourceError(what, "it must give a torch.nn.Module")
@@ -54,7 +57,7 @@ def create(arch: Arch) -> nn.Module:
 
 @contextmanager
 def _working_directory() -> Iterator[None]:
-    """Python looks there too, as it does for `python -m`."""
+    """Let Python look for modules in the working directory, as `python -m` does."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -65,11 +68,13 @@ def _working_directory() -> Iterator[None]:
 
 
 def _found(name: str) -> Callable[..., object]:
+    """Return the function or class that a name means; raises SourceError."""
     module_name, _, path = name.partition(":")
     try:
         # Its constants are on the CPU, whatever device the network is built on.
         with torch.device("cpu"):
             module = importlib.import_module(module_name)
+    # The module is the user's code.
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(
@@ -78,10 +83,12 @@ def _found(name: str) -> Callable[..., object]:
             "It is looked for in the working directory and on PYTHONPATH",
         )
         raise SourceError(f"{module_name} cannot be imported for {name}", why, remedy) from None
+
     try:
         factory: object = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
         raise SourceError(f"{module_name} has no {path}", remedy=near(path, vars(module))) from None
+
     if not callable(factory):
         raise SourceError(
             f"{name} is of type {type(factory).__name__}", "it must be a function or class"

@@ -1,17 +1,18 @@
-"""The Hugging Face hub: one file at a time, from the cache when offline; and what the config files
-of models state.
+"""The Hugging Face hub, one file at a time, and what the config files of models state.
 
-That is a config.json of timm, a preprocessor_config.json of transformers, and normswap's record of
-preprocessing.
+A file comes from the cache when the hub is offline. Config files are a config.json of timm or of
+transformers, and a preprocessor_config.json.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import huggingface_hub as client
 from huggingface_hub import constants, errors
@@ -19,7 +20,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from torch import nn
 
+from normswap import reading
 from normswap.errors import SourceError, explained, first_line, printable, quiet, spelled
+from normswap.models import records
 from normswap.plan import Body
 
 # timm's record of the preprocessing, or a config.json.
@@ -59,9 +62,19 @@ def endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
+@contextmanager
+def offline() -> Iterator[None]:
+    """Let no library ask the hub while this is entered: whatever asks it gets an error at once."""
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
+        yield
+
+
 def fetch(repo: str, filenames: Sequence[str]) -> Path:
-    """Return the path of the first of `filenames` that a repository (org/name[@revision]) has,
-    downloaded or cached.
+    """Return the path of the first of several files that a repository has, downloaded or cached.
+
+    Args:
+        repo: The repository, as org/name[@revision].
+        filenames: The names of the files.
 
     Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer
     that broke.
@@ -78,7 +91,10 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
 
 
 def local(folder: Path, filenames: Sequence[str]) -> Path:
-    """Return the first of `filenames` that a directory has; raises SourceError where it has none."""
+    """Return the path of the first of several files that a directory has.
+
+    Raises SourceError: it has none of them.
+    """
     file = next((folder / name for name in filenames if (folder / name).is_file()), None)
     if file is None:
         remedy = "A model directory has config.json and weights; for weights alone name the file."
@@ -170,6 +186,7 @@ def sha256(file: Path) -> str:
 
 
 def _explained(error: Exception, repo: str) -> SourceError:
+    """Return the error that says why a repository cannot be had, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         remedy = (
@@ -179,6 +196,7 @@ def _explained(error: Exception, repo: str) -> SourceError:
         return SourceError(
             f"hub repository {repo} cannot be had", f"{endpoint()} answers {status}", remedy
         )
+
     why = f"{endpoint()} cannot be reached ({first_line(error)}) and the cache has no copy"
     remedy = (
         f"Ways on: '{spelled('weights', 'random')}'; weights on this disk, as 'local-dir:DIR',"
@@ -189,43 +207,55 @@ def _explained(error: Exception, repo: str) -> SourceError:
 
 
 def read_json(file: Path, origin: str) -> Cfg:
-    """Read a file that holds an object of JSON; raises SourceError."""
-    with explained(SourceError, f"{origin}: {file.name} cannot be read"):
-        content = json.loads(file.read_text(encoding="utf-8"))
+    """Return the object that a JSON file holds.
+
+    Args:
+        file: The file.
+        origin: What errors call the place it is from.
+
+    Raises SourceError: it cannot be read, or holds something else.
+    """
+    try:
+        content = reading.parse_json(reading.file_text(file))
+    except reading.UnreadableError as error:
+        raise SourceError(f"{origin}: {file.name} cannot be read", str(error)) from None
     if not isinstance(content, dict):
         raise SourceError(f"{origin}: {file.name} holds no object")
     return content
 
 
 def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
-    """Return name, arguments, and what is stated of weights and images, of a config.json in timm's
-    layout, old or new.
+    """Return what a config.json in timm's layout, old or new, says.
 
-    Raises SourceError: missing, not JSON, or not that of a timm model.
+    Args:
+        file: The config.json.
+        origin: What errors call the place it is from.
+
+    Returns:
+        The architecture's name, its arguments, and the record of weights and images
+        (`records.ImageRecord`), without the keys that are null.
+
+    Raises SourceError: it is missing, not JSON, or not that of a timm model.
     """
     config = read_json(file, origin)
-    name = config.get("architecture")
-    if not isinstance(name, str):
+    if not isinstance(config.get("architecture"), str):
         remedy = "Is it a timm model?"
         if "model_type" in config:
             remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}"
         raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
-    stated = config.get("pretrained_cfg", config)
-    args = config.get("model_args") or {}
-    if not isinstance(stated, dict) or not isinstance(args, dict):
-        raise SourceError(
-            f"{origin}: 'pretrained_cfg' and 'model_args' in config.json must be objects"
-        )
-    top = {key: config[key] for key in _TOP_LEVEL if key in config}
-    values = {key: value for key, value in {**stated, **top}.items() if value is not None}
-    size = values.get("input_size", [3, 224, 224])
-    if not (
-        isinstance(size, list)
-        and len(size) == 3
-        and all(isinstance(side, int) and side > 0 for side in size)
-    ):
+
+    label = f"{origin}: config.json"
+    layout = records.checked(records.LayoutOfTimm, config, label)
+    # The old layout has the record's keys beside the architecture.
+    record = config if layout.pretrained_cfg is None else layout.pretrained_cfg
+    classes = {key: config[key] for key in _TOP_LEVEL if key in config}
+    stated = records.image_record({**record, **classes})
+    records.checked(records.ImageRecord, stated, label)
+
+    size = stated.get("input_size", [3, 224, 224])
+    if len(size) != 3:
         raise SourceError(f"{origin}: 'input_size' must be [channels, height, width], not {size}")
-    return name, args, values
+    return layout.architecture, dict(layout.model_args or {}), stated
 
 
 def own_cfg(model: nn.Module) -> Cfg:
@@ -237,8 +267,9 @@ def own_cfg(model: nn.Module) -> Cfg:
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """Return a statistic for each channel; as in timm, channels that it does not know get the mean
-    of the others.
+    """Return a statistic for each channel.
+
+    As in timm, another number of channels gets the mean of those that are known.
     """
     if len(values) == channels:
         return list(values)
@@ -246,8 +277,13 @@ def per_channel(values: Sequence[float], channels: int) -> list[float]:
 
 
 def crop_share(crop: int, resize: int) -> float:
-    """Return the crop_pct by which timm resizes to that side: it takes the floor of crop /
-    crop_pct.
+    """Return the crop_pct by which timm resizes to a side.
+
+    timm resizes to the floor of crop / crop_pct.
+
+    Args:
+        crop: The side of the crop, in pixels.
+        resize: The side that the image is resized to, in pixels.
     """
     share = crop / resize
     if math.floor(crop / share) == resize:
@@ -256,72 +292,116 @@ def crop_share(crop: int, resize: int) -> float:
 
 
 def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
-    """Return the preprocessing (JSON) of a network with these arguments, `cfg` being timm's record
-    of its source.
+    """Return the record of a network's images and classes, as JSON has it.
+
+    Args:
+        cfg: timm's record of the source.
+        kwargs: The arguments that the network was built with.
+        model: The network.
     """
     classes = getattr(model, "num_classes", cfg["num_classes"])
     recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
     if classes != recorded.get("num_classes"):
         recorded = {key: value for key, value in recorded.items() if not key.startswith("label_")}
         recorded["num_classes"] = classes
-    chans = kwargs.get("in_chans", recorded["input_size"][0])
+
+    channels = kwargs.get("in_chans", recorded["input_size"][0])
     size = kwargs.get("img_size", recorded["input_size"][1:])
-    recorded["input_size"] = [chans, *to_2tuple(size)]
-    recorded |= {
-        key: per_channel(recorded[key], chans)
-        for key in ("mean", "std")
-        if recorded.get(key) is not None
-    }
+    recorded["input_size"] = [channels, *to_2tuple(size)]
+    for key in ("mean", "std"):
+        if recorded.get(key) is not None:
+            recorded[key] = per_channel(recorded[key], channels)
     return json.loads(json.dumps(recorded))
 
 
 def bare(config: Cfg) -> Cfg:
-    """Return a config of transformers without what it says of a file, and of weights that parts of
-    it would fetch.
+    """Return a config of transformers without what it says of files and of weights to fetch.
+
+    Args:
+        config: The config, or an object in it.
     """
-    recorded = {key: value for key, value in config.items() if key not in _OF_A_FILE}
-    recorded |= {key: bare(value) for key, value in recorded.items() if isinstance(value, dict)}
-    if "use_pretrained_backbone" in recorded:
-        recorded["use_pretrained_backbone"] = False
-    return recorded
+    kept = {key: value for key, value in config.items() if key not in _OF_A_FILE}
+    for key, value in kept.items():
+        if key == "pretrained_cfg":
+            kept[key] = records.without_addresses(value)
+        elif isinstance(value, dict):
+            kept[key] = bare(value)
+    if "use_pretrained_backbone" in kept:
+        kept["use_pretrained_backbone"] = False
+    return kept
 
 
-def of_image_processor(stated: Cfg, model: nn.Module) -> Cfg:
-    """Return timm's record of a transformers network's preprocessing, as its
-    preprocessor_config.json states it.
+def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network") -> Cfg:
+    """Return timm's record of a transformers network's images and classes.
+
+    Args:
+        stated: The content of its preprocessor_config.json; empty where it has none.
+        model: The network.
+        origin: What errors call the network.
     """
+    processor = records.checked(
+        records.ImageProcessor, stated, f"{origin}: preprocessor_config.json"
+    )
+
     config: Any = model.config
     channels = getattr(config, "num_channels", 3)
-    crop = _sides(stated.get("do_center_crop", True) and stated.get("crop_size"))
-    size = _sides(stated.get("do_resize", True) and stated.get("size"))
+    preprocessing = {
+        **_resizing(processor, config, channels),
+        **_normalizing(processor, channels),
+        **_classes(model),
+    }
+    checked = records.checked(records.ImageRecord, preprocessing, f"{origin}: config.json")
+    return records.image_record(checked.model_dump())
+
+
+def _resizing(processor: records.ImageProcessor, config: object, channels: int) -> Cfg:
+    """Return the input size, how the image is resized and cropped to it, and the interpolation."""
+    crop = _sides(processor.crop_size) if processor.do_center_crop else None
+    size = _sides(processor.size) if processor.do_resize else None
     final = crop or size or _sides(getattr(config, "image_size", None))
-    preprocessing: Cfg = {}
+
+    resizing: Cfg = {}
     if final is not None:
-        preprocessing["input_size"] = [channels, *final]
+        resizing["input_size"] = [channels, *final]
     if size is not None:
-        squashes = crop is None and isinstance(stated["size"], dict) and "height" in stated["size"]
-        share = crop_share(min(crop), min(size)) if crop else stated.get("crop_pct") or 1.0
-        preprocessing |= {"crop_pct": share, "crop_mode": "squash" if squashes else "center"}
-    if stated.get("resample") in _INTERPOLATIONS:
-        preprocessing["interpolation"] = _INTERPOLATIONS[stated["resample"]]
-    if stated.get("do_normalize") is False:
-        preprocessing |= {"mean": [0.0] * channels, "std": [1.0] * channels}
-    for key, word in (("image_mean", "mean"), ("image_std", "std")):
-        values = stated.get(key)
-        if word not in preprocessing and isinstance(values, list) and len(values) == channels:
-            preprocessing[word] = [float(value) for value in values]
-    if type(model).__name__.endswith("ForImageClassification"):
-        names = [str(config.id2label[label]) for label in sorted(config.id2label)]
-        meaningful = len(set(names)) == len(names) and not all(
-            name.startswith("LABEL_") for name in names
-        )
-        preprocessing["num_classes"] = config.num_labels
-        if meaningful:
-            preprocessing["label_names"] = names
-    return preprocessing
+        squashes = crop is None and isinstance(processor.size, dict) and "height" in processor.size
+        resizing["crop_mode"] = "squash" if squashes else "center"
+        resizing["crop_pct"] = processor.crop_pct or 1.0
+        if crop is not None:
+            resizing["crop_pct"] = crop_share(min(crop), min(size))
+    if isinstance(processor.resample, int) and processor.resample in _INTERPOLATIONS:
+        resizing["interpolation"] = _INTERPOLATIONS[processor.resample]
+    return resizing
+
+
+def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
+    """Return mean and deviation per channel, as far as they are stated."""
+    if processor.do_normalize is False:
+        return {"mean": [0.0] * channels, "std": [1.0] * channels}
+
+    normalizing: Cfg = {}
+    for word, values in (("mean", processor.image_mean), ("std", processor.image_std)):
+        if isinstance(values, list) and len(values) == channels:
+            normalizing[word] = [float(value) for value in values]
+    return normalizing
+
+
+def _classes(model: nn.Module) -> Cfg:
+    """Return the number of classes of a classifier, and their names where they mean something."""
+    if not type(model).__name__.endswith("ForImageClassification"):
+        return {}
+
+    config: Any = model.config
+    classes: Cfg = {"num_classes": config.num_labels}
+    names = [str(config.id2label[label]) for label in sorted(config.id2label)]
+    numbered = all(name.startswith("LABEL_") for name in names)
+    if len(set(names)) == len(names) and not numbered:
+        classes["label_names"] = names
+    return classes
 
 
 def _sides(size: object) -> tuple[int, int] | None:
+    """Return height and width of a side, of two sides, or of an object of transformers."""
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))

@@ -1,9 +1,8 @@
-"""What a MODEL may be: the kinds of sources, files of weights and exported files; known before
-torch is imported.
+"""What a MODEL may be: the kinds of sources, files of weights and exported files.
 
-A kind is a row, and a file that is imported when first needed. It has `build(name, wanted)`, from a
-name to a `Built`, `create(arch)`, from an `Arch` to the bare network, and perhaps `identify(model,
-rebuild)`, from a network to an `Arch`.
+A kind is a row, and a file that is imported when first needed. The file has `build(name, request)`,
+from a name to a `Built`; `create(arch)`, from an `Arch` to the bare network; and perhaps
+`identify(model, rebuild)`, from a network to an `Arch`. No torch is imported here.
 """
 
 import importlib.util
@@ -28,11 +27,15 @@ FOLDERS = {".mlpackage": ("Manifest.json", "Data")}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of sources, by what `Arch.builder` says, with a file of this folder and the package
-    that it needs.
+    """A kind of sources.
 
-    `prefix` stands before the colon in MODEL and where an architecture is spelled, each of `also`
-    is part of the name; foreign: its networks are built by code that this machine's user brings.
+    Args:
+        builder: Its name in `Arch.builder`.
+        file: The file of this folder that builds its networks.
+        prefix: What stands before the colon in MODEL and where an architecture is spelled.
+        also: Further prefixes, each of which is a part of the name.
+        package: The package that it needs.
+        foreign: Whether its networks are built by code that this machine's user brings.
     """
 
     builder: str
@@ -43,9 +46,7 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the file that builds such networks; raises SourceError where a package is missing
-        that it needs.
-        """
+        """Return the module that builds such networks; raises SourceError: a package is missing."""
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
             raise SourceError(what, "it is not installed", f"pip install {self.package}")
@@ -53,8 +54,9 @@ class Kind:
 
     @property
     def identify(self) -> Callable[..., Arch | None] | None:
-        """From a network that somebody built to its `Arch`, where the package is in use and its
-        file can do that.
+        """The function from a network that somebody built to its `Arch`.
+
+        None where the package is not in use, or its file has no such function.
         """
         if self.package and self.package not in sys.modules:
             return None
@@ -74,21 +76,27 @@ KINDS = (
 
 
 def of(name: str) -> Kind:
-    """Find the kind of source that a MODEL names: by prefix or ending; else a factory, if written
-    so, else timm's.
+    """Return the kind of source that a MODEL names.
+
+    It is found by its prefix or ending. Any other name is a factory's, if it is written like one,
+    or else timm's.
     """
     if name.endswith(".yaml"):
         return ULTRALYTICS
-    prefix = name.partition(":")[0]
-    matches = (
-        kind for kind in KINDS if prefix in kind.also or (kind.prefix == prefix and ":" in name)
-    )
-    return next(matches, FACTORY if _FACTORY.fullmatch(name) else TIMM)
+
+    prefix, colon, _ = name.partition(":")
+    for kind in KINDS:
+        if prefix in kind.also or (colon and kind.prefix == prefix):
+            return kind
+    return FACTORY if _FACTORY.fullmatch(name) else TIMM
 
 
 def prefixes() -> tuple[str, ...]:
     """Return every prefix that a MODEL may have."""
-    return tuple(prefix for kind in KINDS for prefix in (kind.prefix, *kind.also) if prefix)
+    found: list[str] = []
+    for kind in KINDS:
+        found += filter(None, (kind.prefix, *kind.also))
+    return tuple(found)
 
 
 def by_builder(builder: str) -> Kind:
@@ -110,24 +118,30 @@ def named(arch: Arch) -> str:
 
 
 def exported(file: Path) -> bool:
-    """Whether there is a file, or a directory, that runs by itself."""
+    """Return whether a place is an exported file, or a directory that is one."""
     ending = file.suffix.lower()
     return ending in EXPORTED and (file.is_dir() if ending in FOLDERS else file.is_file())
 
 
 def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
-    """Return the name of the architecture, and the weights file, if it is to be filled from one.
+    """Return the name of the architecture, and the weights file that it is filled from, or None.
+
+    Args:
+        source: A MODEL.
+        weights: "pretrained", "random", or a weights file.
+        arch: The architecture of a weights file.
 
     Raises SourceError: there is no such file; OptionError: options that do not go together.
     """
     file = Path(source)
-    prefix, colon, _ = source.partition(":")
     if exported(file):
         remedy = (
             "`evaluate`, `verify`, `inspect` and `bench` take it; else name the network that it was"
             " exported from"
         )
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
+
+    prefix, colon, _ = source.partition(":")
     named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
     if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
         if not file.is_file():

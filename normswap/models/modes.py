@@ -1,6 +1,4 @@
-"""Eval mode for a while, or nearly training mode, hooks, full precision; and how far a long piece
-of work has come.
-"""
+"""What holds for a while: eval mode, nearly training mode, hooks, full precision."""
 
 import copy
 from collections import OrderedDict
@@ -15,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from normswap.layers.seeding import seeded
 
-# Called with the number of steps so far, and the total (0 where it is not known).
+# It is called with the number of steps so far, and the total (0 where it is not known).
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -34,14 +32,17 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*models: nn.Module) -> Iterator[None]:
-    """Eval mode for networks that belong to somebody: whatever a forward writes meanwhile is undone
-    afterwards.
+    """Put networks in eval mode, and undo afterwards whatever a forward wrote into them.
 
-    Counters, caches, a first batch that sets a scale: attributes and tensors of modules whose class
-    is not torch's own.
+    That may be counters, caches, or a scale that the first batch sets. Undone are attributes and
+    tensors of modules whose class is not torch's own.
     """
+    modules: set[nn.Module] = set()
+    for model in models:
+        modules.update(nn.Module.modules(model))
+
     with ExitStack() as stack:
-        for module in {module for model in models for module in nn.Module.modules(model)}:
+        for module in modules:
             if not type(module).__module__.startswith("torch."):
                 stack.callback(_restore, module, dict(vars(module)), list(_contents(module)))
         stack.enter_context(evaluating(*models))
@@ -55,11 +56,10 @@ Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:
-    """What the module holds itself and may write into: tensors and plain collections, those inside
-    of others too.
-    """
+    """Yield the tensors and plain collections that a module may write into, nested ones too."""
     values = [value for name, value in vars(module).items() if name not in _HOOKS]
     values += [*module._parameters.values(), *module._buffers.values()]
+
     visited = set[int]()
     while values:
         value = values.pop()
@@ -76,6 +76,7 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
 
 @torch.no_grad()
 def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Contents]) -> None:
+    """Give a module its attributes back, and to each of its values the contents it had."""
     for value, before, memory in contents:
         if memory is not None:
             value.data = memory
@@ -86,13 +87,14 @@ def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Co
         else:
             value.clear()
             value.update(before)
+
     vars(module).clear()
     vars(module).update(attributes)
 
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Keep hooks for a while: all are removed afterwards, and where registering one of them fails."""
+    """Remove all hooks afterwards, and also where registering one of them fails."""
     with ExitStack() as hooks:
         for handle in handles:
             hooks.enter_context(handle)
@@ -178,19 +180,23 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Let forward run auxiliary heads as in training, with layers in eval mode and the same random
-    draws each time.
+    """Let forward run auxiliary heads as in training, while layers are in eval mode.
+
+    Random numbers are the same each time.
     """
+    devices: set[torch.device] = set()
     with undisturbed(*models):
         for model in models:
             show_heads(model)
-        with seeded(*{p.device for model in models for p in model.parameters()}):
+            devices.update(parameter.device for parameter in model.parameters())
+        with seeded(*devices):
             yield
 
 
 def show_heads(model: nn.Module) -> None:
-    """Let the modules that hold others, whose forward may ask for it, be in training mode; layers
-    stay as they are.
+    """Put modules that hold others in training mode, as their forward may ask for it.
+
+    Layers stay as they are.
     """
     for module in nn.Module.modules(model):
         if module._modules and not type(module).__module__.startswith("torch.nn"):

@@ -27,9 +27,7 @@ _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Raises SourceError for the result of `torch.compile`, and for a lazy layer that has not run
-    yet.
-    """
+    """Raise SourceError for the result of `torch.compile`, and for a lazy layer without a shape."""
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         raise SourceError(
@@ -37,23 +35,26 @@ def check_shapes(model: nn.Module) -> None:
             f"it stands for a {type(inner).__name__}",
             "Give model._orig_mod",
         )
-    for where, tensor in _tensors(model):
+
+    for name, tensor in _tensors(model):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise SourceError(
-                f"{where} has no shape yet", "a lazy layer", "Run the network once, on an example"
+                f"{name} has no shape yet", "a lazy layer", "Run the network once, on an example"
             )
 
 
 def check_values(model: nn.Module) -> None:
-    """Raises SourceError for tensors without values, or with such as no training gives, and for
-    quantized layers.
+    """Raise SourceError for a network that cannot be converted or saved as it is.
+
+    Its tensors have no values, or values that no training gives, or its layers are quantized.
     """
     remedy = "Load the network's weights again"
-    for where, tensor in _tensors(model):
+    for name, tensor in _tensors(model):
         if tensor.is_meta and not is_lazy(tensor):
-            raise SourceError(f"{where} has no values", "it is on the meta device", remedy)
+            raise SourceError(f"{name} has no values", "it is on the meta device", remedy)
         if isinstance(tensor, nn.Parameter) and not is_lazy(tensor) and not is_finite(tensor):
-            raise SourceError(f"{where} holds NaN or infinite numbers", remedy=remedy)
+            raise SourceError(f"{name} holds NaN or infinite numbers", remedy=remedy)
+
     for path, module in nn.Module.named_modules(model):
         if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
             what = f"{path}: {type(module).__name__} is quantized".removeprefix(": ")
@@ -68,25 +69,30 @@ def check_values(model: nn.Module) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every number of a tensor is finite. Their sum is looked at first, which is faster but
-    may overflow.
+    """Return whether every number of a tensor is finite.
+
+    Their sum is looked at first, which is faster but may overflow.
     """
+    # torch does not add up numbers of one byte or less.
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
     with torch.no_grad():
         return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def has_broken_statistics(module: nn.Module) -> bool:
-    """Whether running statistics of a module are such as no training gives: not finite, or a
-    variance below zero.
-    """
-    mean, variance = map(dict(module._buffers.items()).get, ("running_mean", "running_var"))
+    """Return whether running statistics are not finite, or a variance is below zero."""
+    mean = module._buffers.get("running_mean")
+    variance = module._buffers.get("running_var")
     if mean is None or variance is None or is_lazy(variance):
         return False
-    right = torch.isfinite(mean).all(), torch.isfinite(variance).all(), (variance >= 0).all()
-    return not bool(torch.stack(right).all())
+
+    are_finite = bool(torch.isfinite(mean).all()) and bool(torch.isfinite(variance).all())
+    return not (are_finite and bool((variance >= 0).all()))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a network with their names."""
     for path, module in nn.Module.named_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -94,8 +100,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def require_module(model: object) -> nn.Module:
-    """Return a network, or the one that a result holds as its `model`; raises SourceError where it
-    is neither.
+    """Return a network, or the one that a result holds as its `model`.
+
+    Raises SourceError: it is neither, or is TorchScript.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
@@ -106,6 +113,7 @@ def require_module(model: object) -> nn.Module:
             what,
             remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device",
         )
+
     if not isinstance(model, nn.Module):
         model = getattr(model, "model", model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -113,6 +121,7 @@ def require_module(model: object) -> nn.Module:
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
     if isinstance(model, nn.Module):
         return model
+
     remedy = (
         "Give an instance: timm.create_model(NAME, pretrained=True), normswap.load(DIR),"
         " MyNetwork()"
@@ -123,28 +132,29 @@ def require_module(model: object) -> nn.Module:
 
 
 def require_size(size: object) -> None:
-    """Raises OptionError for what is neither None nor the size of one input, without a batch."""
-    positive = (
+    """Raise OptionError for what is neither None nor the size of one input, without a batch."""
+    if size is None:
+        return
+
+    is_size = (
         isinstance(size, Sequence)
-        and size
+        and len(size) > 0
         and all(isinstance(side, int) and side > 0 for side in size)
     )
-    if size is not None and not positive:
+    if not is_size:
         raise OptionError(
             f"input_size={size!r}", "it is (C, H, W) of one image", "For instance (3, 224, 224)"
         )
 
 
 def require_seed(seed: object) -> None:
-    """Raises OptionError for what is no seed of torch's generators."""
+    """Raise OptionError for what is no seed of torch's generators."""
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"{spelled('seed', seed)} is no whole number from 0 to 2**63 - 1")
 
 
 def check_calls(calls: Sequence[Example]) -> None:
-    """Raises OptionError for calls without images, or with NaN: a proof on nothing, or on NaN,
-    proves nothing.
-    """
+    """Raise OptionError for calls without images, or with NaN, as they would prove nothing."""
     for call in calls:
         if not call.images.numel():
             raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
@@ -155,11 +165,16 @@ def check_calls(calls: Sequence[Example]) -> None:
 
 
 def answer(output: object) -> Tensor:
-    """The network's answer in its output: the tensor, or the one of that name, or alone; raises
-    OptionError: none.
+    """Return the network's answer in its output.
+
+    The answer is the output itself, or the tensor in it that is called `logits` or `out`, or the
+    only tensor in it.
+
+    Raises OptionError: the output holds no tensor, or several.
     """
     if isinstance(output, Tensor):
         return output
+
     named: dict[str, Tensor] = {}
     if not isinstance(output, list):
         named = dict(named_tensors(output, depth=1))
@@ -173,8 +188,9 @@ def answer(output: object) -> Tensor:
 
 
 def scores(output: object) -> Tensor:
-    """Return the scores of the classes (N, classes) in what a network gives; raises OptionError if
-    there are none.
+    """Return the scores of the classes, (N, classes), in what a network gives.
+
+    Raises OptionError: it gives none.
     """
     logits = answer(output)
     if logits.ndim != 2:
@@ -187,7 +203,12 @@ def scores(output: object) -> Tensor:
 
 @torch.no_grad()
 def classifies(model: nn.Module, size: Sequence[int]) -> bool:
-    """Whether the network gives a score per class, (N, classes), for an image of a size (C, H, W)."""
+    """Return whether the network gives a score per class, (N, classes), for an image.
+
+    Args:
+        model: The network.
+        size: The size (C, H, W) of the image.
+    """
     with undisturbed(model), suppress(OptionError):
         scores(noise(model, size, batch=2).call(model))
         # Of timm's networks without a classifier the rows are features.
@@ -196,52 +217,57 @@ def classifies(model: nn.Module, size: Sequence[int]) -> bool:
 
 
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
-    """N(0, 1) of a size (C, H, W), on the network's device and in its dtype."""
-    x = torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
-    return form(model).of(x).like(model)
+    """Return a call with images from N(0, 1), on the network's device and in its dtype.
+
+    Args:
+        model: The network.
+        size: The size (C, H, W) of an image.
+        batch: The number of images.
+        seed: The seed of the numbers.
+    """
+    images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
+    return form(model).of(images).like(model)
 
 
 class DrawnCalls(list[Example]):
-    """Calls of which only names, shapes and types are stated: their values are random."""
+    """Calls with random values, as only their names, shapes and types are stated."""
 
 
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
-    """One call of the inputs that the network's record states by name; None where it states none.
+    """Return one call of the inputs that the network's record states by name; None: it states none.
 
-    Floating-point numbers are N(0, 1); whole ones are below the smallest number of rows of its
-    embeddings, or 2.
+    Floating-point numbers are N(0, 1). Whole numbers are below the smallest number of rows of the
+    network's embeddings, or below 2.
+
+    Args:
+        model: The network.
+        batch: The number of samples.
+        seed: The seed of the numbers.
     """
     stated = provenance.of(model).pretrained_cfg.get("inputs")
     if not stated:
         return None
+
     generator = torch.Generator().manual_seed(seed)
-    rows = min(
-        (m.num_embeddings for m in nn.Module.modules(model) if isinstance(m, nn.Embedding)),
-        default=2,
-    )
+    embeddings = [each for each in nn.Module.modules(model) if isinstance(each, nn.Embedding)]
+    rows = min((each.num_embeddings for each in embeddings), default=2)
     values: dict[str, object] = {}
     for name, (shape, dtype) in stated.items():
         if dtype == "float32":
             values[name] = torch.randn(batch, *shape, generator=generator)
         else:
-            values[name] = torch.randint(rows, (batch, *shape), generator=generator).to(
-                getattr(torch, dtype)
-            )
+            whole = torch.randint(rows, (batch, *shape), generator=generator)
+            values[name] = whole.to(getattr(torch, dtype))
     return DrawnCalls([Example((), values).like(model)])
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Return a row of numbers of words, with no size of an image, for a network that begins with an
-    embedding.
+    """Yield a row of numbers of words for a network that begins with an embedding.
+
+    The row is an input without a size of an image.
     """
-    first = next(
-        (
-            m
-            for m in nn.Module.modules(model)
-            if next(m.parameters(recurse=False), None) is not None
-        ),
-        None,
-    )
+    layers = nn.Module.modules(model)
+    first = next((each for each in layers if next(each.parameters(False), None) is not None), None)
     if isinstance(first, nn.Embedding):
         row = torch.arange(8, device=first.weight.device) % first.num_embeddings
         yield (), Example((row[None],))
@@ -249,26 +275,31 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
 
 def size(model: nn.Module) -> tuple[int, ...]:
     """Return the size of one input, (C, H, W) of an image, that the network is made for."""
-    sizes = candidates(model)
-    if len({channels for channels, *_ in sizes[:2]}) < 2:
-        return sizes[0]
+    likeliest = candidates(model)[:2]
+    if len({channels for channels, *_ in likeliest}) < 2:
+        return likeliest[0]
+
     # A stem that rearranges channels takes another number of them than its first layer.
-    return next(
-        (shape for shape in sizes[:2] if runs(model, partial(noise, model, shape))), sizes[0]
-    )
+    for shape in likeliest:
+        if runs(model, partial(noise, model, shape)):
+            return shape
+    return likeliest[0]
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Sizes (C, H, W) of images that cost less to look at, one even, one odd, where `size` is
-    larger than they are.
+    """Return smaller sizes (C, H, W) that cost less to look at: one even, one odd.
+
+    There are none where `size` is not larger, or is no size of an image.
     """
     channels, *sides = size
-    reduced = [(channels, *(min(side, to) for side in sides)) for to in (64, 97) if len(sides) == 2]
+    if len(sides) != 2:
+        return []
+    reduced = [(channels, *(min(side, limit) for side in sides)) for limit in (64, 97)]
     return [shape for shape in dict.fromkeys(reduced) if shape != tuple(size)]
 
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
-    """Sizes to try, the likeliest first."""
+    """Return the sizes of one input that may be right, the likeliest first."""
     stated = stated_size(model)
     first = _first_layer(model)
     sizes = list(filter(None, [stated]))
@@ -276,11 +307,11 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append((first[0], *stated[1:]))
     elif first:
         sizes.append(first)
+
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        rows = next(
-            (m.out_features for m in nn.Module.modules(model) if isinstance(m, nn.Linear)), 1
-        )
+        linear = (each for each in nn.Module.modules(model) if isinstance(each, nn.Linear))
+        rows = next((each.out_features for each in linear), 1)
         sizes += [(rows, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if len(first or (3, 0, 0)) == 3:
         sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
@@ -288,12 +319,12 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def stated_size(model: nn.Module) -> tuple[int, ...] | None:
-    """The size (C, H, W) that the network, or a record of it, states."""
-    configs = (provenance.of(model).pretrained_cfg, getattr(model, "pretrained_cfg", None))
-    stated = next(
-        (tuple(c["input_size"]) for c in configs if isinstance(c, Mapping) and c.get("input_size")),
-        None,
-    )
+    """Return the size (C, H, W) that the network, or a record of it, states; None: neither does."""
+    stated: tuple[int, ...] | None = None
+    for record in (getattr(model, "pretrained_cfg", None), provenance.of(model).pretrained_cfg):
+        if isinstance(record, Mapping) and record.get("input_size"):
+            stated = tuple(record["input_size"])
+
     patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
         return ((stated or _first_layer(model) or (3,))[0], *patches)
@@ -301,10 +332,11 @@ def stated_size(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    for stated in (
-        config,
-        *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder")),
-    ):
+    """Return the size (C, H, W) in a config of transformers; None where it has none."""
+    inner_names = ("vision_config", "backbone_config", "encoder")
+    inner_configs = [getattr(config, name, None) for name in inner_names]
+
+    for stated in (config, *inner_configs):
         side = getattr(stated, "image_size", None)
         channels = getattr(stated, "num_channels", 3)
         if isinstance(side, int):
@@ -315,6 +347,7 @@ def _configured(config: object) -> tuple[int, ...] | None:
 
 
 def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
+    """Return a size of one input that the first layer takes; None where no layer says it."""
     for module in nn.Module.modules(model):
         if isinstance(module, nn.modules.conv._ConvNd):
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
@@ -327,10 +360,11 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
-    """Whether the network runs in eval mode on the call that `make` gives, and that can be made."""
+    """Return whether the network runs in eval mode on the call that `make` gives."""
     try:
         with undisturbed(model):
             make().call(model)
+    # The forward is the user's, and may raise anything for an input that it does not take.
     except Exception:
         return False
     return True

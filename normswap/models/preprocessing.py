@@ -1,6 +1,4 @@
-"""How a network wants its images: what its record states, what is assumed beyond that, and what the
-user says.
-"""
+"""How a network wants its images: what its record states, what is assumed, what the user says."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,8 +15,12 @@ from normswap.models.stated_images import Preprocessing, comma_list
 
 
 def data_config(model: nn.Module) -> Cfg:
-    """The evaluation preprocessing: input_size, mean, std, interpolation, crop_pct, crop_mode."""
-    cfg = {**GENERAL, **{key: value for key, value in stated(model).items() if value is not None}}
+    """Return the evaluation preprocessing of a network.
+
+    It has input_size, mean, std, interpolation, crop_pct and crop_mode.
+    """
+    known = {key: value for key, value in stated(model).items() if value is not None}
+    cfg = {**GENERAL, **known}
     if not cfg.get("input_size"):
         size = network_input.size(model)
         cfg["input_size"] = size if len(size) == 3 else (size[0], 224, 224)
@@ -27,45 +29,52 @@ def data_config(model: nn.Module) -> Cfg:
 
 
 def assumed(model: nn.Module) -> tuple[str, ...]:
-    """The parts of a `Preprocessing` that no record of the network states."""
+    """Return the parts of a `Preprocessing` that no record of the network states."""
     cfg = stated(model)
     return tuple(entry.name for entry in fields(Preprocessing) if cfg.get(entry.name) is None)
 
 
 def assumption(model: nn.Module) -> str:
-    """A sentence that says what is assumed; empty where everything is stated."""
+    """Return a sentence that says what is assumed; empty where everything is stated."""
     config = data_config(model)
-    shown = {
-        key: comma_list(value) if isinstance(value, list | tuple) else value
-        for key, value in config.items()
-    }
-    parts = [f"{name.replace('_', '-')} {shown[name]}" for name in assumed(model)]
+    parts: list[str] = []
+    for name in assumed(model):
+        value = config[name]
+        shown = comma_list(value) if isinstance(value, list | tuple) else value
+        parts.append(f"{name.replace('_', '-')} {shown}")
     if not parts:
         return ""
     return f"assumed, as the network does not say: {', '.join(parts)}"
 
 
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
-    """The network itself, whose record states these values from now on; or raises OptionError."""
+    """Return the network itself, whose record states these values from now on.
+
+    Raises OptionError: no image can be prepared so.
+    """
     values.check()
     asked = {name: value for name, value in vars(values).items() if value is not None}
-    if asked:
-        channels = data_config(model)["input_size"][0]
-        for name in {"mean", "std"} & set(asked):
-            if len(asked[name]) not in (1, channels):
-                why = f"images of the network have {channels} channels"
-                raise OptionError(f"{name} has {len(asked[name])} numbers", why)
-            asked[name] = per_channel(asked[name], channels)
-        _record(model, asked)
+    if not asked:
+        return model
+
+    channels = data_config(model)["input_size"][0]
+    for name in {"mean", "std"} & set(asked):
+        if len(asked[name]) not in (1, channels):
+            why = f"images of the network have {channels} channels"
+            raise OptionError(f"{name} has {len(asked[name])} numbers", why)
+        asked[name] = per_channel(asked[name], channels)
+    _record(model, asked)
     return model
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """The network itself, whose record says this size (C, H, W); raises OptionError: it is built
-    for another.
+    """Return the network itself, whose record says this size (C, H, W) from now on.
+
+    Raises OptionError: the network is built for another size.
     """
     usual = network_input.size(model)
     _record(model, {"input_size": tuple(size)})
+
     built = network_input.size(model)
     if len(usual) != len(size) and not network_input.runs(
         model, partial(network_input.noise, model, size)
@@ -83,19 +92,23 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
 
 
 def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
-    """The network itself, whose record says what it takes: by name the shape without the batch, and
-    the type.
+    """Return the network itself, whose record says what it takes from now on.
+
+    Args:
+        model: The network.
+        inputs: By name, the shape of an input without the batch, and its type.
     """
     _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
     return model
 
 
 def _record(model: nn.Module, values: Cfg) -> None:
+    """Let the network's record state these values."""
     provenance.attach(
         model, replace(provenance.of(model), pretrained_cfg={**stated(model), **values})
     )
 
 
 def stated(model: nn.Module) -> Cfg:
-    """Return what a network's record, or timm's, states of its images and classes."""
+    """Return what the network's own record, or timm's, states of images and classes."""
     return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)

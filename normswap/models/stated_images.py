@@ -1,6 +1,4 @@
-"""How the user says that images are prepared, and whether any can be prepared so: seen before torch
-is imported.
-"""
+"""How the user says that images are prepared, and whether any can be. No torch is imported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +10,15 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preprocessing of an image before the network; None: as its record says, or as is assumed.
+    """The preprocessing of an image before the network.
 
-    Mean and std are those of pixels in 0..1, per channel or for all; crop_pct is the share of a
-    side that is kept.
+    What is None is as the network's record says, or as is assumed.
+
+    Args:
+        mean: The mean of pixels in 0..1, per channel or for all channels.
+        std: Their standard deviation, likewise.
+        crop_pct: The share of a side that is kept.
+        interpolation: How an image is resized.
     """
 
     mean: tuple[float, ...] | None = None
@@ -24,17 +27,19 @@ class Preprocessing:
     interpolation: str | None = None
 
     def check(self) -> None:
-        """See that images can be prepared so; raises OptionError: they cannot."""
+        """Raise OptionError where no image can be prepared so."""
         if self.std is not None and min(self.std) <= 0:
             raise OptionError(
                 f"std {comma_list(self.std)}", "it must be positive: images are divided by it"
             )
+
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and not all(0 <= number <= 1 for number in numbers):
                 remedy = "Of 0..255 it is divided by 255"
                 raise OptionError(
                     f"{name} {comma_list(numbers)}", "it is that of pixels in 0..1", remedy
                 )
+
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise OptionError(
                 f"crop-pct {self.crop_pct:g}",
@@ -47,5 +52,5 @@ class Preprocessing:
 
 
 def comma_list(value: Sequence[float]) -> str:
-    """Numbers as the command line takes them."""
+    """Return numbers as the command line takes them."""
     return ",".join(f"{number:g}" for number in value)

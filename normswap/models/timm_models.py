@@ -1,5 +1,6 @@
-"""timm's networks: by name, from the Hugging Face hub, from directories. Only this room knows
-timm's registry.
+"""timm's networks: by name, from the Hugging Face hub, from directories.
+
+Only this room knows timm's registry.
 """
 
 import functools
@@ -14,7 +15,15 @@ from torch import nn
 from normswap import shipped
 from normswap.errors import SourceError, explained, near, quiet, spelled
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make, rebuilds
+from normswap.models.building import (
+    BuildRequest,
+    Built,
+    Cfg,
+    check_arguments,
+    check_size,
+    make,
+    rebuilds,
+)
 from normswap.models.weight_files import check_finite, load_into, read
 from normswap.plan import Arch
 
@@ -35,8 +44,8 @@ _USUAL = {**hub.GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
 
 def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
+    check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
-    check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     model: nn.Module = make(
         arch.name, functools.partial(timm.create_model, arch.name, pretrained=False), arch.kwargs
     )
@@ -44,6 +53,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
+    """Raise SourceError, with the names that are alike, for a name that timm does not have."""
     base, _, tag = name.partition(".")
     if not is_model(base):
         shipped.register_networks()
@@ -52,6 +62,7 @@ def _check_known(name: str) -> None:
         raise SourceError(
             f"unknown model '{name}'", remedy=near(name, names, "timm.list_models() has the names")
         )
+
     try:
         get_pretrained_cfg(name)
     except RuntimeError:
@@ -60,6 +71,7 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
+    """Return timm's record of a name; empty where it has none."""
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -69,43 +81,50 @@ def _looks_like_path(name: str) -> bool:
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a timm name, `hf-hub:...`, `local-dir:DIR`, or a timm directory; or
-    raises SourceError.
+    """Return the bare network of a timm name, or of a repository or directory in timm's layout.
+
+    Args:
+        name: A timm name, `hf-hub:owner/name`, `local-dir:DIR`, or a directory.
+        request: The user's wishes beside the name.
+
+    Raises SourceError: it cannot be found, read or built.
     """
     prefix, _, place = name.partition(":")
+    arguments = request.arguments()
     if prefix in ("hf-hub", "hf_hub"):
-        return _from_layout(
-            functools.partial(hub.fetch, place), f"hf-hub:{place}", request.arguments()
-        )
+        return _from_layout(functools.partial(hub.fetch, place), f"hf-hub:{place}", arguments)
     if name == shipped.NAME:
-        return _from_layout(functools.partial(hub.local, shipped.FOLDER), name, request.arguments())
+        return _from_layout(functools.partial(hub.local, shipped.FOLDER), name, arguments)
     if prefix == "local-dir" or (not is_model(name) and Path(name).is_dir()):
         folder = Path(name.removeprefix("local-dir:")).resolve()
-        return _from_layout(
-            functools.partial(hub.local, folder), f"local-dir:{folder}", request.arguments()
-        )
+        return _from_layout(functools.partial(hub.local, folder), f"local-dir:{folder}", arguments)
+
     if _looks_like_path(name):
         remedy = (
             "A hub repository is written hf-hub:OWNER/NAME or hf:OWNER/NAME, your own code"
             " package.module:factory"
         )
         raise SourceError(f"{name} is neither a file nor a directory", remedy=remedy)
-    return _from_name(name, request.arguments())
+    return _from_name(name, arguments)
 
 
 def _from_name(name: str, arguments: Cfg) -> Built:
+    """Return the network of a name in timm's registry, with these arguments."""
     model = create(Arch(name, arguments))
     cfg = hub.own_cfg(model) or {**_USUAL, "architecture": name}
     # timm has replaced a deprecated name by the current one.
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     preprocessing = hub.record(cfg, arch.kwargs, model)
-    return Built(
-        model, arch, source, preprocessing, lambda: _load_named(model, source, arguments, cfg)
-    )
+
+    def pretrained() -> nn.Module:
+        return _load_named(model, source, arguments, cfg)
+
+    return Built(model, arch, source, preprocessing, pretrained)
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
+    """Return the architecture without its tag: what the tag implies becomes an argument."""
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
@@ -113,20 +132,28 @@ def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
         implied["num_classes"] = cfg["num_classes"]
     if cfg["input_size"][0] != usual["input_size"][0]:
         implied["in_chans"] = cfg["input_size"][0]
-    if cfg.get("fixed_input_size") and tuple(cfg["input_size"][1:]) != tuple(
-        usual["input_size"][1:]
-    ):
-        implied["img_size"] = list(cfg["input_size"][1:])
+    sides = list(cfg["input_size"][1:])
+    if cfg.get("fixed_input_size") and sides != list(usual["input_size"][1:]):
+        implied["img_size"] = sides
     return Arch(name, {**implied, **arguments})
 
 
 def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.Module:
+    """Return the network with the trained weights of timm's registry.
+
+    Args:
+        model: The bare network, which is filled where timm's weights lie on the hub.
+        source: timm's name with its tag.
+        arguments: The user's arguments.
+        cfg: timm's record of the weights.
+    """
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
         repo = cfg["hf_hub_id"]
         file = cfg.get("hf_hub_filename")
         named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
         load_into(model, read(hub.fetch(repo, named)), repo, cfg)
         return model
+
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
         remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
@@ -137,7 +164,15 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
 
 
 def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: Cfg) -> Built:
+    """Return the network of a config.json in timm's layout.
+
+    Args:
+        find: Returns the path of the first of several files that a place has.
+        origin: How the place is named.
+        arguments: The user's arguments.
+    """
     arch, cfg = _configured(find(("config.json",)), origin, arguments)
+    check_size(lambda: create(arch))
     model = create(arch)
 
     def pretrained() -> nn.Module:
@@ -148,15 +183,16 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
+    """Return the architecture of a config.json, and timm's record of weights and images."""
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
     name = architecture.partition(".")[0]
-    of_name = {
-        key: _registered(name).get(key) for key in ("first_conv", "classifier", "fixed_input_size")
-    }
+    registered = _registered(name)
+    of_name = {key: registered.get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
+
     cfg = {**_USUAL, **of_name, **stated, "architecture": name}
-    chans, *size = cfg["input_size"]
-    cfg["input_size"] = [model_args.get("in_chans", chans), *size]
+    channels, *sides = cfg["input_size"]
+    cfg["input_size"] = [model_args.get("in_chans", channels), *sides]
     kwargs = {
         **_untagged(cfg, {}).kwargs,
         "num_classes": cfg["num_classes"],
@@ -169,18 +205,31 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Find how to rebuild a network (`zoo.identify`): by the arguments that timm remembers, or
-    classes and channels.
+    """Return how to rebuild a network of timm's; None where that is not known.
+
+    It is tried with the arguments that timm remembers, then with classes and channels alone.
+
+    Args:
+        model: The network.
+        rebuild: Replays the network's plan on a skeleton.
     """
     name = hub.own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):
         return None
     name = name.partition(".")[0]
-    archs = (Arch(name, kwargs) for kwargs in _candidates(model, name))
-    return next((arch for arch in archs if rebuilds(lambda: rebuild(create(arch)), model)), None)  # noqa: B023
+    for kwargs in _possible_arguments(model, name):
+        arch = Arch(name, kwargs)
+        if rebuilds(functools.partial(_rebuilt, arch, rebuild), model):
+            return arch
+    return None
 
 
-def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
+def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return rebuild(create(arch))
+
+
+def _possible_arguments(model: nn.Module, name: str) -> Iterator[Cfg]:
+    """Yield arguments with which timm may have built a network, as JSON has them."""
     remembered = getattr(model, "_model_args", {})
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
@@ -191,6 +240,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Cfg]:
     stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:
         current["in_chans"] = stem.in_channels
+
     for kwargs in ({**remembered, **current}, current):
         try:
             plain = json.loads(json.dumps(kwargs))

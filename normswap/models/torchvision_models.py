@@ -1,6 +1,6 @@
-"""torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`, every builder of
-`torchvision.models.get_model`.
+"""torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`.
 
+Every builder of `torchvision.models.get_model` is known.
 Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load
 them. So that name is a part of the architecture, as the argument `weights`; the network is built
 with it and nothing is loaded.
@@ -22,7 +22,7 @@ from torchvision.transforms import _presets as presets
 from normswap.errors import SourceError, first_line, near, spelled
 from normswap.layers.seeding import seeded
 from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
+from normswap.models.building import BuildRequest, Built, Cfg, check_arguments, make
 from normswap.models.hub import crop_share
 from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
@@ -31,13 +31,19 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build `torchvision:BUILDER` as its weights want it, those behind the @ or the default; or
-    raises SourceError.
+    """Return the bare network of `torchvision:BUILDER[@WEIGHTS]`, as its weights want it.
+
+    Args:
+        name: The MODEL. Without a name of weights, those are the builder's default.
+        request: The user's wishes beside the name.
+
+    Raises SourceError: torchvision has no such network or weights, or cannot build it.
     """
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(called)
+
     member = None
     classes = 0
     source = f"torchvision:{called}"
@@ -48,12 +54,13 @@ def build(name: str, request: BuildRequest) -> Built:
     fresh_head = bool(classes) and arguments.get("num_classes") not in (None, classes)
     if member is not None and not fresh_head:
         arguments = {"weights": member.name, **arguments}
+
     arch = Arch(called, arguments, "torchvision")
     with seeded() if fresh_head else contextlib.nullcontext():
         model = create(arch)
 
     def pretrained() -> nn.Module:
-        assert member is not None
+        assert member is not None, "a network without weights is not asked for them"
         state = _download(member, source)
         if fresh_head:
             state = _rehead(state, model, classes)
@@ -70,13 +77,19 @@ def build(name: str, request: BuildRequest) -> Built:
 
 def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
+    check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
-    check_allowed(arch.name, arch.kwargs, _FORBIDDEN)
     kwargs = dict(arch.kwargs)
     tag = kwargs.pop("weights", None)
+    if not isinstance(tag, str | None):
+        raise SourceError(
+            f"torchvision:{arch.name}", f"weights={tag!r:.100} are no name of weights"
+        )
     member = _member(arch.name, tag) if tag else None
     if "weights_backbone" in inspect.signature(models.get_model_builder(arch.name)).parameters:
         kwargs["weights_backbone"] = None
+
+    # A builder loads the weights that it is given the name of.
     no_tensors = mock.patch.object(models.WeightsEnum, "get_state_dict", return_value={})
     no_loading = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
     with no_tensors, no_loading:
@@ -85,6 +98,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
+    """Raise SourceError, with the names that are alike, for a builder that torchvision lacks."""
     names = models.list_models()
     if name not in names:
         remedy = near(name, names, "See torchvision.models.list_models()")
@@ -92,25 +106,32 @@ def _check_known(name: str) -> None:
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
+    """Return torchvision's record of weights.
+
+    Args:
+        name: The builder.
+        tag: The name of the weights; empty for the default.
+
+    Raises SourceError: the builder has no such weights.
+    """
     members = models.get_model_weights(name).__members__
-    if (tag or "DEFAULT") in members:
-        return members[tag or "DEFAULT"]
-    what = (
-        f"torchvision has no weights '{tag}' for {name}"
-        if tag
-        else f"torchvision has no weights for {name}"
-    )
-    raise SourceError(
-        what, remedy=near(tag, members, f"Use '{spelled('weights', 'random')}', or a weights file.")
-    )
+    wanted = tag or "DEFAULT"
+    if wanted in members:
+        return members[wanted]
+
+    quoted = f" '{tag}'" if tag else ""
+    remedy = near(tag, members, f"Use '{spelled('weights', 'random')}', or a weights file.")
+    raise SourceError(f"torchvision has no weights{quoted} for {name}", remedy=remedy)
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
+    """Return the tensors of torchvision's weights, downloaded or cached; raises SourceError."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             state: State = torch.hub.load_state_dict_from_url(
                 member.url, map_location="cpu", progress=False, check_hash=True, weights_only=True
             )
+    # urllib and torch raise many kinds of errors for a download that fails.
     except Exception as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
         # torch compares the hash in the name while it downloads, and never again.
@@ -123,6 +144,7 @@ def _download(member: models.WeightsEnum, source: str) -> State:
                 "it has another hash than its name states",
                 "It was removed from the cache; try again.",
             ) from None
+
         random = spelled("weights", "random")
         own = spelled("weights", metavar="FILE")
         remedy = (
@@ -137,17 +159,25 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
 
 def _rehead(state: State, model: nn.Module, classes: int) -> State:
-    bare = model.state_dict()
-    heads = [
-        name for name, value in state.items() if value.shape[:1] == (classes,) and name in bare
-    ]
-    return {
-        **state,
-        **{name: bare[name] for name in heads if bare[name].shape[1:] == state[name].shape[1:]},
-    }
+    """Return the tensors with the network's own head.
+
+    Args:
+        state: The tensors of the weights.
+        model: The network, whose head has another number of outputs.
+        classes: The number of outputs of the weights' head.
+    """
+    adapted = dict(state)
+    for name, own in model.state_dict().items():
+        if name not in state:
+            continue
+        stored = state[name].shape
+        if stored[:1] == (classes,) and own.shape[1:] == stored[1:]:
+            adapted[name] = own
+    return adapted
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
+    """Return timm's record of what torchvision's weights want; empty where nothing is known."""
     if member is None:
         return {}
     preset = member.transforms()
@@ -159,13 +189,12 @@ def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
     }
     if not isinstance(preset, presets.ImageClassification):
         return preprocessing
+
     side = int(preset.crop_size[0])
-    size = {"input_size": [3, side, side], "crop_pct": crop_share(side, int(preset.resize_size[0]))}
-    classes = {"num_classes": len(member.meta["categories"])} if "categories" in member.meta else {}
-    return {
-        **preprocessing,
-        **size,
-        "crop_mode": "center",
-        "interpolation": preset.interpolation.value,
-        **classes,
-    }
+    preprocessing["input_size"] = [3, side, side]
+    preprocessing["crop_pct"] = crop_share(side, int(preset.resize_size[0]))
+    preprocessing["crop_mode"] = "center"
+    preprocessing["interpolation"] = preset.interpolation.value
+    if "categories" in member.meta:
+        preprocessing["num_classes"] = len(member.meta["categories"])
+    return preprocessing

@@ -5,11 +5,10 @@ run. An architecture is the class and its config as JSON, so that the network ca
 offline.
 """
 
-import contextlib
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -17,8 +16,16 @@ from torch import nn
 
 from normswap.errors import SourceError, explained, near, quiet
 from normswap.layers.seeding import seeded
-from normswap.models import hub
-from normswap.models.building import BuildRequest, Built, Cfg, make, rebuilds
+from normswap.models import hub, records
+from normswap.models.building import (
+    BuildRequest,
+    Built,
+    Cfg,
+    check_arguments,
+    check_size,
+    make,
+    rebuilds,
+)
 from normswap.models.weight_files import check_finite, listed
 from normswap.plan import Arch
 
@@ -28,36 +35,78 @@ _FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_ADAPTER = "adapter_config.json"
 _NOT_RUN = "Code that a repository brings is not run"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments; or raises
-    SourceError.
+    """Return the bare network of a transformers name.
+
+    Args:
+        name: `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments.
+        request: The user's wishes beside the name.
+
+    Raises SourceError: it cannot be found, read or built.
     """
     place = name.partition(":")[2]
-    source = name
+    is_folder = Path(place).is_dir()
     arguments = request.arguments("num_labels", "num_channels")
-    stated = arguments
-    processor = dict[str, Any]()
-    arch = Arch(place, arguments, "transformers")
-    if Path(place).is_dir() or not hasattr(transformers, place):
-        if Path(place).is_dir():
-            source = f"hf:{Path(place).resolve()}"
-        stated = hub.read_json(_fetch(place, "config.json"), name)
-        arch = _architecture(name, stated, arguments)
-        with contextlib.suppress(SourceError):
-            processor = hub.read_json(_fetch(place, "preprocessor_config.json"), name)
+    if not is_folder and hasattr(transformers, place):
+        return _from_class(place, name, arguments)
+
+    source = f"hf:{Path(place).resolve()}" if is_folder else name
+    stated = hub.read_json(_fetch(place, "config.json"), name)
+    _check_stated(stated, name)
+    arch = _architecture(name, stated, arguments)
+    check_size(lambda: create(arch))
     model = create(arch)
+
+    processor: Cfg = {}
+    file = _optional(place, "preprocessor_config.json")
+    if file is not None:
+        processor = hub.read_json(file, name)
+    preprocessing = hub.of_image_processor(processor, model, name)
     fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
-    preprocessing = hub.of_image_processor(processor, model)
-    return Built(
-        model, arch, source, preprocessing, lambda: _trained(place, arch, name, fresh=fresh)
-    )
+
+    def pretrained() -> nn.Module:
+        return _trained(place, arch, name, fresh=fresh)
+
+    return Built(model, arch, source, preprocessing, pretrained)
+
+
+def _from_class(class_name: str, name: str, arguments: Cfg) -> Built:
+    """Return a network of a class of transformers, with a config of these arguments."""
+    arch = Arch(class_name, arguments, "transformers")
+    _check_stated(arguments, name)
+    model = create(arch)
+
+    def pretrained() -> nn.Module:
+        return _trained(class_name, arch, name, fresh=False)
+
+    return Built(model, arch, name, hub.of_image_processor({}, model, name), pretrained)
+
+
+def _optional(place: str, filename: str) -> Path | None:
+    """Return a file that a repository or directory may have; None where it has none."""
+    try:
+        return _fetch(place, filename)
+    except SourceError:
+        return None
+
+
+def _check_stated(stated: Cfg, origin: str) -> None:
+    """Raise SourceError where a config has another type where normswap reads it.
+
+    A file that names no type of model is left to `_config`, which says what there is.
+    """
+    if isinstance(stated.get("model_type"), str):
+        records.checked(records.TransformersConfig, stated, f"{origin}: config.json")
 
 
 def create(arch: Arch) -> transformers.PreTrainedModel:
     """Build the bare network; see `kinds`."""
+    check_arguments(arch)
+    _check_stated(arch.kwargs, f"hf:{arch.name}")
     config = _config(arch)
     kind = getattr(transformers, arch.name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -66,24 +115,32 @@ def create(arch: Arch) -> transformers.PreTrainedModel:
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arch | None:
-    """Return the architecture of a network that somebody built with transformers, or None."""
+    """Return how to rebuild a network that somebody built with transformers; None: it is not known.
+
+    Args:
+        model: The network.
+        rebuild: Replays the network's plan on a skeleton.
+    """
     kind = type(model)
     if kind is not getattr(transformers, kind.__name__, None) or not isinstance(
         model, transformers.PreTrainedModel
     ):
         return None
+
     try:
         arch = Arch(
             kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers"
         )
     except (TypeError, ValueError):
         return None
+
     if not rebuilds(lambda: rebuild(create(arch)), model):
         return None
     return arch
 
 
 def _fetch(place: str, *names: str) -> Path:
+    """Return the path of the first of several files of a directory or repository."""
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:
@@ -94,6 +151,15 @@ def _fetch(place: str, *names: str) -> Path:
 
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
+    """Return the class and the config of a network, with the user's arguments.
+
+    Args:
+        name: The MODEL.
+        stated: The content of its config.json.
+        arguments: The user's arguments.
+    """
+    kwargs = {**hub.bare(stated), **arguments}
+    check_arguments(Arch(name, kwargs, "transformers"))
     config = _config(Arch(name, hub.bare(stated)))
     strange = next(
         (key for key in arguments if key not in stated and not hasattr(config, key)), None
@@ -102,10 +168,11 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
         raise SourceError(
             f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated)
         )
-    kwargs = hub.bare(stated) | arguments
+
     # The names of the config's classes are those of another number of classes.
     for key in ("id2label", "label2id") if "num_labels" in arguments else ():
         kwargs.pop(key, None)
+
     named = stated.get("architectures")
     if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
         return Arch(named[0], kwargs, "transformers")
@@ -114,7 +181,9 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
 
 
 def _config(arch: Arch) -> transformers.PretrainedConfig:
-    body = dict(arch.kwargs)
+    """Return the config of an architecture; raises SourceError: transformers knows no such type."""
+    # A config may change the objects that it is given.
+    body = copy.deepcopy(dict(arch.kwargs))
     kind = body.pop("model_type", None)
     configs = transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in configs:
@@ -124,11 +193,29 @@ def _config(arch: Arch) -> transformers.PretrainedConfig:
 
 
 def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
+    """Return the network with its trained weights.
+
+    Args:
+        place: The directory or repository.
+        arch: The architecture.
+        name: The MODEL, as errors call it.
+        fresh: Whether the head has other classes than the weights, and stays random.
+
+    Raises SourceError: the weights are missing, damaged, or those of another network.
+    """
     file = _fetch(place, *_FILES)
+    if (file.parent / _ADAPTER).exists():
+        # transformers would open the network that the adapter belongs to.
+        raise SourceError(f"{name} holds {_ADAPTER}", "normswap takes a network, not an adapter")
     if file.name.endswith(".index.json"):
-        for shard in sorted(set(hub.read_json(file, name).get("weight_map", {}).values())):
+        index = records.checked(
+            records.ShardIndex, hub.read_json(file, name), f"{name}: {file.name}"
+        )
+        for shard in sorted(set(index.weight_map.values())):
             _fetch(place, shard)
-    with explained(SourceError, f"{name} does not load", "Is the file whole?"), quiet(), seeded():
+
+    unreadable = explained(SourceError, f"{name} does not load", "Is the file whole?")
+    with unreadable, quiet(), seeded(), hub.offline():
         model, info = getattr(transformers, arch.name).from_pretrained(
             file.parent,
             config=_config(arch),
@@ -140,6 +227,7 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+
     other_shapes = [key[0] for key in info["mismatched_keys"] if not fresh]
     wrong = {
         "missing": info["missing_keys"],

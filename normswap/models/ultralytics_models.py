@@ -1,6 +1,6 @@
-"""Ultralytics' networks: `ultralytics:FILE.pt`, a checkpoint, or `ultralytics:NAME.yaml`, a
-description that it ships.
+"""Ultralytics' networks: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
 
+The first is a checkpoint, the second a description that Ultralytics ships.
 A checkpoint's tensors are read without its code (`read_pickled_network`), and the network is built
 from the description of the name that it says, as Ultralytics ships it: others' descriptions are not
 taken, as it evaluates what they hold.
@@ -13,16 +13,22 @@ from typing import Any
 from torch import nn
 
 from normswap.errors import SourceError, explained, spelled
-from normswap.models.building import BuildRequest, Built, Cfg, check_allowed, make
-from normswap.models.weight_files import State, check_finite, load_into, read_pickled_network
+from normswap.models.building import BuildRequest, Built, Cfg, check_arguments, make
+from normswap.models.safe_pickle import read_pickled_network
+from normswap.models.weight_files import State, check_finite, load_into
 from normswap.plan import Arch
 
 _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.module:factory"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Build the network of a checkpoint, with its tensors, or of a description; or raises
-    SourceError.
+    """Return the network of a checkpoint, or the bare one of a description.
+
+    Args:
+        name: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
+        request: The user's wishes beside the name.
+
+    Raises SourceError: the file is missing or cannot be read, or Ultralytics ships no such network.
     """
     place = name.removeprefix("ultralytics:")
     state = State()
@@ -36,7 +42,10 @@ def build(name: str, request: BuildRequest) -> Built:
             )
         with explained(SourceError, f"{place} cannot be read", _BY_FACTORY):
             attributes, state = read_pickled_network(Path(place))
-            described, classes = (attributes["yaml"][key] for key in ("yaml_file", "nc"))
+            described = attributes["yaml"]["yaml_file"]
+            classes = attributes["yaml"]["nc"]
+            if not isinstance(described, str):
+                raise TypeError("it names no description")
         # Its networks have BatchNorms, all of them, until it fuses them.
         fused = not any(key.endswith("running_mean") for key in state)
         kwargs = {"num_classes": classes, "fused": fused, **kwargs}
@@ -69,7 +78,12 @@ def create(arch: Arch) -> nn.Module:
     """Build the bare network; see `kinds`."""
     import ultralytics
 
-    check_allowed(arch.name, arch.kwargs, arch.kwargs.keys() - {"num_classes", "fused"})
+    classes = arch.kwargs.get("num_classes")
+    if not isinstance(classes, int | None) or not isinstance(arch.kwargs.get("fused"), bool | None):
+        raise SourceError(
+            f"{arch.name:.100}: num_classes is a whole number, fused is true or false"
+        )
+    check_arguments(arch, arch.kwargs.keys() - {"num_classes", "fused"})
     folder = Path(ultralytics.__file__).parent / "cfg" / "models"
     # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
     names = {arch.name, re.sub(r"(\d+)[nslmx]", r"\1", arch.name)}

@@ -1,24 +1,23 @@
-"""Weight files: read them without running them, and load them into a bare network strictly."""
+"""Weight files: read as tensors alone, and loaded into a bare network strictly."""
 
-import argparse
 import hashlib
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, WeightsNote, first_line, quiet
+from normswap.errors import SourceError, WeightsNote, first_few, first_line, quiet
+from normswap.models import safe_pickle
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
 
@@ -42,184 +41,131 @@ _FILTERS = (
     "_filter_torchvision_pretrained",
     "pretrained_filter_fn",
 )
-# A training script keeps the averaged network, or the one that it trains.
-_PLACES = ("ema", "model", "module")
-# An error names so many tensors.
-_SHOWN = 5
+# A state dict lies in a file under one or two keys.
+_MOST_WRAPPERS = 8
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256; all cores take
-    part.
+    """Return the SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256.
+
+    All cores take part.
     """
-    return hashlib.sha256(b"".join(_described(state).values())).hexdigest()
+    return hashlib.sha256(b"".join(_descriptions(state).values())).hexdigest()
 
 
 def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The beginning of each tensor's SHA-256, of its name, dtype, shape and values, by name."""
+    """Return the beginning of the SHA-256 of each tensor's name, dtype, shape and values."""
     return {
-        name: hashlib.sha256(piece).hexdigest()[:16] for name, piece in _described(state).items()
+        name: hashlib.sha256(description).hexdigest()[:16]
+        for name, description in _descriptions(state).items()
     }
 
 
-def _described(state: Mapping[str, Tensor]) -> dict[str, bytes]:
+def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return name, dtype, shape and the hash of the values of each tensor, sorted by name."""
     names = sorted(state)
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda name: _own_hash(state[name]), names)
-        pairs = zip(names, hashes, strict=True)
-        return {
-            name: f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|".encode() + own
-            for name, own in pairs
-        }
+        hashes = pool.map(lambda name: _hash_of_values(state[name]), names)
+        descriptions: dict[str, bytes] = {}
+        for name, own_hash in zip(names, hashes, strict=True):
+            kind = f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|"
+            descriptions[name] = kind.encode() + own_hash
+        return descriptions
 
 
-def _own_hash(tensor: Tensor) -> bytes:
-    """Return the hash of the bytes, as numpy has no bfloat16."""
+def _hash_of_values(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of the bytes, as numpy has no bfloat16."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
 def read(file: Path) -> State:
-    """The state dict in a weights file by clean names; no code in it is run, and a warning says
-    what was not taken.
+    """Return the state dict in a weights file, by clean names. No code in the file is run.
 
-    Raises SourceError: it is unreadable.
+    A warning says what the file holds beside the tensors that were taken.
+
+    Args:
+        file: A safetensors file, or one that `torch.save` wrote.
+
+    Raises SourceError: it is unreadable, or holds something else.
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
+
+    state = _unwrapped(_content(file), file)
+    for name, tensor in state.items():
+        _check_plain_tensor(name, tensor, file)
+    try:
+        safe_pickle.check_sizes(state, file)
+    except safe_pickle.TooLargeError as error:
+        raise SourceError(f"{file} is not a readable weights file", str(error)) from None
+    check_finite(state, str(file))
+    return state
+
+
+def _content(file: Path) -> object:
+    """Return what a weights file holds; raises SourceError, with the reason and what to do."""
     try:
         if file.suffix == ".safetensors":
-            content: object = load_file(file)
-        else:
-            content = _unpickled(file)
+            return load_file(file)
+        return safe_pickle.unpickle(file)
+    # safetensors and torch raise many kinds of errors for a file that is none of their own.
     except Exception as error:
         names = re.findall(r"GLOBAL (\S+)", str(error))
-        with suppress(Exception):
-            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file))) or names
+        if file.suffix != ".safetensors":
+            names = safe_pickle.unknown_names(file) or names
         if names:
             what = f"{file} is a pickle of Python objects, and normswap never executes those"
             remedy = (
                 "Save the tensors alone: torch.save(model.state_dict(), file), or better as"
                 " .safetensors."
             )
-            raise SourceError(what, f"it needs {some(names)}", remedy) from None
+            raise SourceError(what, f"it needs {first_few(names)}", remedy) from None
+
         remedy = (
             "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it"
             " again."
         )
-        # Of a text, the unpickler takes a letter for the key of an object that was not stored.
+        # In a text, the unpickler takes a letter for the key of an object that was not stored.
         why = "it is no pickle" if isinstance(error, KeyError) else first_line(error)
         raise SourceError(f"{file} is not a readable weights file", why, remedy) from None
-    state = _unwrapped(content, file)
-    for name, tensor in state.items():
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            remedy = "Save what it was made from: plain tensors of numbers."
-            raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
-    check_finite(state, str(file))
-    return state
 
 
-def _unpickled(file: Path) -> object:
-    try:
-        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
-        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
-        with suppress(Exception):
-            return read_pickled_network(file)[1]
-        raise
-
-
-class _Inert(dict[Any, Any]):
-    """Any object of a pickle: it holds what the file says of its items and attributes, and does
-    nothing.
-    """
-
-    attributes: Mapping[str, Any] = {}
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        self.attributes = state if isinstance(state, dict) else {}
-
-
-def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Return the attributes and the tensors of a whole network that `torch.save` pickled, without
-    any of its code.
-
-    It stands alone in the file, or under a usual key. torch's own reader of weights makes the
-    tensors, and calls nothing that it does not know. Each other name that the file calls for is
-    given to it as an inert class.
-
-    Raises TypeError, or what torch raises: it holds none, is damaged, or needs what torch refuses
-    by its name.
-    """
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-    with (
-        quiet(),
-        torch.serialization.safe_globals([(type(name, (_Inert,), {}), name) for name in names]),
-    ):
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    places = (content, *map(content.get, _PLACES))
-    network = next(
-        (place for place in places if getattr(place, "attributes", {}).get("_modules")), None
-    )
-    if network is None:
-        raise TypeError("it holds no whole network")
-    return network.attributes, dict(_named(network, ""))
-
-
-def _named(module: _Inert, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `state_dict` has, in its order."""
-    inside = module.attributes
-    transient = inside.get("_non_persistent_buffers_set", ())
-    for name, tensor in {**inside["_parameters"], **inside["_buffers"]}.items():
-        if tensor is not None and name not in transient:
-            yield prefix + name, tensor.detach()
-    for name, child in inside["_modules"].items():
-        if child is not None:
-            yield from _named(child, f"{prefix}{name}.")
+def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
+    """Raise SourceError for a tensor that is no array of numbers in memory."""
+    remedy = "Save what it was made from: plain tensors of numbers."
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
+        raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
+    if tensor.is_meta:
+        raise SourceError(f"{file} holds a tensor without values", f"{name} is a meta tensor")
 
 
 def _unwrapped(content: object, file: Path) -> State:
-    """Return the state dict in what a training script wrote, without what wrappers of a network put
-    before names.
+    """Return the state dict in what a training script wrote.
+
+    Its names are without what wrappers of a network put before them.
     """
-    while isinstance(content, Mapping):
-        inner = {
-            key: value for key, value in content.items() if isinstance(value, Mapping) and value
-        }
-        states = [
-            key
-            for key, value in inner.items()
-            if all(isinstance(entry, Tensor) for entry in value.values())
-        ]
-        key = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
-        if key is None and len(states) > 1:
-            raise SourceError(
-                f"{file} holds several state dicts",
-                some(map(str, states)),
-                "Save one of them by itself",
-            )
-        if key is None and len(states) != 1:
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(content, Mapping):
             break
-        taken = key or states[0]
-        if others := [str(other) for other in states if other != taken]:
-            warnings.warn(
-                f"{file} holds {some(others)} beside {taken}, which was taken",
-                WeightsNote,
-                stacklevel=3,
-            )
-        content = content[taken]
+        key = _wrapped_under(content, file)
+        if key is None:
+            break
+        content = content[key]
+
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    strangers = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    strangers = [
+        _shown_key(key)
+        for key, value in content.items()
+        if not isinstance(value, Tensor) or not isinstance(key, str | int)
+    ]
     if strangers or not content:
-        raise SourceError(f"{file} is not a state dict", f"no tensors under {some(strangers)}")
+        raise SourceError(f"{file} is not a state dict", f"no tensors under {first_few(strangers)}")
+
     state: State = {}
     for key, tensor in content.items():
         name = ".".join(attribute for attribute in str(key).split(".") if attribute not in _INSIDE)
@@ -229,20 +175,53 @@ def _unwrapped(content: object, file: Path) -> State:
     return state
 
 
-def _without_prefix(state: State, bare: State) -> State:
-    """Return the tensors by names without what wrappers put before all of them: `module.` is DDP's
-    or AveragedModel's.
+def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
+    """Return the key under which a training script keeps its state dict; None where it is one."""
+    inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
+    states = [key for key, value in inner.items() if _holds_tensors_alone(value)]
+    usual = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+    if usual is None and len(states) > 1:
+        shown = first_few(map(_shown_key, states))
+        raise SourceError(f"{file} holds several state dicts", shown, "Save one of them by itself")
+    if usual is None and not states:
+        return None
 
-    Lightning puts what the attribute is called, which goes where more names fit without it.
+    taken = usual or states[0]
+    others = [_shown_key(other) for other in states if other != taken]
+    if others:
+        note = f"{file} holds {first_few(others)} beside {_shown_key(taken)}, which was taken"
+        warnings.warn(note, WeightsNote, stacklevel=4)
+    return taken
+
+
+def _holds_tensors_alone(values: Mapping[object, object]) -> bool:
+    return all(isinstance(value, Tensor) for value in values.values())
+
+
+def _shown_key(key: object) -> str:
+    """Return a key as an error names it. A tuple may hold itself a billion times."""
+    if isinstance(key, str | int | float | bool | None):
+        return str(key)
+    return f"a {type(key).__name__}"
+
+
+def _without_prefix(state: State, bare: State) -> State:
+    """Return the tensors by names without what wrappers put before all of them.
+
+    `module.` is what DDP and AveragedModel put there. Lightning puts the name of an attribute,
+    which goes where more names fit without it.
     """
     while not _fits(state, bare):
-        named = {
-            name.partition(".")[::2]: tensor
-            for name, tensor in state.items()
-            if name != "n_averaged"
-        }
-        firsts = {first for first, _ in named}
-        shorter = {name: tensor for (_, name), tensor in named.items()}
+        firsts: set[str] = set()
+        shorter: State = {}
+        for name, tensor in state.items():
+            # The counter of AveragedModel stands beside the network.
+            if name == "n_averaged":
+                continue
+            first, _, rest = name.partition(".")
+            firsts.add(first)
+            shorter[rest] = tensor
+
         fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
         if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
             break
@@ -252,8 +231,9 @@ def _without_prefix(state: State, bare: State) -> State:
 
 @contextmanager
 def with_broken_statistics() -> Iterator[None]:
-    """Read running statistics that are not finite as they are, to look at them or to measure them
-    anew.
+    """Accept running statistics that are not finite while this is entered.
+
+    It is for those who look at statistics, or measure them anew.
     """
     token = _TAKES_BROKEN_STATISTICS.set(True)
     try:
@@ -263,64 +243,90 @@ def with_broken_statistics() -> Iterator[None]:
 
 
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raises SourceError naming the tensors that hold NaN or inf."""
-    bad = [
-        name
-        for name, tensor in state.items()
-        if tensor.is_floating_point() and not is_finite(tensor)
-    ]
-    statistics_only = all(name.endswith(("running_mean", "running_var")) for name in bad)
-    if bad and not (statistics_only and _TAKES_BROKEN_STATISTICS.get()):
-        remedy = (
-            "`normswap recalibrate` measures statistics anew"
-            if statistics_only
-            else "These weights are broken."
-        )
-        raise SourceError(f"{origin} has NaN or inf in {some(bad)}", remedy=remedy)
+    """Raise SourceError, naming them, where tensors hold NaN or inf.
+
+    Args:
+        state: The tensors by name.
+        origin: What the error calls their file.
+    """
+    bad = [name for name, tensor in state.items() if not _has_finite_numbers(name, tensor, origin)]
+    are_statistics = all(name.endswith(("running_mean", "running_var")) for name in bad)
+    if bad and not (are_statistics and _TAKES_BROKEN_STATISTICS.get()):
+        remedy = "These weights are broken."
+        if are_statistics:
+            remedy = "`normswap recalibrate` measures statistics anew"
+        raise SourceError(f"{origin} has NaN or inf in {first_few(bad)}", remedy=remedy)
+
+
+def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
+    """Return whether a tensor holds no NaN and inf; whole numbers hold none."""
+    if not tensor.is_floating_point():
+        return True
+    try:
+        return is_finite(tensor)
+    # torch stores numbers of some types without computing with them.
+    except (RuntimeError, TypeError) as error:
+        why = f"{name} is {str(tensor.dtype).removeprefix('torch.')}: {first_line(error)}"
+        raise SourceError(f"{origin} holds numbers that torch does not compute with", why) from None
 
 
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
-    """Load `state` strictly, after timm's own conversions: foreign keys, another stem or head than
-    the file's.
+    """Load tensors strictly, after timm's own conversions.
 
-    `cfg` is timm's record of the weights: how stem and head are adapted; empty where they must be
-    the file's. Raises SourceError: missing or unexpected keys, or other shapes, listed.
+    Foreign keys are translated, and stem and head are adapted to those of the network.
+
+    Args:
+        model: The network that is filled.
+        state: The tensors by name.
+        origin: What errors call the tensors' file.
+        cfg: timm's record of the weights, which says how stem and head are adapted. It is empty
+            where they must be the file's.
+
+    Raises SourceError: keys are missing or unexpected, or have other shapes; they are listed.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)
     if not _fits(state, bare):
-        state = _rehead(_restem(_native(state, model), bare, origin, cfg), bare, model, cfg)
-    floats = [name for name in state.keys() & bare.keys() if bare[name].dtype == torch.float32]
-    if halves := {state[name].dtype for name in floats} & {torch.half, torch.bfloat16}:
-        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
-        note = f"{origin} is in {shown}, and becomes float32: the same numbers, in twice the size"
-        warnings.warn(note, WeightsNote, stacklevel=2)
-    check_fit(
-        state,
-        bare,
-        origin,
-        str(getattr(model, "pretrained_cfg", {}).get("architecture", "the network")),
-    )
+        state = _native(state, model)
+        state = _restem(state, bare, origin, cfg)
+        state = _rehead(state, bare, model, cfg)
+
+    _note_halves(state, bare, origin)
+    architecture = getattr(model, "pretrained_cfg", {}).get("architecture", "the network")
+    check_fit(state, bare, origin, str(architecture))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
 
 
+def _note_halves(state: State, bare: State, origin: str) -> None:
+    """Warn that numbers of 16 bits become float32."""
+    floats = [name for name in state.keys() & bare.keys() if bare[name].dtype == torch.float32]
+    halves = {state[name].dtype for name in floats} & {torch.half, torch.bfloat16}
+    if halves:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
+        note = f"{origin} is in {shown}, and becomes float32: the same numbers, in twice the size"
+        warnings.warn(note, WeightsNote, stacklevel=3)
+
+
 def _fits(state: State, bare: State) -> bool:
-    return state.keys() == bare.keys() and all(
-        state[name].shape == bare[name].shape for name in bare
-    )
+    """Return whether names and shapes are the same."""
+    same_names = state.keys() == bare.keys()
+    return same_names and all(state[name].shape == bare[name].shape for name in bare)
 
 
 def _native(state: State, model: nn.Module) -> State:
-    """Translate foreign keys (torchvision's, the authors') with the filter that timm keeps beside
+    """Return the tensors by timm's names.
+
+    Foreign keys (torchvision's, the authors') are translated by the filter that timm keeps beside
     the model.
     """
     module = sys.modules[type(model).__module__]
     convert = next((getattr(module, name) for name in _FILTERS if hasattr(module, name)), None)
     if convert is None:
         return state
+
     try:
         with quiet():
             if len(inspect.signature(convert).parameters) > 1:
@@ -332,86 +338,93 @@ def _native(state: State, model: nn.Module) -> State:
 
 
 def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
-    """Adapt the stem to another number of input channels: the only convs whose kernels differ in
-    that alone.
+    """Return the tensors with the stem adapted to another number of input channels.
+
+    The stem is found by its shape: the only convolution whose kernel differs in that number alone.
     """
-    base = (cfg.get("input_size") or (0,))[0]
+    channels_of_weights = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
         target = bare.get(name, kernel).shape
-        if len(target) != 4 or base not in kernel.shape[1:2] or target[1] == base:
+        is_kernel = len(target) == 4 and channels_of_weights in kernel.shape[1:2]
+        if not is_kernel or target[1] == channels_of_weights:
             continue
         if kernel.shape[:1] + kernel.shape[2:] != target[:1] + target[2:]:
             continue
-        if base != 3:
+
+        if channels_of_weights != 3:
             raise SourceError(
-                f"{origin}: cannot turn a stem of {base} channels into one of {target[1]}"
+                f"{origin}: cannot turn a stem of {channels_of_weights} channels into one of"
+                f" {target[1]}"
             )
         state = {**state, name: adapt_input_conv(target[1], kernel)}
     return state
 
 
 def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
-    fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
+    """Return the tensors with the head of the network where it has other classes than the file."""
+    is_fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
     heads = cfg.get("classifier") or ()
     if isinstance(heads, str):
         heads = (heads,)
-    for name in (f"{head}.{leaf}" for head in heads for leaf in ("weight", "bias")):
-        # A new head keeps its random values, and the file's goes.
-        if fresh and name in bare:
-            state = {**state, name: bare[name]}
-        elif fresh:
-            state = {key: tensor for key, tensor in state.items() if key != name}
-        elif offset and name in state:
-            state = {**state, name: state[name][offset:]}
-    return state
 
-
-def some(items: Iterable[str]) -> str:
-    """Return the first few items and a count of the rest."""
-    listed = list(items)
-    shown = ", ".join(listed[:_SHOWN])
-    if len(listed) > _SHOWN:
-        shown += f" and {len(listed) - _SHOWN} more"
-    return shown
+    adapted = dict(state)
+    for head in heads:
+        for name in (f"{head}.weight", f"{head}.bias"):
+            # A new head keeps its random values, and the file's goes.
+            if is_fresh and name in bare:
+                adapted[name] = bare[name]
+            elif is_fresh:
+                adapted.pop(name, None)
+            elif offset and name in adapted:
+                adapted[name] = adapted[name][offset:]
+    return adapted
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
     """Return how many names there are of each kind of misfit, and the first few of them."""
     return "; ".join(
-        f"{len(names)} {kind}: {some(names)}" for kind, names in misfits.items() if names
+        f"{len(names)} {kind}: {first_few(names)}" for kind, names in misfits.items() if names
     )
 
 
 def check_fit(
     state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str
 ) -> None:
-    """Check that a file's tensors are those of the bare network; or raises SourceError."""
-    both = [(key, state[key], bare[key]) for key in bare if key in state]
-    misfits = {
-        # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have.
-        "missing": [
-            key for key in bare if key not in state and not key.endswith("num_batches_tracked")
-        ],
+    """Raise SourceError where a file's tensors are not those of the bare network.
+
+    Args:
+        state: The file's tensors.
+        bare: The network's.
+        origin: What the error calls the file.
+        name: What it calls the network.
+    """
+    misfits: dict[str, list[str]] = {
+        "missing": [],
         "unexpected": [key for key in state if key not in bare],
-        "of another shape": [
-            f"{key} is {tuple(tensor.shape)} in the file, {tuple(own.shape)} in the network"
-            for key, tensor, own in both
-            if tensor.shape != own.shape
-        ],
-        "not of real numbers": [
-            f"{key} is {str(tensor.dtype).removeprefix('torch.')}"
-            for key, tensor, own in both
-            if own.is_floating_point() and not tensor.is_floating_point()
-        ],
+        "of another shape": [],
+        "not of real numbers": [],
     }
-    if any(misfits.values()):
+    for key, own in bare.items():
+        tensor = state.get(key)
+        if tensor is None:
+            # torch fills in num_batches_tracked, which files from before torch 0.4.1 do not have.
+            if not key.endswith("num_batches_tracked"):
+                misfits["missing"].append(key)
+            continue
+        if tensor.shape != own.shape:
+            shapes = f"{tuple(tensor.shape)} in the file, {tuple(own.shape)} in the network"
+            misfits["of another shape"].append(f"{key} is {shapes}")
+        if own.is_floating_point() and not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            misfits["not of real numbers"].append(f"{key} is {dtype}")
+    if not any(misfits.values()):
+        return
+
+    remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+    if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
         remedy = (
-            "Check the architecture, its arguments, the number of classes and prefixes of names."
+            "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH`"
+            " goes back"
         )
-        if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
-            remedy = (
-                "It was fused: open it as the network without BatchNorm; `--to batchnorm --like"
-                " ARCH` goes back"
-            )
-        raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)
+    raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)

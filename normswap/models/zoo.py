@@ -1,5 +1,6 @@
-"""Model sources: from what the user names to a network with weights, whatever kind of source it is
-(`kinds`).
+"""Model sources: from what the user names to a network with weights.
+
+The kinds of sources are in `kinds`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from normswap import provenance
 from normswap.errors import SourceError, spelled
 from normswap.models import kinds
-from normswap.models.building import BuildRequest, Built
+from normswap.models.building import BuildRequest, Built, TooLargeError
 from normswap.models.preprocessing import (
     data_config as data_config,
     for_inputs as for_inputs,
@@ -36,8 +37,9 @@ class Asked(TypedDict, total=False):
 
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
-    """Raises SourceError where something is asked of a MODEL that says all of it itself."""
-    useless = [spelled(key) for key in OPTIONS if asked.get(key) not in (None, {}, 0, "pretrained")]
+    """Raise SourceError where an option is given for a MODEL that says all of it itself."""
+    usual: tuple[object, ...] = (None, {}, 0, "pretrained")
+    useless = [spelled(key) for key in OPTIONS if asked.get(key) not in usual]
     if useless:
         raise SourceError(
             f"{name} was written by normswap and knows its architecture",
@@ -46,14 +48,15 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network on the CPU, in eval mode, with random values; raises SourceError: it
-    cannot be built.
+    """Return the bare network on the CPU, in eval mode, with random values.
+
+    Raises SourceError: it cannot be built.
     """
     return kinds.by_builder(arch.builder).load().create(arch)
 
 
 def skeleton(arch: Arch) -> nn.Module:
-    """Build the bare network with zeros for random values: it is then filled, strictly."""
+    """Return the bare network with zeros in place of random values, to be filled strictly."""
     # A library that is imported while the meta device is the default would keep its constants
     # there.
     kinds.by_builder(arch.builder).load()
@@ -61,38 +64,61 @@ def skeleton(arch: Arch) -> nn.Module:
 
 
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
-    """Build on the meta device, as drawing random values takes most of the time, then put zeros on
-    the CPU.
+    """Return what `build` returns, with zeros in place of random values.
 
-    `network` finds it in what `build` returns. It is built as ever where building it needs values,
-    or a state dict, which is then loaded, does not hold each of its tensors once.
+    Drawing random values takes most of the time, so it is built on the meta device first. It is
+    built as usual where that needs values, or where the state dict, which is loaded afterwards,
+    does not hold each of its tensors once.
+
+    Args:
+        build: Builds a network, perhaps with a record of it.
+        network: Finds the network in what `build` returns.
     """
     try:
         with torch.device("meta"):
             built = build()
         model = network(built)
-        places = (place for m in model.modules() for place in (m._parameters, m._buffers, vars(m)))
-        values = [value for place in places for value in place.values()]
-        tensors = {id(value) for value in values if isinstance(value, Tensor)}
-        if len(tensors) == len(model.state_dict()):
+        if _count_of_tensors(model) == len(model.state_dict()):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
+    except TooLargeError:
+        raise
     # The same call without the meta device says what is wrong with it.
     except Exception:
         pass
     return build()
 
 
+def _count_of_tensors(model: nn.Module) -> int:
+    """Return how many tensors a network holds as parameters, buffers or plain attributes."""
+    tensors: set[int] = set()
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            tensors.update(id(value) for value in holder.values() if isinstance(value, Tensor))
+    return len(tensors)
+
+
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Find how to rebuild a network, or None; `rebuild` replays on a skeleton the network's plan."""
+    """Return how to rebuild a network; None where no kind of source knows.
+
+    Args:
+        model: The network.
+        rebuild: Replays the network's plan on a skeleton.
+    """
     archs = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
     return next((arch for arch in archs if arch is not None), None)
 
 
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
-    """Raises SourceError for code of this machine that nobody has said may be imported."""
+    """Raise SourceError for code of this machine that nobody has said may be imported.
+
+    Args:
+        what: What the error calls the code.
+        kind: The kind of source.
+        trusted: Whether the user named the code, or trusts it.
+    """
     if kind.foreign and not trusted:
         why = "to open the file, normswap would import it, which runs it"
         remedy = f"Add {spelled('trust_factory', True)} to allow that, or name it as MODEL yourself"
@@ -112,10 +138,14 @@ def open_source(
     """Return the network that a MODEL names, in eval mode on the CPU, carrying its Provenance.
 
     Args:
+        source: A MODEL: a name, a repository, a directory, a factory, or a weights file.
         weights: "pretrained"; "random" for the bare architecture; or a weights file.
-        arch: the architecture of a weights file; then `num_classes` and `in_chans` are those that
-            the file has.
-        trust_factory: a factory may be imported; false where the name was read from a file.
+        arch: The architecture of a weights file.
+        arch_args: Arguments of the architecture.
+        num_classes: The number of outputs of a new head; of a weights file, that of its own.
+        in_chans: The number of input channels of a new stem; of a weights file, that of its own.
+        trust_factory: Whether a factory may be imported. It is false where the name was read from a
+            file.
 
     Raises SourceError: it cannot be found, read or built; OptionError: options that do not go
     together.
@@ -136,6 +166,7 @@ def open_source(
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
+    """Return a network filled from a weights file."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
     # The license is that of other weights.
@@ -144,6 +175,7 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
+    """Return the network, which carries its provenance from now on."""
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     return provenance.attach(

@@ -1,14 +1,12 @@
 """Save and load: a directory of weights, plan and measured proof. Nothing is pickled.
 
-`model.safetensors` has the tensors, and in its header the schema version, source and hash,
-architecture, plan, report and library versions; `config.json` is timm's hub layout;
-`norms.safetensors` has the source's norm tensors; `README.md` is a model card. The directory is
-written beside its place and renamed.
+`model.safetensors` has the tensors, and in its header the record of `storage/header.py`;
+`config.json` is timm's hub layout; `norms.safetensors` has the source's norm tensors; `README.md`
+is a model card. The directory is written beside its place and renamed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -16,21 +14,27 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import timm
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normswap import provenance
 from normswap.copying import dotted
-from normswap.errors import OutputError, PlanError, SourceError, explained, first_line
+from normswap.errors import OutputError, PlanError, SourceError, first_few, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
-from normswap.plan import Arch, Plan
-from normswap.storage import atomic_write, model_card, network_folder
+from normswap.models.records import image_record
+from normswap.models.weight_files import State
+from normswap.plan import Arch, Body
+from normswap.storage import atomic_write, header, model_card, network_folder
+from normswap.storage.header import (
+    Header,
+    is_checkpoint as is_checkpoint,
+    read_header as read_header,
+)
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
@@ -39,30 +43,6 @@ from normswap.version import __version__
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Of the record in the header of the weights.
-VERSION = 1
-
-
-class Header(BaseModel):
-    """The record as it is read; the report is that of the conversion.
-
-    Args:
-        hashes: of all tensors of a file, by file; tensors: of each by itself, by file and name
-            (none in older ones).
-    """
-
-    model_config = ConfigDict(strict=True)
-    version: int
-    arch: Arch | None
-    plan: dict[str, Any]
-    source: str
-    sha256: str | None
-    pretrained_cfg: dict[str, Any]
-    report: Report | None
-    hashes: dict[str, str]
-    tensors: dict[str, dict[str, str]] = {}
-    versions: dict[str, str]
 
 
 def open_model(
@@ -74,17 +54,16 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL: a source of `zoo.open_source`, or what `save` wrote, on the hub, too, or its
-    weights file alone.
-
-    Returns the network in eval mode, on the CPU, carrying its provenance.
+    """Open any MODEL and return the network: in eval mode, on the CPU, carrying its provenance.
 
     Args:
-        input_size: (C, H, W) of its images, where it states another or none (`zoo.for_size`);
-            inputs: what it takes, by name, where that is no image (`zoo.for_inputs`).
-        trust_factory: as in `load`; named: whether the user named the MODEL, so that its factory
-            may be imported.
-        asked: weights, arch, arch_args, num_classes, in_chans, as in `zoo.open_source`.
+        source: A source of `zoo.open_source`, or what `save` wrote: a directory, its weights file
+            alone, or a repository of the hub.
+        input_size: The size (C, H, W) of its images, where it states another or none.
+        inputs: Shape and type of each of its inputs, by name, where it takes no image.
+        trust_factory: Whether a factory that the file names may be imported, as in `load`.
+        named: Whether the user named the MODEL, so that its factory may be imported.
+        asked: The options weights, arch, arch_args, num_classes, in_chans of `zoo.open_source`.
 
     Raises SourceError: it cannot be found, read or understood.
     """
@@ -97,6 +76,7 @@ def open_model(
         model = load(hub_copy, trust_factory=trust_factory)
     else:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
+
     if inputs:
         model = zoo.for_inputs(model, inputs)
     if input_size is None:
@@ -111,33 +91,35 @@ def save(
     arch: Arch | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a conversion (or a loaded, perhaps fine-tuned, network) to `directory`. Returns the
-    directory.
+    """Write a conversion, or a loaded and perhaps fine-tuned network. Returns the directory.
 
     A network that nobody knows how to build is saved too; `load` then needs its skeleton.
 
     Args:
-        arch: how to build the bare architecture, where the network does not know it itself; of a
+        result: The conversion, or the network.
+        directory: The place of the new directory.
+        arch: How to build the bare architecture, where the network does not know it itself. For a
             factory of your own: `Arch("package.module:factory", kwargs, "factory")`.
-        force: replace the files of a network that normswap, or timm, wrote before; of a link, in
-            the directory that it points to. Whatever lies beside them stays.
+        force: Whether the files of a network that normswap or timm wrote before are replaced. If the
+            place is a link, this happens in the directory that it points to. Whatever lies beside
+            the files stays.
 
     Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN,
     infinite, or missing.
     """
     place = Path(directory)
-    model, report = (
-        (result.model, result.report) if isinstance(result, Conversion) else (result, None)
-    )
-    model = network_input.require_module(model)
+    report = result.report if isinstance(result, Conversion) else None
+    model = network_input.require_module(result)
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
     record = replace(provenance.of(model), arch=arch or unfolding.architecture(model))
+
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {place}", error.strerror or str(error)) from None
-    # Of a link, the directory that it points to is written.
+
+    # If the place is a link, the directory that it points to is written.
     target = place.resolve()
     if target.is_dir():
         # Only the files of a network are replaced. Whatever else lies there stays.
@@ -169,187 +151,178 @@ def load(
     The architecture is built without weights, the plan replayed, the tensors loaded strictly.
 
     Args:
-        skeleton: the source architecture with any weights, if normswap cannot build it; it is not
+        directory: The directory, or its weights file alone.
+        skeleton: The source architecture with any weights, if normswap cannot build it. It is not
             changed.
-        trust_factory: import the user's factory that builds the network, which runs its code.
-        changed: accept tensors that differ from those that were proven.
+        trust_factory: Whether the user's factory that builds the network is imported, which runs
+            its code.
+        changed: Whether tensors are accepted that differ from those that were proven.
 
     Raises SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a
     factory; PlanError: the plan does not fit the architecture (another version of timm may build it
     differently).
     """
     place = Path(directory)
-    header = read_header(place)
     file = place if place.is_file() else place / WEIGHTS
-    norms_file = file.with_name(NORMS)
-    plan = Plan.from_json(json.dumps(header.plan), f"{file}: plan")
-    if header.plan.get("digest") != plan.digest:
+    record = read_header(place)
+    plan = record.read_plan(file)
+    if record.plan.get("digest") != plan.digest:
         raise PlanError(f"{file}: the plan does not have the digest it was saved with")
-    state = weight_files.read(file)
-    states = {WEIGHTS: state}
-    # A file alone may stand beside the norms of another network, or without any.
-    if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
-        states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
+
+    states = _read_tensors(place, file)
+    state = states[WEIGHTS]
     weight_files.check_finite(state, str(file))
-    bare = (
-        copy.deepcopy(skeleton)
-        if skeleton is not None
-        else _bare(place, header.arch, trust_factory)
-    )
+
+    if skeleton is not None:
+        bare = copy.deepcopy(skeleton)
+    else:
+        bare = _build_bare(place, record.arch, trusted=trust_factory)
     dtype = _dtype(state)
     model = applying.apply(bare, plan.steps)._apply(
-        lambda t: t.to(dtype) if t.is_floating_point() else t
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )
     _take_dtypes(model, state)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
-        _check_the_same(header, states, file)
+        _check_the_same(record, states, file)
     model.eval()
-    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **header.pretrained_cfg}
+
+    images = record.images
+    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **images}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
-    norms = states.get(NORMS, {})
-    record = provenance.Provenance(
-        header.arch, header.source, header.sha256, header.pretrained_cfg, plan, norms
+    origin = provenance.Provenance(
+        arch=record.arch,
+        source=record.source,
+        sha256=record.sha256,
+        pretrained_cfg=images,
+        plan=plan,
+        norms=states.get(NORMS, {}),
     )
-    return provenance.attach(model, record)
+    return provenance.attach(model, origin)
 
 
-def read_header(place: Path) -> Header:
-    """Read the record in a directory or in a weights file; raises SourceError: missing, damaged, or
-    of a later one.
-    """
-    file = place if place.is_file() else place / WEIGHTS
-    if not file.is_file():
-        raise SourceError(
-            f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote"
-        )
-    what = f"{file} is not a readable safetensors file"
-    with explained(SourceError, what, "Is it truncated?"), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get("normswap")
-    if text is None:
-        remedy = (
-            "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
-        )
-        raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
-    try:
-        version = json.loads(text)["version"]
-        if version != VERSION:
-            what = f"{file} has schema version {version}, this normswap reads {VERSION}"
-            raise SourceError(what, remedy="Upgrade it")
-        return Header.model_validate_json(text)
-    except (ValueError, KeyError, TypeError) as error:
-        why = repr(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-        raise SourceError(
-            f"{file}: the header cannot be read", why, "The file is damaged: get it again"
-        ) from None
+def _read_tensors(place: Path, file: Path) -> dict[str, State]:
+    """Return the tensors of each file of a directory, or of a weights file, by the file's name."""
+    states = {WEIGHTS: weight_files.read(file)}
+    norms_file = file.with_name(NORMS)
+
+    # A file alone may stand beside the norms of another network, or without any.
+    if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
+        states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
+    return states
 
 
-def _check_the_same(header: Header, states: Mapping[str, Mapping[str, Tensor]], file: Path) -> None:
+def _check_the_same(record: Header, states: Mapping[str, State], file: Path) -> None:
+    """Raise SourceError, naming the tensors, where a file has others than those that were saved."""
     for name, state in states.items():
-        if name in header.hashes and weight_files.hash_tensors(state) != header.hashes[name]:
-            what = (
-                f"the tensors of {file if name == WEIGHTS else file.with_name(name)} are not those"
-                " that were saved"
-            )
-            saved = header.tensors.get(name, {})
-            now = weight_files.hash_each(state)
-            others = [
-                tensor for tensor in saved | now if saved and saved.get(tensor) != now.get(tensor)
-            ]
-            why = "missing, damaged, or changed by another program, and the proof is about others"
-            remedy = "Get it again; `normswap.load(..., changed=True)` takes it as it is"
-            raise SourceError(what, f"{weight_files.some(others or [name])}: {why}", remedy)
+        saved_hash = record.hashes.get(name)
+        if saved_hash is None and not state:
+            continue
+        if weight_files.hash_tensors(state) == saved_hash:
+            continue
 
-
-def is_checkpoint(place: Path) -> bool:
-    """Tell whether normswap wrote this directory (by its config.json) or weights file (by its
-    header).
-    """
-    try:
-        if place.suffix == ".safetensors" and place.is_file():
-            with safe_open(place, "pt") as file:
-                return "normswap" in (file.metadata() or {})
-        return "normswap" in json.loads((place / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, SafetensorError):
-        return False
+        saved = record.tensors.get(name, {})
+        now = weight_files.hash_each(state)
+        others = [tensor for tensor in saved | now if saved.get(tensor) != now.get(tensor)]
+        named = first_few(others) if saved and others else name
+        changed_file = file if name == WEIGHTS else file.with_name(name)
+        raise SourceError(
+            f"the tensors of {changed_file} are not those that were saved",
+            f"{named}: missing, damaged, or changed by another program, and the proof is about"
+            " others",
+            "Get it again; `normswap.load(..., changed=True)` takes it as it is",
+        )
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch a `hf-hub:owner/name` that `push` wrote, into the hub's cache; None for a source of
-    another kind.
+    """Fetch a `hf-hub:owner/name` that `push` wrote into the hub's cache.
+
+    Returns the directory; None for a source of another kind.
     """
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
         return None
+
+    config = header.read_config(hub.fetch(repo, (CONFIG,)).parent)
+    entry = (config or {}).get(header.KEY)
+    # timm's reader says what is wrong with a config of another kind.
+    if not isinstance(entry, dict) or not entry.get("schemes"):
+        return None
+
     try:
-        schemes = json.loads(hub.fetch(repo, (CONFIG,)).read_text(encoding="utf-8"))["normswap"][
-            "schemes"
-        ]
-    # timm's reader says what is wrong with it.
-    except (ValueError, KeyError, TypeError):
-        return None
-    if not schemes:
-        return None
-    with contextlib.suppress(SourceError):
         hub.fetch(repo, (NORMS,))
+    # A network none of whose norms was replaced has no such file.
+    except SourceError:
+        pass
     return hub.fetch(repo, (WEIGHTS,)).parent
 
 
 def _write(
     folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None
 ) -> None:
+    """Write the files of a network into a new folder."""
     state = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
-    files = {WEIGHTS: state, **({NORMS: norms} if norms else {})}
+    files = {WEIGHTS: state}
+    if norms:
+        files[NORMS] = norms
+
     versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
-    header = {
-        "version": VERSION,
-        "source": record.source,
-        "sha256": record.sha256,
-        "arch": record.arch and asdict(record.arch),
-        "pretrained_cfg": record.pretrained_cfg,
-        "plan": json.loads(record.plan.to_json()),
-        "report": report and asdict(report),
-        "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-        "tensors": {name: weight_files.hash_each(tensors) for name, tensors in files.items()},
-        "versions": {**versions, "python": platform.python_version()},
-    }
-    _save(state, folder / WEIGHTS, {"format": "pt", "normswap": json.dumps(header)})
+    header_text = header.record_to_write(
+        {
+            "version": header.VERSION,
+            "source": record.source,
+            "sha256": record.sha256,
+            "arch": record.arch and asdict(record.arch),
+            "pretrained_cfg": image_record(record.pretrained_cfg),
+            "plan": json.loads(record.plan.to_json()),
+            "report": report and asdict(report),
+            "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
+            "tensors": {name: weight_files.hash_each(tensors) for name, tensors in files.items()},
+            "versions": {**versions, "python": platform.python_version()},
+        }
+    )
+    _save(state, folder / WEIGHTS, {"format": "pt", header.KEY: header_text})
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
-    config = config_of(model, record)
+
+    config = config_of(model, record, json.loads(header_text)["digest"])
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
-def config_of(model: nn.Module, record: provenance.Provenance) -> dict[str, Any]:
-    """Return what config.json says of a network: timm's layout, and the schemes that it went
-    through.
+def config_of(model: nn.Module, record: provenance.Provenance, digest: str | None) -> Body:
+    """Return what config.json says of a network: timm's layout, and the schemes it went through.
+
+    Args:
+        model: The network.
+        record: Its provenance.
+        digest: The digest of the header of its weights, which is noted.
     """
     arch = record.arch or Arch(type(model).__name__)
     return {
         "architecture": kinds.named(arch),
         "num_classes": getattr(model, "num_classes", None),
         "model_args": arch.kwargs,
-        "pretrained_cfg": record.pretrained_cfg,
-        "normswap": {
+        "pretrained_cfg": image_record(record.pretrained_cfg),
+        header.KEY: {
             "schemes": [step.scheme for step in record.plan.steps],
             "plan": record.plan.digest,
+            "header": digest,
         },
     }
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file; raises OutputError. Tensors that share memory are stored twice."""
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in addresses and tensor.numel():
             tensors[name] = tensor.clone()
         addresses.add(tensor.data_ptr())
+
     try:
         save_file(tensors, file, metadata)
     except KeyError as error:
@@ -361,14 +334,15 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
         raise OutputError(f"cannot write {file.name}", first_line(error)) from None
 
 
-def _bare(folder: Path, arch: Arch | None, trusted: bool) -> nn.Module:
+def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
+    """Return the bare network of a directory; raises SourceError: nobody can build it."""
     if arch is None:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)
+
     kind = kinds.by_builder(arch.builder)
-    zoo.check_trust(
-        f"{kinds.named(arch)}, which builds the network of {folder},", kind, trusted=trusted
-    )
+    what = f"{kinds.named(arch)}, which builds the network of {folder},"
+    zoo.check_trust(what, kind, trusted=trusted)
     return zoo.skeleton(arch)
 
 
@@ -385,6 +359,6 @@ def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    """The widest floating-point dtype in the file, for buffers that the file does not hold."""
+    """Return the widest floating-point dtype in the file, for buffers that the file lacks."""
     floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return functools.reduce(torch.promote_types, floats or {torch.float32})

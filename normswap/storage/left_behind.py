@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from normswap import reading
 from normswap.errors import LeftBehindNote, SourceError
 
 if sys.platform != "win32":
@@ -193,8 +194,8 @@ def _restored(file: Path, folder: Path) -> str | None:
 def _names_of(folder: Path, file: Path) -> list[str]:
     """Return the names of the files that are written in a folder, `file`'s own among them."""
     try:
-        names = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = reading.parse_json(reading.file_text(folder / _OWNER))
+    except reading.UnreadableError:
         return [file.name]
     if not isinstance(names, list):
         return []

@@ -93,12 +93,13 @@ def push(
     folder = Path(directory)
     files = _FilesOfSave(folder)
     model = checkpoint.load(folder, trust_factory=trust_factory)
+    files.check_unchanged()
     header = checkpoint.read_header(folder)
     files.check_unchanged()
     record = provenance.of(model)
     license = license or _license_of_source(record, folder)
 
-    config = checkpoint.config_of(model, record)
+    config = checkpoint.config_of(model, record, header.digest)
     arguments = _arguments_for_timm(model, record.arch)
     if arguments is not None:
         config["model_args"] = dict(arguments)

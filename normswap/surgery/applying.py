@@ -116,11 +116,16 @@ def find(model: nn.Module, path: str, who: str) -> Held:
     """
     value: object = model
     for name in path.split("."):
-        if not hasattr(value, name):
-            raise PlanError(f"{who} names {path!r}, which is not in {type(model).__name__}")
+        # A path leads through modules: not to their classes, methods or configurations.
+        is_there = isinstance(value, nn.Module) and not name.startswith("__")
+        if not is_there or not hasattr(value, name):
+            raise PlanError(f"{who} names {path!r:.200}, which is not in {type(model).__name__}")
         value = getattr(value, name)
-    if not isinstance(value, nn.Module | float | int | nn.Parameter):
-        raise PlanError(f"{who} names {path!r}, which is no module but a {type(value).__name__}")
+
+    is_flag = isinstance(value, bool)
+    if is_flag or not isinstance(value, nn.Module | float | int | nn.Parameter):
+        kind = type(value).__name__
+        raise PlanError(f"{who} names {path!r:.200}, which is no module but a {kind}")
     return value
 
 
@@ -218,6 +223,16 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
             if edit.out_of_place and isinstance(new, nn.Module):
                 new = placeholders.out_of_place(new)
             return new
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    # The arguments may be anything that JSON has, and the layer another package's.
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        AssertionError,
+        MemoryError,
+    ) as error:
         why = f"{edit.layer}.replacing: {first_line(error)}"
         raise PlanError(f"edit of {edit.path} does not fit", why) from error

@@ -1,9 +1,8 @@
-"""The keys of a recipe. Every key has a type, a range and a line that explains it; anything else is
-an error.
+"""The keys of a recipe, each with a type, a range and a line that explains it.
 
-A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads them and applies overrides
-(`optim.lr=0.05`). No torch here, nor in what this imports: recipes are listed and checked without
-it.
+Any other key is an error. A recipe is one YAML file (`recipes/`); `recipe_files` finds them, reads
+them and applies overrides (`optim.lr=0.05`). No torch here, nor in what this imports: recipes are
+listed and checked without it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from normswap.plan import Body
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
+# Numbers of a recipe end where no machine and no paper goes, so that none overflows.
+_LARGEST = 10**9
+Positive = Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=_LARGEST, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=_LARGEST)]
+# Pixels, which take memory.
+Pixels = Annotated[int, Field(ge=0, le=2**14)]
 # The seeds that torch's generators take.
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -58,7 +61,7 @@ class Augment(Part):
     scale: tuple[Share, Share] | None = Field(
         None, description="Area of random resized crops; null: no such crops."
     )
-    padding: Count = Field(
+    padding: Pixels = Field(
         0, description="Pixels (at input_size) around a random crop, if `scale` is null."
     )
     hflip: Share = Field(0.5, description="Chance of a horizontal flip.")
@@ -87,8 +90,10 @@ class Data(Part):
         None, description="Train on this many images, drawn by train.seed."
     )
     validation_samples: AtLeastOne | None = Field(None, description="Validate on this many.")
-    workers: Count = Field(2, description="Loader processes per training process.")
-    input_size: AtLeastOne | None = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="Loader processes per training process."
+    )
+    input_size: Annotated[int, Field(ge=1, le=2**14)] | None = Field(
         None, description="Side in pixels [default: the network's]."
     )
     augment: Augment = Field(default_factory=lambda: Augment())

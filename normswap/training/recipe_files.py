@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from normswap import shipped
-from normswap.errors import RecipeError, first_line, near
+from normswap import reading, shipped
+from normswap.errors import RecipeError, near
 from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
@@ -45,8 +44,9 @@ def text(name: str) -> str:
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return a MODEL, if there is one among the words of a command line, and its KEY=VALUE
-    overrides.
+    """Return the MODEL among the words of a command line, or None, and the KEY=VALUE overrides.
+
+    Raises RecipeError: two words are neither of the overrides.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
@@ -56,13 +56,12 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of that name, or in that file, with `KEY=VALUE` overrides such as
-    `optim.lr=0.05`.
+    """Return a recipe, checked key by key.
 
-    A name without a slash or a YAML suffix is a shipped recipe's, if there is one.
-
-    Returns:
-        The recipe, checked key by key.
+    Args:
+        name_or_file: The name of a shipped recipe, or a file. A name without a slash or a YAML
+            suffix is a shipped recipe's, if there is one.
+        overrides: `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     Raises:
         RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it
@@ -72,10 +71,11 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
     plain = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
     if plain and (path.name in names() or not path.is_file()):
         return check(_parsed(text(path.name), f"recipe {path}"), f"recipe {path}", overrides)
+
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}", first_line(error)) from None
+        content = reading.file_text(path, reading.MOST_BYTES_OF_YAML)
+    except reading.UnreadableError as error:
+        raise RecipeError(f"cannot read the recipe {path}", str(error)) from None
     return check(_parsed(content, str(path)), str(path), overrides)
 
 
@@ -87,26 +87,39 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
         )
     for override in overrides:
         tree = _overridden(tree, override)
+
     try:
+        reading.check_plain(tree, finite=False)
         # Strict: true is no 1, and "1" neither.
-        return Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
+        # Arguments of optimizers and schemes have no types of their own.
+        reading.check_plain(tree)
+        return recipe
+    except reading.UnreadableError as error:
+        raise RecipeError(label, str(error)) from None
     except ValidationError as error:
         raise RecipeError(label, "; ".join(_problems(error))) from None
 
 
 def dump(recipe: Recipe) -> str:
     """Return the recipe as YAML for `load_recipe`, with every key, as defaults may change later."""
+    yaml = YAML(typ="safe", pure=True)
+    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
     out = io.StringIO()
-    _yaml().dump(recipe.model_dump(mode="json"), out)
+    yaml.dump(recipe.model_dump(mode="json"), out)
     return out.getvalue()
 
 
 def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, object]:
-    """Return every value of the recipe, or of a group, by its dotted key, as on the command line."""
+    """Return every value of a recipe by its dotted key, as on the command line.
+
+    Args:
+        recipe: The recipe, or a group of its keys.
+        above: What stands before the keys of a group.
+    """
+    values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
     keys: dict[str, object] = {}
-    for name, value in (
-        recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
-    ).items():
+    for name, value in values.items():
         if isinstance(value, Mapping) and value:
             keys |= flat(value, f"{above}{name}.")
         else:
@@ -115,13 +128,19 @@ def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, ob
 
 
 def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str, object]]:
-    """Yield every key of a recipe: its dotted name, what it takes, its default, and what it is for."""
+    """Yield every key of a recipe: its dotted name, what it takes, its default and its help.
+
+    Args:
+        group: The recipe, or a group of its keys.
+        above: What stands before the keys of a group.
+    """
     for name, field in group.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)]
         if inner:
             yield from every_key(inner[0], f"{above}{name}.")
             continue
+
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         takes = "|".join(_takes(field.annotation))
         yield {
@@ -141,50 +160,39 @@ def _takes(kind: Any) -> list[str]:
     if origin is Annotated:
         return _takes(arguments[0])
     if origin in (Union, UnionType):
-        return [word for argument in arguments for word in _takes(argument)]
-    return [_TYPES[origin or kind]] if kind is not NoneType else []
+        words: list[str] = []
+        for argument in arguments:
+            words += _takes(argument)
+        return words
+    if kind is NoneType:
+        return []
+    return [_TYPES[origin or kind]]
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """List the keys of two flat recipes that differ, with both values."""
+    """Return the keys of two flat recipes that differ, with both values."""
     keys = sorted(before.keys() | now.keys())
-    return [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
-
-
-def _yaml() -> YAML:
-    """Return a reader of YAML 1.2, where `no` is a word and `1e-4` a number; it refuses a key that
-    stands twice.
-    """
-    yaml = YAML(typ="safe", pure=True)
-    vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
-    return yaml
+    changed = [key for key in keys if before.get(key) != now.get(key)]
+    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed]
 
 
 def _parsed(content: str, label: str) -> object:
+    """Return the plain data of a YAML text; raises RecipeError."""
     try:
-        return _yaml().load(content)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise RecipeError(
-            f"{label} is not YAML", f"{where}{error.problem or error.context}"
-        ) from None
-    except YAMLError as error:
-        raise RecipeError(f"{label} is not YAML", str(error).splitlines()[0]) from None
+        return reading.parse_yaml(content)
+    except reading.UnreadableError as error:
+        raise RecipeError(f"{label} is not YAML", str(error)) from None
 
 
 def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
-    """`tree` with one key set; missing groups on the way to it are made."""
+    """Return a tree of keys with one of them set; groups on the way to it are made."""
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):
         raise RecipeError(
             f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH"
         )
+
     changed = dict(tree)
     inner = changed
     for step in steps[:-1]:
@@ -193,15 +201,18 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
             raise RecipeError(f"{override!r}: {step} is {below!r}, no group of keys")
         inner[step] = group = dict(below or {})
         inner = group
+
     inner[steps[-1]] = _parsed(value, f"the value of {override!r}")
     return changed
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
+    """Yield a sentence about each thing that is wrong with a recipe."""
     for problem in error.errors(include_url=False):
         path = [str(step) for step in problem["loc"]]
         key = ".".join(path)
         kind = problem["type"]
+
         if kind == "extra_forbidden":
             hint = near(
                 key,
@@ -216,4 +227,4 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key} is missing"
         else:
             message = problem["msg"].removeprefix("Input ").replace("should be", "must be")
-            yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r})"
+            yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r:.200})"

@@ -227,7 +227,9 @@ _CONVERTING = """
 import timm, torch
 from normswap import convert
 def memory(which):  # getrusage knows of the process that this one was forked from, too
-    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(which)).split()[1])
+    lines = open("/proc/self/status").read().splitlines()
+    line = next(line for line in lines if line.startswith(which))
+    return 1024 * int(line.split()[1])
 small = timm.create_model("resnet18", channels=(4, 4, 4, 4)).eval()
 convert(small, "folded", input_size=(3, 64, 64))  # all is imported and every pool of memory there
 model = timm.create_model("resnet50").eval()

@@ -1,4 +1,4 @@
-"""Networks in other people's wrappings: parallel, synchronized, quantizable, fused, lazy, compiled."""
+"""Networks in wrappings of others: parallel, synchronized, quantizable, fused, lazy, compiled."""
 
 import copy
 from collections.abc import Callable, Iterator

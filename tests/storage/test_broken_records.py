@@ -1,20 +1,19 @@
-"""Plans, headers, recipes with one thing changed at random: done, or one line, exit code 2, nothing
-written.
+"""Plans, headers, recipes with one thing changed at random.
+
+The command does its work, or says one line, exits with 2 and writes nothing.
 """
 
 import contextlib
-import copy
 import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
+from support.hostile_files import mutated
 from support.model_sources import record_of, rewrite, small
 
 from normswap import convert
@@ -45,44 +44,7 @@ JUNK = (
 few = settings(max_examples=25, derandomize=True, database=None)
 
 
-def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is anything, from the leaves' point of view and from that of what holds them."""
-    inner = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
-    for key, value in inner:
-        yield (*above, key)
-        yield from places(value, (*above, key))
-
-
-@st.composite
-def mutated(draw: st.DrawFn, tree: Any) -> Any:
-    """One thing missing, another, twice, or under another name."""
-    tree = copy.deepcopy(tree)
-    found = list(places(tree))
-    *above, key = found[draw(st.integers(0, len(found) - 1))]
-    holder = tree
-    for step in above:
-        holder = holder[step]
-
-    how = draw(st.sampled_from(["junk", "junk", "missing", "twice", "renamed"]))
-    if how == "junk":
-        holder[key] = copy.deepcopy(draw(st.sampled_from(JUNK)))
-    elif how == "missing":
-        del holder[key]
-    elif isinstance(holder, list):
-        holder.append(copy.deepcopy(holder[key]))
-    else:
-        holder[f"{key}_"] = holder[key] if how == "twice" else holder.pop(key)
-
-    return tree
-
-
-def said(*words: str) -> tuple[int, str]:
+def run_command(*words: str) -> tuple[int, str]:
     """Exit code and stderr of one command."""
     out = io.StringIO()
     err = io.StringIO()
@@ -91,7 +53,8 @@ def said(*words: str) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-def check(code: int, error: str) -> None:
+def check_one_line(code: int, error: str) -> None:
+    """The command was done, or refused in one line."""
     assert code in (0, 2)
     if code == 2:
         assert error.startswith("error: ")
@@ -115,13 +78,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @few
 @given(st.data())
 def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
-    body = data.draw(mutated(record_of(converted)["plan"]))
+    body = data.draw(mutated(record_of(converted)["plan"], JUNK))
     with tempfile.TemporaryDirectory() as name:
         plan = Path(name) / "plan.json"
         out = Path(name) / "out"
         plan.write_text(json.dumps(body))
-        code, error = said("convert", str(source), "--from-plan", str(plan), "-o", str(out))
-        check(code, error)
+        code, error = run_command("convert", str(source), "--from-plan", str(plan), "-o", str(out))
+        check_one_line(code, error)
         assert sorted(path.name for path in Path(name).iterdir()) == (
             ["plan.json"] if code else ["out", "plan.json"]
         )
@@ -131,9 +94,8 @@ def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
 @given(st.data())
 def test_recipes(data: st.DataObject) -> None:
     """Of any shipped recipe: it is one still, or refused as one that is not."""
-    body = data.draw(
-        mutated(yaml.safe_load(recipe_files.text(data.draw(st.sampled_from(recipe_files.names())))))
-    )
+    name = data.draw(st.sampled_from(recipe_files.names()))
+    body = data.draw(mutated(yaml.safe_load(recipe_files.text(name)), JUNK))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(yaml.safe_dump(body))
@@ -145,16 +107,16 @@ def test_recipes(data: st.DataObject) -> None:
 @given(st.data())
 def test_training_by_recipes(source: Path, data: st.DataObject) -> None:
     """The images are not there, so that whatever the recipe says, nothing is done."""
-    body = data.draw(mutated(yaml.safe_load(recipe_files.text("cifar10_recover_bn"))))
+    body = data.draw(mutated(yaml.safe_load(recipe_files.text("cifar10_recover_bn")), JUNK))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         out = Path(folder) / "out"
         file.write_text(yaml.safe_dump(body))
-        code, error = said(
+        code, error = run_command(
             "finetune", str(source), "--recipe", str(file), "--data", "nowhere", "-o", str(out)
         )
         assert code == 2
-        check(code, error)
+        check_one_line(code, error)
         assert [path.name for path in Path(folder).iterdir()] == ["recipe.yaml"]
 
 

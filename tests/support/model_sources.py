@@ -1,7 +1,7 @@
 """A small network, written in every way a model source can be."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from normswap import provenance
 from normswap.provenance import Provenance
+from normswap.storage.header import digest_of
 
 ARGS: dict[str, Any] = {"channels": [8, 16, 32, 64]}
 SMALL = {"arch": "resnet18", "arch_args": ARGS, "num_classes": 10}
@@ -65,11 +66,22 @@ def record_of(folder: Path) -> Any:
         return json.loads(opened.metadata()["normswap"])
 
 
+def signed(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record with the digest that it must have, if it has one."""
+    if "digest" not in record:
+        return record
+    return {**record, "digest": digest_of(record)}
+
+
 def rewrite(
-    folder: Path, *, header: Mapping = {}, tensors: Mapping[str, torch.Tensor | None] = {}
+    folder: Path,
+    *,
+    header: Mapping[str, Any] = {},
+    tensors: Mapping[str, torch.Tensor | None] = {},
+    dropped: Sequence[str] = (),
 ) -> None:
-    """Write the weights again with other keys in the record, or other tensors; without those that
-    are None.
+    """Write the weights again with other keys in the record, whose digest is right, or other
+    tensors, without those that are None; `dropped` keys are left out.
     """
     file = folder / "model.safetensors"
     record = record_of(folder)
@@ -78,4 +90,8 @@ def rewrite(
         for name, tensor in {**load_file(file), **tensors}.items()
         if tensor is not None
     }
-    save_file(state, file, {"normswap": json.dumps({**record, **header})})
+    changed = {key: value for key, value in {**record, **header}.items() if key not in dropped}
+    save_file(state, file, {"normswap": json.dumps(signed(changed))})
+    config = json.loads((folder / "config.json").read_text())
+    config["normswap"].pop("header", None)
+    (folder / "config.json").write_text(json.dumps(config))

@@ -2,6 +2,7 @@
 
 ORDER = (
     ("errors", "copying", "version", "shipped"),
+    ("reading",),
     ("plan", "plugins"),
     ("provenance",),
     ("layers",),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typer import Option
 
-from normswap import schemes
+from normswap import reading, schemes
 from normswap.cli import tables
 from normswap.cli.options import (
     Device,
@@ -216,10 +216,9 @@ def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
         raise OptionError(f"{' and '.join(others)} cannot go with --from-plan", "the plan says it")
 
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "it is no text")
-        raise PlanError(f"cannot read the plan {file}", why) from None
+        text = reading.file_text(file)
+    except reading.UnreadableError as error:
+        raise PlanError(f"cannot read the plan {file}", str(error)) from None
     plan = Plan.from_json(text, str(file))
     if not any(step.edits for step in plan.steps):
         raise PlanError(f"{file} has no edits", "there is nothing to do")

@@ -1,0 +1,173 @@
+"""What files may say of images and classes: timm's record, and the configurations of transformers.
+
+The record of a network (`pretrained_cfg`) is read strictly: an unknown key is an error. Other
+libraries' files hold more keys than are read here, so theirs are left alone, and those that are
+read have a type and bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+from normswap import reading
+from normswap.errors import SourceError
+from normswap.plan import Body
+
+Record = TypeVar("Record", bound=BaseModel)
+
+# An input of more numbers than this is no sample that is evaluated here (1 GB).
+_MOST_NUMBERS = 2**28
+_MOST_CLASSES = 10**6
+
+Side = Annotated[int, Field(ge=1, le=2**24)]
+Channel = Annotated[float, Field(ge=-1e6, le=1e6)]
+Deviation = Annotated[float, Field(gt=0, le=1e6)]
+Word = Annotated[str, Field(max_length=1000)]
+Names = Annotated[list[Word], Field(max_length=_MOST_CLASSES)]
+NamesByKey = Annotated[dict[str, Word], Field(max_length=_MOST_CLASSES)]
+Shape = Annotated[list[Side], Field(max_length=8)]
+Means = Annotated[list[Channel], Field(min_length=1, max_length=4096)]
+Deviations = Annotated[list[Deviation], Field(min_length=1, max_length=4096)]
+Sides = Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | dict[str, Side | None]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+# The types that `--input NAME=SHAPE:TYPE` takes.
+NumberType = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "bool"]
+# timm's record says more than what a network wants. None of it is stored, or read from a directory:
+# it names files and addresses, or describes the weights that timm has.
+_OF_TIMM_ALONE = frozenset(
+    "url file state_dict hf_hub_id hf_hub_filename source architecture tag tags custom_load"
+    " test_input_size min_input_size test_crop_pct pool_size test_pool_size num_features origin_url"
+    " paper_name paper_ids notes description".split()
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class _OfOthers(BaseModel):
+    """A file of another library, of which some keys are read."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class ImageRecord(_Strict):
+    """timm's record of images and classes: what a network wants, and what its outputs mean."""
+
+    input_size: Shape | None = None
+    fixed_input_size: bool | None = None
+    mean: Means | None = None
+    std: Deviations | None = None
+    interpolation: Interpolation | None = None
+    # timm resizes to the side divided by this share.
+    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
+    first_conv: Word | list[Word] | None = None
+    classifier: Word | list[Word] | None = None
+    num_classes: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    label_offset: Annotated[int, Field(ge=0, le=1000)] | None = None
+    label_names: Names | NamesByKey | None = None
+    label_descriptions: Names | NamesByKey | None = None
+    license: Word | None = None
+    inputs: dict[Word, tuple[Shape, NumberType]] | None = None
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> ImageRecord:
+        _check_size("input_size", self.input_size or [])
+        for name, (shape, _) in (self.inputs or {}).items():
+            _check_size(f"inputs.{name}", shape)
+        return self
+
+
+class LayoutOfTimm(_OfOthers):
+    """A config.json in timm's layout, old or new: with the record inside it, or beside its keys."""
+
+    architecture: Word
+    model_args: dict[str, Any] | None = None
+    pretrained_cfg: dict[str, Any] | None = None
+
+
+class ImageProcessor(_OfOthers):
+    """A preprocessor_config.json of transformers."""
+
+    do_center_crop: bool | None = True
+    do_resize: bool | None = True
+    do_normalize: bool | None = None
+    crop_size: Sides | None = None
+    size: Sides | None = None
+    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    resample: int | Word | None = None
+    image_mean: Channel | Means | None = None
+    image_std: Deviation | Deviations | None = None
+
+
+class TransformersConfig(_OfOthers):
+    """The keys of a transformers config.json that normswap reads by itself."""
+
+    model_type: Word
+    architectures: Annotated[list[Word], Field(max_length=100)] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    num_channels: Annotated[int, Field(ge=1, le=4096)] | None = None
+    image_size: Side | list[Side] | dict[str, Side] | None = None
+    id2label: NamesByKey | None = None
+    label2id: dict[str, int | str] | None = None
+
+
+class ShardIndex(_OfOthers):
+    """A model.safetensors.index.json: which file has which tensor."""
+
+    # A name in the directory itself, so that no other directory is opened.
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]]
+
+
+def _check_size(name: str, shape: list[int]) -> None:
+    count = 1
+    for side in shape:
+        count *= side
+    if count > _MOST_NUMBERS:
+        raise ValueError(f"{name} has more than {_MOST_NUMBERS} numbers")
+
+
+def image_record(stated: Mapping[str, object]) -> Body:
+    """Return what is stored of a network's record: the keys of `ImageRecord`, as JSON has them.
+
+    Args:
+        stated: timm's record, or a network's own. Values that are None are left out.
+    """
+    names = ImageRecord.model_fields.keys()
+    kept = {name: value for name, value in stated.items() if name in names and value is not None}
+    plain: Body = json.loads(json.dumps(kept))
+    return plain
+
+
+def without_addresses(stated: object) -> object:
+    """Return a stored record without the keys that only timm's registry uses."""
+    if not isinstance(stated, Mapping):
+        return stated
+    return {name: value for name, value in stated.items() if name not in _OF_TIMM_ALONE}
+
+
+def checked(kind: type[Record], stated: object, origin: str) -> Record:
+    """Return a record of what a file states; raises SourceError, which names file and key.
+
+    Args:
+        kind: The class of the record.
+        stated: The plain data that was read.
+        origin: What the error calls the file.
+    """
+    try:
+        return reading.validated(_reader(kind), json.dumps(stated))
+    except reading.UnreadableError as error:
+        raise SourceError(
+            f"{origin} cannot be read", str(error), "The file is damaged: get it again"
+        ) from None
+
+
+@functools.cache
+def _reader(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -1,0 +1,144 @@
+"""Pickles of torch, read without running anything in them.
+
+torch's own reader of weights (`weights_only`) makes the tensors, and calls nothing that it does not
+know. Each other name that a pickled network calls for is given to it as an inert class.
+"""
+
+import argparse
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.errors import quiet
+
+# A training script keeps the averaged network, or the one that it trains.
+_KEYS_OF_NETWORKS = ("ema", "model", "module")
+# More modules than this has no network. One that holds itself has no end.
+_MOST_MODULES = 100_000
+_MOST_LEVELS = 200
+# torch stores archives uncompressed. A few bytes can be said to be terabytes otherwise.
+_MOST_TIMES_LARGER = 16
+_ALWAYS_ALLOWED = 2**28
+
+
+class TooLargeError(ValueError):
+    """A file says that its content is far larger than the file."""
+
+
+def unpickle(file: Path) -> object:
+    """Return what a file of `torch.save` holds: tensors, plain containers, or a network's tensors.
+
+    Raises whatever torch raises where the file is damaged or needs Python objects.
+    """
+    _check_archive(file)
+    try:
+        # timm's own training checkpoints carry their arguments as a Namespace, which is inert.
+        with quiet(), torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    # torch raises many kinds of errors for a file that is none of its own.
+    except Exception:
+        with suppress(Exception):
+            return read_pickled_network(file)[1]
+        raise
+
+
+def unknown_names(file: Path) -> list[str]:
+    """Return the names of Python objects that a pickle needs; empty where it cannot be told."""
+    # torch raises many kinds of errors for a file that is none of its own.
+    with suppress(Exception):
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
+    return []
+
+
+def check_sizes(state: Mapping[str, Tensor], file: Path) -> None:
+    """Raise TooLargeError where tensors have far more numbers than the file has bytes.
+
+    A tensor whose stride is 0 repeats one number as often as it likes.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    if size > _MOST_TIMES_LARGER * file.stat().st_size + _ALWAYS_ALLOWED:
+        raise TooLargeError(f"its tensors have {size} bytes, more than the file can hold")
+
+
+def _check_archive(file: Path) -> None:
+    """Raise TooLargeError for an archive whose entries unpack to far more than its size."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > _MOST_TIMES_LARGER * file.stat().st_size + _ALWAYS_ALLOWED:
+        raise TooLargeError(f"it unpacks to {size} bytes")
+
+
+class _Inert(dict[Any, Any]):
+    """Any object of a pickle: it holds the items and attributes of the file, and does nothing."""
+
+    attributes: Mapping[str, Any] = {}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state if isinstance(state, dict) else {}
+
+
+def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the attributes and the tensors of a whole network that `torch.save` pickled.
+
+    It stands alone in the file, or under a usual key. None of its code is run.
+
+    Args:
+        file: The file.
+
+    Raises TypeError, or what torch raises: it holds no network, is damaged, or needs what torch
+    refuses by its name.
+    """
+    _check_archive(file)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    inert: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+        (type(name, (_Inert,), {}), name) for name in names
+    ]
+    with quiet(), torch.serialization.safe_globals(inert):
+        content = torch.load(file, map_location="cpu", weights_only=True)
+
+    candidates = (content, *map(content.get, _KEYS_OF_NETWORKS))
+    network = next((each for each in candidates if _is_network(each)), None)
+    if network is None:
+        raise TypeError("it holds no whole network")
+
+    state = dict(_named_tensors(network))
+    check_sizes(state, file)
+    return network.attributes, state
+
+
+def _is_network(candidate: object) -> bool:
+    return isinstance(candidate, _Inert) and bool(candidate.attributes.get("_modules"))
+
+
+def _named_tensors(network: _Inert) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors that `state_dict` has, in its order."""
+    # A stack, not a recursion, since a network may be said to hold itself.
+    ahead = [(network, "", 0)]
+    count = 0
+    while ahead:
+        module, prefix, level = ahead.pop()
+        count += 1
+        if count > _MOST_MODULES or level > _MOST_LEVELS:
+            raise ValueError("it has more modules than a network has")
+
+        inside = module.attributes
+        transient = inside.get("_non_persistent_buffers_set", ())
+        for name, tensor in {**inside["_parameters"], **inside["_buffers"]}.items():
+            if tensor is not None and name not in transient:
+                yield prefix + name, tensor.detach()
+
+        children = inside["_modules"].items()
+        below = [
+            (child, f"{prefix}{name}.", level + 1) for name, child in children if child is not None
+        ]
+        ahead += reversed(below)

@@ -1,0 +1,255 @@
+"""Files that somebody else may have written: every JSON and YAML of the package is read here.
+
+A file gives plain, bounded data or an `UnreadableError`, whose text is one line. Nothing in it can
+hang the reader, use up the memory, or become anything else than text, numbers, lists and objects.
+No torch in this file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+Checked = TypeVar("Checked")
+
+# The index of the largest sharded network has 10 MB.
+MOST_BYTES = 100 * 2**20
+# A recipe has 2 KB.
+MOST_BYTES_OF_YAML = 2**20
+# The deepest records are configurations of transformers, which have 6 levels.
+MOST_LEVELS = 40
+# The labels of 20,000 classes, or a plan for 10,000 layers, are 100,000 values.
+MOST_VALUES = 2_000_000
+MOST_EVENTS_OF_YAML = 20_000
+# A number of 128 bits has 39 digits.
+MOST_DIGITS = 40
+
+
+class UnreadableError(ValueError):
+    """The reason why a file or a text is not read, in one line."""
+
+
+def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        file: The file. A pipe or a device is refused, since reading it may never end.
+        most: The largest size in bytes that is read.
+
+    Raises UnreadableError: it is missing, too large or no regular file.
+    """
+    try:
+        status = file.stat()
+        # Of a directory, reading it says what is wrong.
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise UnreadableError("it is no regular file")
+        if status.st_size > most:
+            raise UnreadableError(f"it has {status.st_size} bytes, at most {most} are read")
+        return file.read_bytes()
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from None
+    except ValueError as error:
+        # A path with a NUL character.
+        raise UnreadableError(str(error)) from None
+
+
+def file_text(file: Path, most: int = MOST_BYTES) -> str:
+    """Return the text of a UTF-8 file; raises UnreadableError, as `file_bytes` does."""
+    try:
+        return file_bytes(file, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"it is no UTF-8 text (byte {error.start})") from None
+
+
+def parse_json(text: str, *, finite: bool = True) -> object:
+    """Return the plain data of a JSON text.
+
+    Args:
+        text: The JSON.
+        finite: Whether NaN and Infinity are refused.
+
+    Raises UnreadableError: it is no JSON, names a key twice, or exceeds a bound of this file.
+    """
+    if len(text) > MOST_BYTES:
+        raise UnreadableError(f"it has more than {MOST_BYTES} characters")
+
+    try:
+        tree = json.loads(text, parse_int=_whole_number, object_pairs_hook=_object_of_pairs)
+    except RecursionError:
+        raise UnreadableError(f"it is nested more than {MOST_LEVELS} levels deep") from None
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"it is not JSON: {error}") from None
+
+    check_plain(tree, finite=finite)
+    return tree
+
+
+def parse_object(text: str, *, finite: bool = True) -> dict[str, object]:
+    """Return the object that a JSON text holds; raises UnreadableError, as `parse_json` does."""
+    tree = parse_json(text, finite=finite)
+    if not isinstance(tree, dict):
+        raise UnreadableError(f"it holds a {type(tree).__name__}, not an object")
+    return tree
+
+
+def parse_yaml(text: str) -> object:
+    """Return the plain data of a YAML 1.2 text, where `no` is a word and `1e-4` a number.
+
+    Numbers may be infinite or NaN: the record that the data is held to names their key.
+
+    Raises UnreadableError: it is no YAML, names a key twice, has an alias, or exceeds a bound.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError
+
+    if len(text) > MOST_BYTES_OF_YAML:
+        raise UnreadableError(f"it has more than {MOST_BYTES_OF_YAML} characters")
+
+    try:
+        _check_events(text)
+        tree: object = YAML(typ="safe", pure=True).load(text)
+    except UnreadableError:
+        raise
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise UnreadableError(f"{line}{error.problem or error.context}") from None
+    # The YAML library raises whatever its constructors of numbers and dates raise.
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise UnreadableError(first_line or type(error).__name__) from None
+
+    check_plain(tree, finite=False)
+    return tree
+
+
+def _check_events(text: str) -> None:
+    """Raise UnreadableError for depth, and for aliases, each of which may stand for many values."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+
+    levels = 0
+    for count, event in enumerate(YAML(typ="safe", pure=True).parse(text)):
+        if count > MOST_EVENTS_OF_YAML:
+            raise UnreadableError(f"it has more than {MOST_EVENTS_OF_YAML} values")
+        if isinstance(event, AliasEvent):
+            line = event.start_mark.line + 1
+            raise UnreadableError(f"line {line}: aliases (*{event.anchor}) are not read")
+        if isinstance(event, CollectionStartEvent):
+            levels += 1
+        elif isinstance(event, CollectionEndEvent):
+            levels -= 1
+        if levels > MOST_LEVELS:
+            raise UnreadableError(f"it is nested more than {MOST_LEVELS} levels deep")
+
+
+def check_plain(tree: object, *, finite: bool = True) -> None:
+    """See that a tree is bounded plain data: text, numbers, booleans, null, lists and objects.
+
+    Dates, as YAML knows them, are left to the records that the tree is held to.
+
+    Args:
+        tree: The data.
+        finite: Whether NaN and infinite numbers are refused.
+
+    Raises UnreadableError, which says where: it is not.
+    """
+    ahead: list[tuple[object, str, int]] = [(tree, "", 0)]
+    count = 0
+    while ahead:
+        value, place, level = ahead.pop()
+        where = place.removeprefix(".") or "it"
+        count += 1
+        if count > MOST_VALUES:
+            raise UnreadableError(f"it has more than {MOST_VALUES} values")
+        if level > MOST_LEVELS:
+            raise UnreadableError(f"it is nested more than {MOST_LEVELS} levels deep")
+
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                _check_key(key, where)
+                ahead.append((entry, f"{place}.{key}", level + 1))
+        elif isinstance(value, list | tuple):
+            ahead += [(entry, f"{place}[{i}]", level + 1) for i, entry in enumerate(value)]
+        elif isinstance(value, str):
+            _check_text(value, where)
+        elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            raise UnreadableError(f"{where} is a number of more than {MOST_DIGITS} digits")
+        elif finite and isinstance(value, float) and not math.isfinite(value):
+            raise UnreadableError(f"{where} is {value}, no finite number")
+        elif not isinstance(value, int | float | datetime.date | None):
+            raise UnreadableError(f"{where} is a {type(value).__name__}, no plain value")
+
+
+def _check_key(key: object, where: str) -> None:
+    if not isinstance(key, str | int | float | None):
+        raise UnreadableError(f"a key in {where} is no text")
+    if isinstance(key, str):
+        _check_text(key, f"a key in {where}")
+
+
+def _check_text(text: str, where: str) -> None:
+    """Refuse half a character (a lone surrogate), which no terminal or file can show."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UnreadableError(f"{where} is no valid text") from None
+
+
+def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
+    """Return the record that a JSON text holds; raises UnreadableError, which names the key.
+
+    Args:
+        adapter: pydantic's reader of the record.
+        text: The JSON. `parse_json` has seen that it is bounded.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        raise UnreadableError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong with a record: its key, then the reason."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ""
+    for key in problem["loc"]:
+        place += f"[{key}]" if isinstance(key, int) else f".{key}"
+
+    reason = problem["msg"].lower()
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        reason = "unexpected key"
+    return f"{place.removeprefix('.')}: {reason}".removeprefix(": ")
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS + 1:
+        raise UnreadableError(f"it holds a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object, or raise UnreadableError where it has a key twice."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        _refuse_repeated_key(pairs)
+    return tree
+
+
+def _refuse_repeated_key(pairs: list[tuple[str, object]]) -> NoReturn:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise UnreadableError(f"the key {key[:100]!r} stands in it twice")
+        seen.add(key)
+    raise AssertionError("no key stands twice")

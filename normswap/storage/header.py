@@ -1,0 +1,218 @@
+"""The record in the header of `model.safetensors`: what it may hold, how it is read and written.
+
+The header has the schema version, the source and its hash, the architecture, the plan, the report,
+the hashes of all tensors, the versions of the libraries, and a digest of all that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
+from safetensors import SafetensorError, safe_open
+
+from normswap import reading
+from normswap.errors import SourceError, first_line
+from normswap.models.records import ImageRecord, image_record, without_addresses
+from normswap.plan import Arch, Body, Plan
+from normswap.storage.network_folder import CONFIG, WEIGHTS
+from normswap.surgery.report import Report
+
+# The version of the record.
+VERSION = 1
+# The key of the header in which the record stands.
+KEY = "normswap"
+
+_DAMAGED = "The file is damaged: get it again"
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Piece = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Word = Annotated[str, Field(max_length=10_000)]
+
+
+class Header(BaseModel):
+    """The record as it is read.
+
+    Args:
+        version: The version of the record.
+        arch: How to build the bare network; None where nobody knows.
+        plan: The plan, as `Plan.to_json` wrote it.
+        source: What the network was made from, as the user named it.
+        sha256: The hash of the source's tensors; None for random weights.
+        pretrained_cfg: The record of images and classes.
+        report: The measurements of the conversion; None for a network that was not converted.
+        hashes: The hash of all tensors of a file, by the file's name.
+        tensors: The hash of each tensor, by the file's name and its own; older files have none.
+        versions: The versions of the libraries that wrote it.
+        digest: The hash of all of the above; older files have none.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    version: int
+    arch: Arch | None
+    plan: dict[str, Any]
+    source: Word
+    sha256: Word | None
+    pretrained_cfg: ImageRecord
+    report: Report | None
+    hashes: dict[Word, Sha256]
+    tensors: dict[Word, dict[Word, Piece]] = {}
+    versions: dict[Word, Word]
+    digest: Sha256 | None = None
+
+    @field_validator("pretrained_cfg", mode="before")
+    @classmethod
+    def _drop_addresses(cls, stated: object) -> object:
+        return without_addresses(stated)
+
+    @field_validator("report")
+    @classmethod
+    def _is_printable(cls, report: Report | None) -> Report | None:
+        """Refuse what no comparison gives, and no report could be printed from."""
+        if report is None:
+            return None
+        if not report.logits:
+            raise ValueError("it has no error at the logits")
+        shares = [error.agreement for error in (*report.logits, *report.sites)]
+        if report.kept is not None:
+            shares.append(report.kept.agreement)
+            if report.kept.count < 1:
+                raise ValueError("it was measured on no image")
+        if not all(share is None or 0 <= share <= 1 for share in shares):
+            raise ValueError("an agreement is a share from 0 to 1")
+        return report
+
+    @field_validator("hashes")
+    @classmethod
+    def _has_the_weights(cls, hashes: dict[str, str]) -> dict[str, str]:
+        if WEIGHTS not in hashes:
+            raise ValueError(f"there is no hash of {WEIGHTS}")
+        return hashes
+
+    @property
+    def images(self) -> Body:
+        """The record of images and classes, as JSON has it."""
+        return image_record(self.pretrained_cfg.model_dump())
+
+    def read_plan(self, file: Path) -> Plan:
+        """Return the plan; raises PlanError: it is malformed, or not the one that was saved."""
+        return Plan.from_json(json.dumps(self.plan), f"{file}: plan")
+
+
+def digest_of(record: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a record's canonical JSON, without the digest in it."""
+    body = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_header(place: Path) -> Header:
+    """Return the record of a directory or of a weights file.
+
+    Args:
+        place: The directory that `save` wrote, or its weights file alone.
+
+    Raises SourceError: it is missing, damaged, changed since it was written, or of a later version.
+    """
+    file = place if place.is_file() else place / WEIGHTS
+    if not file.is_file():
+        raise SourceError(
+            f"{place} has no {WEIGHTS}", remedy="Name a directory that normswap wrote"
+        )
+
+    text = _text_in(file)
+    if text is None:
+        remedy = (
+            "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
+        )
+        raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
+    try:
+        record = reading.parse_object(text, finite=False)
+        version = record.get("version")
+        if version != VERSION or isinstance(version, bool):
+            what = f"{file} has schema version {version!r:.40}, this normswap reads {VERSION}"
+            raise SourceError(what, remedy="Upgrade it")
+
+        # A report may say that an error is infinite.
+        reading.check_plain({key: value for key, value in record.items() if key != "report"})
+        header = reading.validated(_reader(), text)
+    except reading.UnreadableError as error:
+        raise SourceError(f"{file}: the header cannot be read", str(error), _DAMAGED) from None
+
+    _check_digests(record, header, place, file)
+    return header
+
+
+def _text_in(file: Path) -> str | None:
+    """Return the text of the record; None where the file is not normswap's."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return (opened.metadata() or {}).get(KEY)
+    except (SafetensorError, OSError, ValueError) as error:
+        what = f"{file} is not a readable safetensors file"
+        raise SourceError(what, first_line(error), "Is it truncated?") from None
+
+
+def _check_digests(record: Body, header: Header, place: Path, file: Path) -> None:
+    """Raise SourceError where the header is not the one that was written.
+
+    The directory's config.json has a copy of the digest, so that a header that lost its own is
+    noticed too.
+    """
+    noted = None
+    if place.is_dir():
+        noted = noted_digest(place)
+    # Directories of older versions have no digest.
+    if header.digest is None and noted is None:
+        return
+
+    now = digest_of(record)
+    if header.digest != now or noted not in (None, now):
+        raise SourceError(
+            f"{file}: the header is not the one that was saved",
+            "its plan, preprocessing, labels, hashes or report were changed",
+            _DAMAGED,
+        )
+
+
+def noted_digest(folder: Path) -> str | None:
+    """Return the header's digest as the config.json of a directory notes it; None: it does not."""
+    config = read_config(folder)
+    entry = config.get(KEY) if config is not None else None
+    digest = entry.get("header") if isinstance(entry, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def read_config(folder: Path) -> Body | None:
+    """Return the config.json of a directory; None where it has none that can be read."""
+    try:
+        return reading.parse_object(reading.file_text(folder / CONFIG))
+    except reading.UnreadableError:
+        return None
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Return whether normswap wrote a directory or a weights file.
+
+    A directory says it in its config.json, a file in its header.
+    """
+    if place.suffix == ".safetensors" and place.is_file():
+        try:
+            return _text_in(place) is not None
+        except SourceError:
+            return False
+    return KEY in (read_config(place) or {})
+
+
+def record_to_write(record: Mapping[str, object]) -> str:
+    """Return the text of a record that is to be saved, with its digest."""
+    plain = json.loads(json.dumps(record))
+    return json.dumps({**plain, "digest": digest_of(plain)})
+
+
+@functools.cache
+def _reader() -> TypeAdapter[Header]:
+    return TypeAdapter(Header)
